@@ -34,7 +34,7 @@ BUDGETS = {
     "virtual": 884,
     "releases": 1_446,
     "advisor": 3_588,
-    "report": 4_258,
+    "report": 4_259,
     "autopsy": 1_147,
     "claims": 2_126,
     "baselines": 425,
