@@ -73,8 +73,8 @@ def test_more_machines_are_relative_to_the_ideal_with_their_traffic(tmp_path: Pa
     efficiencies = [measured.loc[place, "Efficiency"] for place in (("strong", 1), ("strong", 2), ("weak", 2))]
     assert efficiencies == pytest.approx([1, 0.75, 0.8], rel=0.06)
     sent = 8 * PARAMETERS / MIB
-    columns = ["Ring bytes (NCCL) per rank, MiB", "Of it across machines, MiB"]
-    assert measured.loc[("weak", 2), columns].tolist() == [sent, 0.9 * sent]
+    columns = ["Ring bytes (NCCL) per rank, MiB", "Of it across machines, MiB", "Out of a machine, MiB"]
+    assert measured.loc[("weak", 2), columns].tolist() == [sent, 0.9 * sent, 0.9 * sent]
     assert measured.loc[("strong", 1), "Of it across machines, MiB"] == 0
     planned = table[table["Scaling"] == "virtual ranks"]
     # Two machine counts do not make a plan.

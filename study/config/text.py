@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from decimal import Decimal
 
 NOT_MEASURED = "-"
@@ -34,6 +35,11 @@ def rounded(value: float, digits: int = 2) -> str:
 def power_of_ten(exponent: int) -> str:
     """Return 10 with a superscript exponent."""
     return "10" + str(exponent).translate(_SUPERSCRIPTS)
+
+
+def full_model(name: str) -> str:
+    """Return the name of a model without the suffix of a preset with fewer layers."""
+    return re.sub(r"-\d+layers$", "", name)
 
 
 def percent(fraction: float, signed: bool = False) -> str:

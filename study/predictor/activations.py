@@ -157,7 +157,7 @@ def _mode(request: Request) -> str:
 def _saves_parameters(request: Request) -> bool:
     """Whether a linear layer saves its parameter for the backward pass, not autocast's copy: stage 3 replaces its
     function (linear.py of deepspeed 0.19, LinearFunctionForZeroStage3)."""
-    return request.strategy.zero_stage == 3
+    return request.strategy.zero_stage == 3 and request.settings.memory_efficient_linear
 
 
 def predict_activations(request: Request) -> Activations:

@@ -58,6 +58,8 @@ class EngineSettings:
     stage3_model_persistence_threshold: int = sys.maxsize
     stage3_max_live_parameters: int = 1_000_000_000
     stage3_max_reuse_distance: int = 1_000_000_000
+    # Replaces the function of linear layers under stage 3.
+    memory_efficient_linear: bool = True
     # Rank 0 gathers all weights in host memory when the model is saved.
     stage3_gather_16bit_weights_on_model_save: bool = False
     # Gradients accumulate in fp32 although the weights are 16-bit.

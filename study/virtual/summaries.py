@@ -16,8 +16,9 @@ from typing import Any
 
 import pandas as pd
 
-from study.config.text import percent
-from study.predictor.run_predictions import predict_run
+from study.config.strategies import WITH_REPLICAS
+from study.config.text import full_model, percent
+from study.predictor.run_predictions import predict_run, request_if_any
 from study.predictor.state import paper_state_bytes
 from study.records.frames import Records, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
@@ -71,7 +72,7 @@ def with_whole_models(records: Records) -> Records:
             # Without one of its parts the state is unknown.
             **(dict.fromkeys(state) if None in state.values() else state), **{name: summary[name] for name in COUNTS},
             "collectives": json.dumps(summary["collectives"]) if is_counted else None, "buffer_bytes_device": None,
-            "model_name_or_path": re.sub(r"-\d+layers$", "", row["model_name_or_path"]),
+            "model_name_or_path": full_model(row["model_name_or_path"]),
             "model_layers": summary["model_layers"], "run": f"{row['run']}, extrapolated", "extrapolated": True,
         })  # fmt: skip
     if rows:
@@ -81,6 +82,13 @@ def with_whole_models(records: Records) -> Records:
         names = pd.DataFrame(name_workloads(plain.where(plain.notna(), None).to_dict("records")), index=plain.index)
         runs.loc[plain.index, _NAMES] = names[_NAMES]
     return dataclasses.replace(records, runs=runs.copy())
+
+
+def ranks_per_group(run: pd.Series) -> float:
+    """Return the ranks of a run's model-parallel group, or of those that share one replica; NaN without groups."""
+    request = request_if_any(run) if run.strategy in WITH_REPLICAS else None
+    ranks = request.ranks_per_replica if request else run.group_ranks
+    return NAN if ranks is None or pd.isna(ranks) else float(ranks)
 
 
 def groups(records: Records) -> list[dict[int, Summary]]:
@@ -114,7 +122,7 @@ def extrapolate_from_depths(depths: Mapping[int, Summary]) -> Summary | None:
 
 
 def _summary(row: Mapping[Any, Any]) -> Summary:
-    model = re.sub(r"-\d+layers$", "", str(row["model_name_or_path"]).rsplit("/", 1)[-1])
+    model = full_model(str(row["model_name_or_path"]).rsplit("/", 1)[-1])
     return {
         **summarize_row({column: None if pd.isna(cell) else cell for column, cell in row.items()}),
         "runs": (row["run"],),
@@ -266,10 +274,12 @@ def _rows(runs: pd.DataFrame, fixed: str, scaling: str) -> list[dict[str, object
             prediction = predict_run(runs_of_size.iloc[0])
             sent = runs_of_size["collectives"].map(read_ring_bytes).median()
             across = 0.0 if machines == 1 else runs_of_size["across_machines_bytes_per_step"].median()
-            # A ring over all ranks in order leaves a machine once. If a group has one rank of each machine, so do all
-            # other ranks of the machine: each has a separate ring.
-            strategy, machine_ranks = str(runs_of_size["strategy"].iloc[0]), ranks / machines
-            leaving = across * (machine_ranks if strategy == "hsdp" or strategy.endswith("_tp") else 1)
+            # A ring over all ranks in order leaves a machine once. Replicas and tensor groups within a machine have a
+            # separate ring over all machines for each of their ranks.
+            run, machine_ranks = runs_of_size.iloc[0], ranks / machines
+            strategy, group_ranks = str(run["strategy"]), ranks_per_group(run)
+            rings = group_ranks if strategy == "hsdp" or strategy.endswith("_tp") else 1
+            leaving = across * rings if rings <= machine_ranks or not across else NAN
             rows.append({
                 "model": str(model).rsplit("/", 1)[-1], "line": str(line), "strategy": strategy,
                 "precision": precision,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from study.config.errors import UserError, clip, did_you_mean, first_line
+from study.config.text import full_model
 from study.config.yaml_sections import load_package_yaml
 
 Family = Literal["sequence-classification", "causal-lm"]
@@ -60,7 +61,7 @@ class Preset:
 
     @property
     def base(self) -> str:
-        return re.sub(r"-\d+layers$", "", self.name)
+        return full_model(self.name)
 
     @property
     def family(self) -> Family:

@@ -13,7 +13,6 @@ import pandas as pd
 from study.config.strategies import WITH_GROUPS, WITH_REPLICAS
 from study.config.text import format_number, percent
 from study.host.memory import MIB
-from study.predictor.run_predictions import request_if_any
 from study.records import strategy_runs
 from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
@@ -24,7 +23,7 @@ from study.report import document
 from study.report.document import Answer, Question, format_or_dash, paragraphs, span_text, times_text
 from study.report.questions import comparison
 from study.report.questions.comparison import Comparison, arm_table, real_arms, side_by_side, without_offload, workloads
-from study.virtual.summaries import STAGES, read_ring_bytes, with_whole_models
+from study.virtual.summaries import STAGES, ranks_per_group, read_ring_bytes, with_whole_models
 
 STEP = "step_time_s_median"
 _OPTIMIZER = [f"optimizer_bytes_{place}" for place in STATE_PLACES]
@@ -234,13 +233,6 @@ _ALTERNATIVES = {*_NEIGHBOURS, "fsdp2"}
 # Columns that are equal for runs that differ in the length of samples.
 _SAME_BUT_LENGTH = ("strategy", "world_size", "group_ranks", "model_name_or_path", "precision", "engine_override",
                     "peft", "optimizer", "gradient_checkpointing", "global_batch_size", "micro_batch_size")  # fmt: skip
-
-
-def ranks_per_group(run: pd.Series) -> float:
-    """Return the ranks of a run's model-parallel group, or of those that share one replica; NaN without groups."""
-    request = request_if_any(run) if run.strategy in WITH_REPLICAS else None
-    ranks = request.ranks_per_replica if request else run.group_ranks
-    return NAN if ranks is None or pd.isna(ranks) else float(ranks)
 
 
 def with_settings(arm: str) -> str:

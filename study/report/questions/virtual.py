@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pandas as pd
 
-from study.config.text import format_number, percent
+from study.config.text import format_number, full_model, percent
 from study.host.memory import MIB
 from study.predictor.communication import sent_bytes
 from study.predictor.memory import kept_for_backward
@@ -28,8 +27,6 @@ from study.virtual.summaries import AS_SHIPPED, BOOKKEEPING, GB, STAGES, figure_
 
 # Smaller differences in traffic or memory are padding and bookkeeping.
 _NOTABLE = 0.01
-# The suffix of a model with fewer layers.
-_DEPTH = r"-\d+layers$"
 # Cells of the paper's Table 1.
 _CELLS = {*itertools.product(STAGES, ("gpt-7.5b", "gpt-128b", "gpt-1t"), (1, 4, 16, 64, 256, 1024))}
 
@@ -53,7 +50,7 @@ def _table1_answer(records: Records) -> Answer | None:
     off_rows = [row for row in rows if abs(_difference(row)) > _NOTABLE]
     before_step = [abs(_difference(row, before_step=True)) <= _NOTABLE for row in off_rows]
     lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")
-    lost_models = lost["model_name_or_path"].str.replace(_DEPTH, "", regex=True)
+    lost_models = lost["model_name_or_path"].map(full_model)
     # Models without a case here, and whether each of their runs was too large.
     too_large = lost["status_reason"].str.contains("of host memory").groupby(lost_models).all()
     missing = too_large.drop([row["model"] for row in rows], errors="ignore")
@@ -340,7 +337,7 @@ def _tuning_answer(records: Records) -> Answer | None:
     sentence, number, words, note = paragraphs(
         "tuning_answer.j2", effects={name: sorted(settings) for name, settings in effects.items()},
         largest=min((min(settings), name) for name, settings in effects.items()), run=run, error=percent(error),
-        model=re.sub(_DEPTH, "", str(run["model_name_or_path"]).rsplit("/", 1)[-1]),
+        model=full_model(str(run["model_name_or_path"]).rsplit("/", 1)[-1]),
     )  # fmt: skip
     return Answer(sentence, pd.DataFrame(rows), (note,), [(number, words)])
 
@@ -351,11 +348,9 @@ def _predict_figures(runs: pd.DataFrame) -> pd.DataFrame | None:
     for run in runs.itertuples():
         if (request := request_if_any(run)) is None:
             return None
-        state = predict_state(request)
         gathered = simulate_gathers(request).live_at_end if request.strategy.zero_stage == 3 else 0
-        device_bytes = sum(getattr(state, f"{kind}_device") for kind in STATE_KINDS)
-        gathered *= request.gathered_bytes
-        figures.append((device_bytes, gathered, kept_for_backward(request), sent_bytes(request)))
+        held = predict_state(request).device, gathered * request.gathered_bytes
+        figures.append((*held, kept_for_backward(request), sent_bytes(request)))
     runs = runs.copy()
     runs[["state", "gathered", _KEPT, _SENT]] = figures
     return runs.assign(**{_HELD: runs["state"] + runs["gathered"]})
@@ -363,8 +358,7 @@ def _predict_figures(runs: pd.DataFrame) -> pd.DataFrame | None:
 
 def _predict_full_depth(runs: pd.DataFrame) -> pd.DataFrame | None:
     """Return the runs with figures predicted for all layers of their model; None if one cannot be predicted."""
-    full_names = runs["model_name_or_path"].str.replace(_DEPTH, "", regex=True)
-    return _predict_figures(runs.assign(model_name_or_path=full_names))
+    return _predict_figures(runs.assign(model_name_or_path=runs["model_name_or_path"].map(full_model)))
 
 
 TUNING = Question("tuning", "What do LoRA, offload, checkpointing and the micro-batch change?", _tuning_answer)
