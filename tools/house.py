@@ -22,26 +22,26 @@ PACKAGE = "study"
 # Maximal lines of Python, and of the tests' data. Raise one in a separate commit that explains it; lower it when a room
 # becomes smaller.
 BUDGETS = {
-    "config": 1_553,
+    "config": 1_559,
     "records": 2_558,
     "host": 1_373,
-    "workloads": 1_795,
+    "workloads": 1_796,
     "metrics": 1_594,
-    "predictor": 5_033,
+    "predictor": 5_035,
     "engine": 1_529,
     "sweep": 2_639,
     "run": 1_565,
-    "virtual": 884,
+    "virtual": 894,
     "releases": 1_446,
     "advisor": 3_588,
-    "report": 4_259,
+    "report": 4_245,
     "autopsy": 1_147,
     "claims": 2_126,
     "baselines": 425,
     "train": 133,
     "cli": 170,
     "__init__": 3,
-    "tests": 17_251,
+    "tests": 17_252,
 }
 
 
