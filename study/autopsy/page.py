@@ -45,7 +45,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         # The first of each kind is about the loss, as the sentence is.
         by_panel = itertools.zip_longest(*take_figures(folder / "autopsy.ipynb").values())
         pictures = [picture for panel in by_panel for picture in panel if picture]
-        write_figures(pictures, folder)
+        write_figures(pictures, folder, {picture.name for picture in pictures})
         first, *remaining = sections(study)
         sessions = study.arms.drop_duplicates("session")
         facts, made_by = paragraphs(
@@ -59,7 +59,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
             sections=[PageSection(sentence=first.sentence, drawings=pictures[:3]), PageSection(notes=first.notes),
                       PageSection(_FIGURES, drawings=pictures[3:]), *remaining],
         )  # fmt: skip
-        text = "\n\n".join(f"![{picture.alt}]({FIGURES}/{picture.name}.png)" for picture in pictures)
+        text = "\n\n".join(f"![{picture.alt}]({FIGURES}/{picture.name}.svg)" for picture in pictures)
         page = [PageSection(text=facts), first, PageSection(_FIGURES, text=text), *remaining, PageSection(text=made_by)]
         (folder / "index.html").write_text(html, encoding="utf-8")
         (folder / "summary.md").write_text(page_markdown(TITLE, page, _numbers(study)), encoding="utf-8")

@@ -2,7 +2,8 @@
 
 `python study/sweep/fork_server.py SOCKET` is the server, which exits when its standard input closes. `... SOCKET
 REQUEST` replaces a launcher: it requests a run from the server and exits with the run's status; stopping it stops the
-run. It needs only the standard library. `ForkServer` is the sweep's side. Each fork is a separate process with the
+run. `... SOCKET - SCRIPT ARGUMENTS` replaces a plain start of a script: its folder and environment are those of this
+process. It needs only the standard library. `ForkServer` is the sweep's side. Each fork is a separate process with the
 environment that `accelerate launch` sets. Records have the launch command, and the sweep's notes mark the run as
 forked. It is used only without a GPU: CUDA does not survive a fork.
 """
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +36,8 @@ PRELOADED_MODULES = (
 )  # fmt: skip
 # Not for the runs of `study verify`; transformers' trainer imports `datasets`.
 _FOR_TRAINING = ("datasets", "evaluate", "transformers.trainer")
+# In place of a request's file: a script, its folder and environment are those of the process that asks.
+_OF_CALLER = "-"
 # torch's launcher grants the other ranks this time after one has failed.
 GRACE_S = 30
 
@@ -43,6 +46,8 @@ GRACE_S = 30
 class ForkServer:
     """Owner of one server at a time, for the stack of the last cell: another stack needs other libraries."""
 
+    # The server's program: this file preloads what training needs.
+    program: str = __file__
     _stack: str | None = None
     _process: subprocess.Popen[bytes] | None = None
     _folder: tempfile.TemporaryDirectory[str] | None = None
@@ -51,20 +56,8 @@ class ForkServer:
         self, stack: str | None, ranks: int, command: list[str], environment: Mapping[str, str], printed: Path
     ) -> list[str]:
         """Return the command to run instead of a launch or a script; itself if the stack's libraries do not import."""
-        if self._process is None or self._process.poll() is not None or self._stack != stack:
-            self.close()
-            self._stack, self._folder = stack, tempfile.TemporaryDirectory()
-            # torch and DeepSpeed read these at import: one thread per rank, like the launcher, and no compilation.
-            read_at_import = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, self._address], env={**environment, **read_at_import},
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-            while not Path(self._address).exists():
-                if self._process.poll() is not None:
-                    self.close()
-                    return command
-                time.sleep(0.05)
+        if not self._is_serving(stack, environment):
+            return command
         from study.config.places import WORKING_FOLDER
 
         script = next(place for place, word in enumerate(command) if word.endswith(".py"))
@@ -76,6 +69,32 @@ class ForkServer:
         file = printed.with_name("request.json")
         file.write_text(json.dumps(request))
         return [sys.executable, "-ES", __file__, self._address, str(file)]
+
+    def script_command(self, script: str, arguments: list[str]) -> list[str]:
+        """Return the command that starts a script in its caller's folder and environment, in a fork if there is one."""
+        if not self._is_serving(None, os.environ):
+            return [sys.executable, script, *arguments]
+        return [sys.executable, "-ES", __file__, self._address, _OF_CALLER, script, *arguments]
+
+    def _is_serving(self, stack: str | None, environment: Mapping[str, str]) -> bool:
+        """Start a server for the stack unless it runs; False if its libraries do not import."""
+        if self._process is not None and self._process.poll() is None and self._stack == stack:
+            return True
+        self.close()
+        self._stack = stack
+        self._folder = tempfile.TemporaryDirectory()
+        # torch and DeepSpeed read these at import: one thread per rank, like the launcher, and no compilation.
+        read_at_import = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, self.program, self._address], env={**environment, **read_at_import},
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        while not Path(self._address).exists():
+            if self._process.poll() is not None:
+                self.close()
+                return False
+            time.sleep(0.05)
+        return True
 
     @property
     def _address(self) -> str:
@@ -92,9 +111,9 @@ class ForkServer:
         self._process = self._folder = None
 
 
-def ask(address: str, file: str) -> int:
-    """Request a run from the server and return its exit status."""
-    request = json.loads(Path(file).read_text())
+def ask(address: str, file: str, *script: str) -> int:
+    """Request a run, or a script with the folder and environment of this process; return its exit status."""
+    request = _request_of_caller(script) if file == _OF_CALLER else json.loads(Path(file).read_text())
     with socket.create_server(("127.0.0.1", 0)) as free:
         request["port"] = free.getsockname()[1]
     with socket.socket(socket.AF_UNIX) as connection:
@@ -105,6 +124,16 @@ def ask(address: str, file: str) -> int:
         # The sweep searches for this line of torch's launcher.
         print(f"  exitcode  : {status}", flush=True)
     return status if status >= 0 else 1
+
+
+def _request_of_caller(script: tuple[str, ...]) -> dict[str, Any]:
+    """Return the request for a script in this process's folder and environment."""
+    # A Jupyter kernel ends itself if its parent is not this process; a closed connection ends it, too.
+    environment = {name: value for name, value in os.environ.items() if name != "JPY_PARENT_PID"}
+    return {
+        "command": script, "ranks": 1, "agent_store": False, "environment": environment, "launch": [],
+        "folder": str(Path.cwd()), "stdout": os.devnull, "stderr": os.devnull,
+    }  # fmt: skip
 
 
 def preload() -> None:
@@ -121,7 +150,7 @@ def preload() -> None:
             importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("gpt2")
 
 
-def serve(address: str) -> None:
+def serve(address: str, preload: Callable[[], None] = preload) -> None:
     """Import the libraries, then fork a process for each request until standard input closes."""
     preload()
     # The address appears when the socket listens: a connection between bind and listen fails.
@@ -223,6 +252,8 @@ def _run_rank(request: dict[str, Any], rank: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
+    if len(sys.argv) > 2:
+        # Jupyter interrupts a kernel before it kills it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         sys.exit(ask(*sys.argv[1:]))
     serve(sys.argv[1])

@@ -20,11 +20,11 @@ from study.predictor.run_predictions import compare_figures as own_compared
 from study.predictor.run_predictions import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
 from study.predictor.validation import Measurement, published_rows, refused_sources, score, sources
-from study.report.canvas import FAINT, GUIDE, SETTINGS, Drawing, as_png, finish, sheet
+from study.report.canvas import FAINT, GUIDE, SETTINGS, Drawing, as_svg, finish, sheet
 from study.report.document import render_markdown
 
 FOLDER = REPOSITORY / "reports" / "prediction"
-SCORES, FIGURE = "scores.parquet", "figures/errors.png"
+SCORES, FIGURE = "scores.parquet", "figures/errors.svg"
 # Errors of `study predict`, and of other estimators on the rows of commit 7e0ec02, which has the code that ran them.
 LEAGUE, OURS = "league.parquet", "study predict"
 # Predictions of earlier commits for suites that ran afterwards, and that corrected the rules since.
@@ -208,7 +208,7 @@ def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
     drawing = errors_figure(frame)
     (folder / "summary.md").write_text(summary(frame, folder, drawing.alt), encoding="utf-8")
     (folder / FIGURE).parent.mkdir(exist_ok=True)
-    (folder / FIGURE).write_bytes(as_png(drawing.figure))
+    (folder / FIGURE).write_text(as_svg(drawing.figure), encoding="utf-8")
     intervals_file.write_text(intervals_text(frame), encoding="utf-8")
 
 

@@ -8,9 +8,11 @@ import itertools
 import json
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,12 @@ from study.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
 from study.records.strategy_runs import Row
 from study.report.document import Answer, PageSection, Picture, Question, link_html, page_html, page_markdown
 from study.report.questions import answers
-from study.report.site.publishing import FIGURES, LIST, new_report
+from study.report.site.publishing import FIGURES, IMAGES, LIST, new_report
+from study.sweep.fork_server import ForkServer
 
 START_LIMIT_S = 120
+_KERNELS = Path(__file__).with_name("kernels.py")
+_STARTING = threading.Lock()
 _ERROR_TAG = "papermill-error-cell-tag"
 
 
@@ -45,8 +50,10 @@ class ThisInterpreter(AsyncKernelManager):
     @property
     def kernel_spec(self) -> KernelSpec:
         """Return the kernel's command and environment."""
-        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}",
-                   "--HistoryManager.enabled=False", "--log-level=CRITICAL"]  # fmt: skip
+        options = ["-f", "{connection_file}", "--HistoryManager.enabled=False", "--log-level=CRITICAL"]
+        # Notebooks run concurrently, and the first one starts the server.
+        with _STARTING:
+            command = _kernel_server().script_command(str(_KERNELS), options)
         # Warnings contain paths of this machine.
         environment = {"PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore", "IPYTHONDIR": _no_profile().name}
         return KernelSpec(argv=command, language="python", display_name="Python 3", env=environment)
@@ -56,6 +63,15 @@ class ThisInterpreter(AsyncKernelManager):
 def _no_profile() -> tempfile.TemporaryDirectory[str]:
     """Return an empty IPython profile: a user's would run its start-up files, and may be in a read-only folder."""
     return tempfile.TemporaryDirectory(prefix="zero-study-ipython-")
+
+
+@functools.cache
+def _kernel_server() -> ForkServer:
+    """Return the server whose forks are kernels; it ends with this process."""
+    server = ForkServer(program=str(_KERNELS))
+    # In a process of multiprocessing, which skips the handlers of `atexit`, too.
+    Finalize(None, server.close, exitpriority=1)
+    return server
 
 
 def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder: Path, time_limit_s: float) -> None:
@@ -112,36 +128,37 @@ def _settle(output: Path) -> None:
 NOTEBOOKS = REPOSITORY / "notebooks"
 TIME_LIMIT_S = 600.0
 # Concurrent kernels; each uses a CPU core and half a gigabyte.
-_AT_ONCE = 2
+KERNELS = 2
 
 
 def build(
     records: Records, suite: str, output: Path, *, claims: Sequence[Row] = (), notebooks: Path = NOTEBOOKS,
     time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None, facts: Sequence[str] = (),
-    title: str = "",
+    title: str = "", kernels: int = KERNELS,
 ) -> dict[str, str]:  # fmt: skip
     """Build the report in a folder next to `output` and move it there; return the reason of each failed notebook.
 
-    `title` is that of the first page, by default the suite's name, and `facts` are lines for its head that the records
-    do not have.
+    `title` is that of the first page, by default the suite's name, `facts` are lines for its head that the records do
+    not have, and `kernels` is the number of notebooks that run at once.
     """
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
     answered = answers(records, claims, suite)
     names = list(dict.fromkeys(question.notebook for question in answered if question.notebook))
     # Figures are checked when the report is published.
-    wanted = {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES,) if names else ())}
+    wanted = {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES, IMAGES) if names else ())}
     wanted |= {f"{name}.{kind}" for name in names for kind in ("ipynb", "html")}
     with new_report(output, wanted) as folder:
         write_parquet(records, folder)
-        failures = run_notebooks(names, notebooks, folder, time_limit_s, say)
+        failures = run_notebooks(names, notebooks, folder, time_limit_s, say, kernels)
         _write_pages(records, suite, folder, answered, failures, facts, title or suite)
     return failures
 
 
 def run_notebooks(
-    names: Sequence[str], notebooks: Path, folder: Path, time_limit_s: float, say: Callable[[str], None]
-) -> dict[str, str]:
+    names: Sequence[str], notebooks: Path, folder: Path, time_limit_s: float, say: Callable[[str], None],
+    kernels: int = KERNELS,
+) -> dict[str, str]:  # fmt: skip
     """Execute notebooks on the records in `folder`, and write them there; return the reason of each failed one."""
 
     def run(name: str) -> str:
@@ -153,7 +170,7 @@ def run_notebooks(
         say(f"{name}: {f'failed in {failure}' if failure else 'done'}")
         return failure
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(kernels) as pool:
         return {name: failure for name, failure in zip(names, pool.map(run, names), strict=True) if failure}
 
 
@@ -171,6 +188,7 @@ def _write_pages(
     drawn = {question: [one for name in question.figures for one in figures.get(name, ())] for question in answered}
     pages = {"index": "Overview", **{name: head for name, (head, _) in heads.items()}}
     cards = [_card(question, answer, drawn[question], records) for question, answer in answered.items()]
+    in_summary = {picture.name for card in cards for picture in card.drawings}
     failed = [f"`{name}`: {why}" for name, why in failures.items()]
     lists = [PageSection(title, text, notes=left_out, classes="left-out") for title, text, left_out in (
         ("Notebooks that did not finish", "", failed),
@@ -188,14 +206,14 @@ def _write_pages(
     }  # fmt: skip
     for name, (_, words) in heads.items():
         chosen = [question for question in answered if question.notebook == name]
-        sections = [part for one in chosen for part in _details(one, answered[one], drawn[one], records)]
+        sections = [part for one in chosen for part in _details(one, answered[one], drawn[one], records, in_summary)]
         texts[f"{name}.html"] = page_html(
             "page.html.j2", suite, pages, name, lead=words, sections=sections, failure=failures.get(name),
             all_reports=all_reports,
         )  # fmt: skip
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
-    write_figures(itertools.chain(*drawn.values()), folder)
+    write_figures(itertools.chain(*drawn.values()), folder, in_summary)
 
 
 def take_figures(notebook: Path) -> dict[str, list[Picture]]:
@@ -211,12 +229,19 @@ def take_figures(notebook: Path) -> dict[str, list[Picture]]:
     return figures
 
 
-def write_figures(pictures: Iterable[Picture], folder: Path) -> None:
-    """Write the figures as files of a report."""
+def write_figures(pictures: Iterable[Picture], folder: Path, in_summary: Container[str]) -> None:
+    """Write the figures as files of a report; those of its summary are in a folder of their own."""
     for picture in pictures:
-        (folder / FIGURES).mkdir(exist_ok=True)
-        (folder / FIGURES / f"{picture.name}.png").write_bytes(picture.png)
-        (folder / FIGURES / f"{picture.name}.svg").write_text(picture.svg, encoding="utf-8")
+        png, svg = (folder / name for name in picture_files(picture, in_summary))
+        for file in (png, svg):
+            file.parent.mkdir(exist_ok=True)
+        png.write_bytes(picture.png)
+        svg.write_text(picture.svg, encoding="utf-8")
+
+
+def picture_files(picture: Picture, in_summary: Container[str]) -> tuple[str, str]:
+    """Return the names of a figure's PNG and SVG files."""
+    return f"{IMAGES}/{picture.name}.png", f"{FIGURES if picture.name in in_summary else IMAGES}/{picture.name}.svg"
 
 
 def _card(question: Question, answer: Answer, drawn: Sequence[Picture], records: Records) -> PageSection:
@@ -234,10 +259,12 @@ def _card(question: Question, answer: Answer, drawn: Sequence[Picture], records:
     )  # fmt: skip
 
 
-def _details(question: Question, answer: Answer, drawn: Sequence[Picture], records: Records) -> Iterator[PageSection]:
+def _details(
+    question: Question, answer: Answer, drawn: Sequence[Picture], records: Records, in_summary: Container[str]
+) -> Iterator[PageSection]:
     """Yield the sections of a question's page: all figures, then all tables."""
-    files = [f"{picture.name}.{kind}" for picture in drawn for kind in ("png", "svg")]
-    links = Markup(" ").join(link_html(name, f"{FIGURES}/{name}") for name in files)
+    files = [file for picture in drawn for file in picture_files(picture, in_summary)]
+    links = Markup(" ").join(link_html(file.rpartition("/")[2], file) for file in files)
     yield PageSection(
         answer.title or question.title, sentence=answer.sentence, notes=answer.notes, drawings=drawn,
         anchor=question.name, below=Markup('<p class="files">{}</p>').format(links),

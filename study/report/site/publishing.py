@@ -1,13 +1,16 @@
 """The folder of a report: it replaces its own files, and never a file that no report made.
 
-Its folder lists its files with their digests. A file that the list does not name, or that has changed since, is a
-user's. While files are replaced the list has the old and the new ones: a report that is killed there can be rebuilt.
+Its folder lists its files with their digests, in files.json the records, the summary and the figures of the summary,
+which git keeps; in pages.json what is made of them, which git ignores. A file that neither list names, or that has
+changed since, is a user's. While files are replaced the lists have the old and the new ones: a report that is killed
+there can be rebuilt.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import hashlib
 import json
 import os
@@ -21,8 +24,11 @@ import pyarrow.parquet as pq
 from study.config.errors import UserError
 from study.records.frames import RUNS_FILE, STEPS_FILE
 
-FIGURES = "figures"
-LIST = "files.json"
+# Figures of the summary; other figures, and every figure as PNG.
+FIGURES, IMAGES = "figures", "images"
+LIST, PAGES_LIST = "files.json", "pages.json"
+# What a report makes of its records; git ignores it, and `make reports` makes it again.
+_PAGES = ("*.html", "*.ipynb", f"{IMAGES}/*")
 _MADE_BY = "study report"
 # A report can be rebuilt from copies of its tables alone: these columns identify them.
 _TABLES = {RUNS_FILE: {"run", "status_state"}, STEPS_FILE: {"run", "step", "step_time_s"}}
@@ -37,7 +43,8 @@ def check_place(output: Path, names: Iterable[str], built: Digests | None = None
     if not output.is_dir():
         raise UserError(f"--output {output} is a file", "name a folder")
     listed = _listed(output)
-    replaceable = {*_unchanged_files(output, _both(listed or {}, built or {})), *([] if listed is None else [LIST])}
+    lists = [] if listed is None else [LIST, PAGES_LIST]
+    replaceable = {*_unchanged_files(output, _both(listed or {}, built or {})), *lists}
     # A folder without a report may be a home or a repository.
     foreign = sorted(file.name for file in output.iterdir() if file.name not in replaceable)
     if listed is None and foreign:
@@ -47,7 +54,7 @@ def check_place(output: Path, names: Iterable[str], built: Digests | None = None
         )
     for name in sorted(names):
         place = output / name
-        is_own = _is_real_folder(place) if name == FIGURES else name in replaceable
+        is_own = _is_real_folder(place) if name in (FIGURES, IMAGES) else name in replaceable
         if os.path.lexists(place) and not is_own:
             raise UserError(
                 f"--output {output} has {name}, which is not as a report wrote it",
@@ -81,17 +88,18 @@ def publish_report(folder: Path, output: Path) -> None:
     """Move each file of `folder` atomically, the first page last; then remove the other files of the earlier report."""
     new = {name: _sha256(file) for name, file in _plain_files(folder).items()}
     try:
-        check_place(output, {*new, LIST, *(FIGURES for name in new if "/" in name)}, new)
+        folders = {name.split("/")[0] for name in new if "/" in name}
+        check_place(output, {*new, LIST, PAGES_LIST, *folders}, new)
         both = _both(_listed(output) or {}, new)
         output.mkdir(parents=True, exist_ok=True)
-        _write_list(both, folder, output)
+        _write_lists(both, folder, output)
         for name in sorted(new, key=lambda name: name == "index.html"):
             (output / name).parent.mkdir(exist_ok=True)
             (folder / name).replace(output / name)
         for name, file in _unchanged_files(output, both).items():
             if name not in new:
                 file.unlink()
-        _write_list(new, folder, output)
+        _write_lists(new, folder, output)
     except OSError as error:
         raise UserError(f"--output {output} cannot be replaced ({error.strerror})", "name another") from None
 
@@ -105,8 +113,8 @@ def _unchanged_files(folder: Path, digests: Digests) -> dict[str, Path]:
 
 
 def _plain_files(folder: Path) -> dict[str, Path]:
-    """Return the files in the report's two folders, without links or files behind them."""
-    places = [folder, *([folder / FIGURES] if _is_real_folder(folder / FIGURES) else [])]
+    """Return the files in the report's folders, without links or files behind them."""
+    places = [folder, *(folder / name for name in (FIGURES, IMAGES) if _is_real_folder(folder / name))]
     return {
         file.relative_to(folder).as_posix(): file
         for place in places for file in place.iterdir() if file.is_file() and not file.is_symlink()
@@ -118,8 +126,13 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def _listed(folder: Path) -> Digests | None:
-    """Return the digests in the folder's list; None if it has no list of a report."""
-    file = folder / LIST
+    """Return the digests in the folder's lists; None if it has no list of a report."""
+    kept = _read_list(folder / LIST)
+    return None if kept is None else {**(_read_list(folder / PAGES_LIST) or {}), **kept}
+
+
+def _read_list(file: Path) -> Digests | None:
+    """Return the digests in a list; None if the file is not a list of a report."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         files = {name: str(digests) for name, digests in document["files"].items()}
@@ -132,10 +145,18 @@ def _both(old: Digests, new: Digests) -> Digests:
     return {name: f"{old.get(name, '')} {new.get(name, '')}".strip() for name in {**old, **new}}
 
 
-def _write_list(files: Digests, folder: Path, output: Path) -> None:
-    text = json.dumps({"made_by": _MADE_BY, "files": dict(sorted(files.items()))}, indent=1)
-    (folder / LIST).write_text(text + "\n", encoding="utf-8")
-    (folder / LIST).replace(output / LIST)
+def is_page(name: str) -> bool:
+    """Whether a file of a report is made of its records and summary, so that git ignores it."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in _PAGES)
+
+
+def _write_lists(files: Digests, folder: Path, output: Path) -> None:
+    kept = {name: digests for name, digests in files.items() if not is_page(name)}
+    pages = {name: digests for name, digests in files.items() if is_page(name)}
+    for name, some in ((LIST, kept), (PAGES_LIST, pages)):
+        text = json.dumps({"made_by": _MADE_BY, "files": dict(sorted(some.items()))}, indent=1)
+        (folder / name).write_text(text + "\n", encoding="utf-8")
+        (folder / name).replace(output / name)
 
 
 def _is_table(name: str, file: Path) -> bool:
