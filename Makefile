@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python tools/install.py --quiet
 # Tests write the bytecode that the installation has not compiled, and pytest its own.
 TEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 
-.PHONY: install lock study test test-fast test-long test-gpu quality types rules golden readme claims releases prediction bench site clean
+.PHONY: install lock study test test-fast test-long test-gpu quality types rules golden readme claims releases prediction reports bench site clean
 
 install: .venv/installed
 
@@ -75,6 +75,7 @@ rules: install
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py --check
 	$(BIN)/python tools/words.py --check
+	$(BIN)/python tools/tree.py
 
 # The guard of a refactoring: what the project computes, kept in runs/golden, and what differs from the last time.
 golden: install
@@ -101,10 +102,16 @@ prediction: install
 	$(BIN)/python -m study.report.pages.prediction fit
 	$(BIN)/python -m study.report.pages.prediction report
 
-# runs/site: README, docs/ and reports/ with a search and a reference of commands. It needs no torch.
-site:
+# Pages, notebooks and images of reports/ from the records there; only what changed. git ignores them. It needs no torch.
+reports:
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
-	@$(BIN)/python -c 'import mkdocs, material, study' 2>/dev/null || $(INSTALL) -c constraints.txt -e ".[site]"
+	@$(BIN)/python -c 'import papermill, ipykernel, matplotlib, study' 2>/dev/null \
+	  || $(INSTALL) -c constraints.txt -e ".[report]"
+	$(BIN)/python tools/reports.py $(FLAGS)
+
+# runs/site: README, docs/ and reports/ with a search and a reference of commands. It needs no torch.
+site: reports
+	@$(BIN)/python -c 'import mkdocs, material' 2>/dev/null || $(INSTALL) -c constraints.txt -e ".[report,site]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: install

@@ -37,8 +37,9 @@ def few() -> Records:
 
 
 def committed(folder: Path) -> Path:
-    """Copy the committed laptop report into a folder."""
-    return Path(shutil.copytree(REPOSITORY / "reports" / "laptop", folder / "report"))
+    """Copy what git keeps of the laptop report into a folder."""
+    pages = shutil.ignore_patterns("*.html", "*.ipynb", "images", "pages.json")
+    return Path(shutil.copytree(REPOSITORY / "reports" / "laptop", folder / "report", ignore=pages))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

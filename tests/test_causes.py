@@ -13,12 +13,12 @@ from packaging.specifiers import SpecifierSet
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES
 from study.releases.causes import Cause, read_causes
-from study.report.pages.releases import is_right
+from study.report.pages.releases import is_right, read_control
 
 REPORT = REPOSITORY / "reports" / "releases"
 # No cause describes several backward passes per micro-batch: study/report/pages/releases.py does.
 # A release that cannot be imported has no case.
-CONTROL = [row for row in json.loads((REPORT / "bare.json").read_text(encoding="utf-8")) if "caller" in row]
+CONTROL = [row for row in read_control() if "caller" in row]
 ROWS = [row for row in CONTROL if "-" not in row["caller"]]
 PROOF_ROWS = json.loads((REPORT / "proofs.json").read_text(encoding="utf-8"))
 EVERY = {cause.id: cause for cause in read_causes()}

@@ -96,11 +96,13 @@ def visit(browser: Browser, file: Path, width: int, **context: Any) -> Visit:
 def test_a_report_rebuilds_from_parquet_without_torch(report):
     names = {file.name for file in report.iterdir()}
     pages = {f"{name}.{kind}" for name in NAMES for kind in ("html", "ipynb")}
-    assert names == {"files.json", "index.html", "summary.md", "runs.parquet", "steps.parquet", "figures", *pages}
-    # Every kind of figure in the full report.
-    expected = {file.stem for file in (REPOSITORY / "reports/laptop/figures").glob("*_1.png")}
-    for kind in ("png", "svg"):
-        assert {file.stem for file in report.glob(f"figures/*.{kind}")} == expected
+    records = {"runs.parquet", "steps.parquet"}
+    assert names == {"files.json", "pages.json", "index.html", "summary.md", "figures", "images", *records, *pages}
+    # The summary shows the first figure of each question of the full report, and every figure is a PNG and an SVG.
+    svgs = {file.stem for file in report.glob("figures/*.svg")}
+    assert svgs == {file.stem for file in (REPOSITORY / "reports/laptop/figures").glob("*_1.svg")}
+    pngs = {file.stem for file in report.glob("images/*.png")}
+    assert pngs == svgs | {file.stem for file in report.glob("images/*.svg")} > svgs
     # Nothing names a place of this machine.
     places = [str(REPOSITORY), str(report.parents[1]), sys.prefix, str(Path.home()) + "/"]
     for file in (file for file in report.rglob("*") if file.suffix in {".html", ".ipynb", ".md", ".svg"}):

@@ -94,7 +94,9 @@ def test_a_list_cannot_name_a_file_elsewhere(tmp_path):
     figures = contents(tmp_path / "figures")
     publish(tmp_path, output)
     assert (victim.read_text(), contents(tmp_path / "figures")) == ("mine", figures)
-    assert sorted(file.name for file in output.iterdir()) == ["figures", "files.json", "index.html", "link.html"]
+    assert sorted(file.name for file in output.iterdir()) == [
+        "figures", "files.json", "index.html", "link.html", "pages.json",
+    ]  # fmt: skip
 
 
 def killed_before_change(number: int, new: Path, output: Path) -> bool:
@@ -124,23 +126,24 @@ def test_a_report_that_is_killed_anywhere_is_complete_after_the_next_one(earlier
     for number in itertools.count():
         folder = tmp_path / str(number)
         folder.mkdir()
-        output, users = folder / "report", ("notes.txt", "figures/mine.png") if earlier else ()
+        output, users = folder / "report", ("notes.txt", "figures/mine.svg") if earlier else ()
         if earlier:
-            names = ("figures/loss_1.png", "figures/gone.png")
+            names = ("figures/loss_1.svg", "figures/gone.svg", "images/gone.png")
             publishing.publish_report(rendered(folder / "old", *names, text="old"), output)
         for name in users:
             (output / name).write_text("mine")
-        new = rendered(folder / "new", "figures/loss_1.png", "figures/loss_2.png")
+        new = rendered(folder / "new", "figures/loss_1.svg", "images/loss_2.png")
         killed = killed_before_change(number, new, output)
         before = contents(output) if output.exists() else {}
-        assert before.get("index.html") != b"new" or "figures/loss_2.png" in before, "the first page changes last"
+        assert before.get("index.html") != b"new" or "images/loss_2.png" in before, "the first page changes last"
         # The next report has other figures than the killed one.
-        publish(folder / "next", output, "figures/loss_1.png", "figures/loss_3.png")
+        publish(folder / "next", output, "figures/loss_1.svg", "images/loss_3.png")
         after = contents(output)
         assert [after.pop(name) for name in users] == [b"mine"] * len(users)
-        assert set(after) == {"index.html", "files.json", "figures/loss_1.png", "figures/loss_3.png"}
-        assert set(json.loads(after["files.json"])["files"]) == set(after) - {"files.json"}
+        assert set(after) == {"index.html", "files.json", "pages.json", "figures/loss_1.svg", "images/loss_3.png"}
+        kept, pages = (set(json.loads(after[name])["files"]) for name in ("files.json", "pages.json"))
+        assert (kept, pages) == ({"figures/loss_1.svg"}, {"index.html", "images/loss_3.png"})
         if not killed:
             break
-    # Two lists, two folders, three files, and the removed one.
-    assert number >= 7
+    # Two lists twice, the folders, three files, and the removed ones.
+    assert number >= 9

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
+from xml.etree import ElementTree
 
 import numpy as np
 import numpy.typing as npt
@@ -157,6 +159,21 @@ def test_every_axis_has_its_unit_and_every_figure_its_words(notebook):
             assert any(panel.get_xlabel() for panel in axes.get_shared_x_axes().get_siblings(axes))
             assert axes.get_ylabel() or any(row.get_text() in STRATEGIES for row in rows)
     assert not any("<script>" in as_svg(drawing.figure) for drawing in odd)
+
+
+@pytest.mark.parametrize("notebook", OF_THE_LAPTOP)
+def test_an_svg_has_the_words_of_its_figure_as_text(notebook: str) -> None:
+    for drawing in laptops(notebook).values():
+        image = ElementTree.fromstring(as_svg(drawing.figure))
+        written = " ".join(element.text or "" for element in image.iter() if element.tag.endswith("}text"))
+        # Without the labels of ticks, some of which are beyond the ends of their axis.
+        shown = [*drawing.figure.texts, *(text for axes in drawing.figure.axes for text in axes.texts)]
+        assert shown
+        assert {word for text in shown for word in text.get_text().split()} <= {*written.split()}, drawing.name
+        ids = [element.get("id") for element in image.iter() if element.get("id")]
+        assert len(ids) == len(set(ids))
+        used = re.findall(r"url\(#(\w+)\)|href=\"#(\w+)\"", ElementTree.tostring(image, encoding="unicode"))
+        assert {one or other for one, other in used} <= {*ids}
 
 
 def test_numbers_at_the_ends_of_bars_are_the_lengths_of_the_bars():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from report_folders import drawn, row
+from report_folders import drawn, laptop, row
 from study.records.frames import Records, read_records
 from study.report.questions import TABLES
 from study.report.questions.scaling import NODES
@@ -41,6 +41,17 @@ def test_failed_runs_are_rows_with_their_reasons(records: Records) -> None:
         assert (table["Runs"].sum(), len(table)) == (len(records.runs), 11)
         lost = TABLES[name](Records(records.runs[records.runs["status_state"] == "oom"], records.steps.iloc[:0]))
         assert lost.empty or lost["Outcome"].tolist() == ["oom: CUDA out of memory (1)"]
+
+
+def test_times_of_slow_and_fast_steps_are_those_of_the_records() -> None:
+    records = laptop()
+    table = TABLES["runtime"](records)
+    runs = records.runs[records.runs["strategy"] == "zero3"]
+    workload = runs["workload"].iloc[0]
+    (line,) = [line for _, line in table.iterrows() if (line["Strategy"], line["Workload"]) == ("zero3", workload)]
+    for name in ("p10", "p90"):
+        measured = runs[runs["workload"] == workload][f"step_time_s_{name}"].median()
+        assert line[f"{name}, ms"] == pytest.approx(1e3 * measured)
 
 
 def test_speed_is_a_fraction_of_the_measured_matmul_rate(tmp_path: Path) -> None:

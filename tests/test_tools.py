@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from engines import ROOT
-from tools import golden, run_tests
+from tools import golden, run_tests, tree
 
 # The runner: a test that fails once and passes alone does not fail the run; a test that fails twice does.
 
@@ -113,3 +113,30 @@ def test_a_fault_is_found_once_and_its_tests_exist(fault: dict[str, Any]) -> Non
         file, _, function = test.partition("::")
         name = f"def {function.partition('[')[0]}(" if function else ""
         assert name in Path(ROOT, file).read_text(encoding="utf-8")
+
+
+# What git keeps: see tools/tree.py.
+
+
+def test_git_keeps_no_file_that_a_command_makes_and_no_large_one() -> None:
+    sizes = tree.tracked()
+    assert len(sizes) > 500
+    assert tree.problems(sizes, tree.linked_figures(sizes)) == []
+    figures = {"reports/a/figures/shown.svg", "reports/a/figures/heavy.svg"}
+    wrong = {
+        "reports/a/index.html": "`make reports` makes it", "reports/a/loss.ipynb": "`make reports` makes it",
+        "reports/a/images/loss_1.png": "`make reports` makes it", "reports/a/pages.json": "`make reports` makes it",
+        "reports/a/figures/alone.svg": "no page in git shows it", "reports/a/figures/heavy.svg": "60,001 bytes",
+        "reports/a/steps.parquet": "every version stays in each clone", "study/data.json": "every version stays",
+    }  # fmt: skip
+    heavy = {"reports/a/figures/heavy.svg": tree.MAX_FIGURE_BYTES + 1, "reports/a/steps.parquet": 500_000,
+             "study/data.json": 500_000}  # fmt: skip
+    right = {"reports/a/figures/shown.svg": 10, "reports/a/summary.md": 10, "reports/README.md": 10}
+    found = tree.problems({**dict.fromkeys(wrong, 10), **right, **heavy}, figures)
+    assert len(found) == len(wrong)
+    for line, (name, words) in zip(found, wrong.items(), strict=True):
+        assert line.startswith(f"{name}: ")
+        assert words in line
+        assert "To fix it: " in line
+    (line,) = tree.problems({f"study/{number}.py": 400_000 for number in range(31)}, set())
+    assert line.startswith("the tree has 12,400,000 bytes")

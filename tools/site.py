@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 from study.cli import COMMANDS as SUBCOMMANDS
 from study.cli import build_parser
 from study.config.flags import Parser, add_flags
+from study.report.site.publishing import PAGES_LIST
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -37,7 +39,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Return the committed pages, the reports, and the files that pages link to."""
+    """Return the committed pages, the reports with what `make reports` built, and the files that pages link to."""
     from mkdocs.structure.files import File, Files
 
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -49,10 +51,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         os.path.normpath(Path(page).parent / link)
         for page in pages for link in _LINK.findall((ROOT / page).read_text(encoding="utf-8"))
     }  # fmt: skip
-    names = {name for name in committed if name in pages | linked or name.startswith("reports/")}
+    names = {name for name in committed if name in pages | linked or name.startswith("reports/")} | built_pages()
     theme = [file for file in files if file.src_dir != config.docs_dir]
     places = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in sorted(names)]
     return Files([*theme, *places, File.generated(config, COMMANDS, content=commands_markdown())])
+
+
+def built_pages() -> set[str]:
+    """Return the pages, notebooks and images of reports that git ignores."""
+    names = set()
+    for pages in ROOT.glob(f"reports/*/{PAGES_LIST}"):
+        files = json.loads(pages.read_text(encoding="utf-8"))["files"]
+        names |= {(pages.parent / file).relative_to(ROOT).as_posix() for file in files}
+    return names
 
 
 def on_page_markdown(markdown: str, page: Page, **_arguments: Any) -> str:

@@ -143,7 +143,10 @@ class Drawing(NamedTuple):
 
     def _repr_mimebundle_(self, **_kinds: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what Jupyter displays; `study report` takes its figures from there."""
-        return {"image/png": as_png(self.figure), "image/svg+xml": as_svg(self.figure)}, {"figure": self.name}
+        png = as_png(self.figure)
+        # Both images have one layout, which is most of the time of drawing.
+        self.figure.set_layout_engine("none")
+        return {"image/png": png, "image/svg+xml": as_svg(self.figure)}, {"figure": self.name}
 
 
 def as_png(figure: Figure) -> bytes:
@@ -158,7 +161,7 @@ def as_png(figure: Figure) -> bytes:
     size = (width, len(full.getvalue()) // (4 * width))
     image = Image.frombytes("RGBA", size, full.getvalue()).convert("RGB")
     image = image.quantize(_COLOURS, method=tree, dither=plain)
-    image.save(small, format="png", optimize=True)
+    image.save(small, format="png")
     return small.getvalue()
 
 

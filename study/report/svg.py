@@ -31,6 +31,8 @@ _MIN_DOTS = 50
 # A closed rectangle: along x, then along y, then back.
 _BOX = re.compile(r"M(\S+) (\S+)L(\S+) \2L\3 (\S+)L\1 \4z")
 _SIDES = re.compile(r"M\S+ \S+H[^MHVz]+V[^MHVz]+H[^MHVz]+z")
+# Fewer points are elements of their own.
+_MIN_POINTS = 20
 # A style of fewer elements is written in each of them.
 _MIN_OF_STYLE = 3
 
@@ -70,12 +72,14 @@ def compact(svg: str) -> str:
         element.tail = None
         _shorten(element)
     _merge_boxes(root)
+    _join_points(root)
+    _share_styles(root)
     _name_styles(root)
+    _number_ids(root)
     root.set("font-family", _FONTS)
     ElementTree.register_namespace("", _SVG)
-    ElementTree.register_namespace("xlink", _XLINK)
     # One element a line: a change of a figure is a readable difference.
-    return ElementTree.tostring(root, encoding="unicode").replace("><", ">\n<") + "\n"
+    return ElementTree.tostring(root, encoding="unicode").replace(" />", "/>").replace("><", ">\n<") + "\n"
 
 
 def _unwrap(parent: Element) -> None:
@@ -117,6 +121,7 @@ def _shorten(element: Element) -> None:
 
 def _rounded(text: str) -> str:
     """Return a text whose numbers have two digits after the point, without zeros at the end."""
+
     def shorten(match: re.Match[str]) -> str:
         short = f"{float(match[0]):.{_DIGITS}f}".rstrip("0").rstrip(".")
         return "0" if short == "-0" else short
@@ -152,11 +157,15 @@ def _merge_boxes(parent: Element) -> None:
     for child in list(parent):
         _merge_boxes(child)
         before = merged[-1] if merged else None
-        if before is not None and _is_opaque_box(child) and _is_opaque_box(before) and _look(child) == _look(before):
+        if before is not None and _are_one_path(before, child):
             before.set("d", before.attrib["d"] + child.attrib["d"])
         else:
             merged.append(child)
     parent[:] = merged
+
+
+def _are_one_path(before: Element, after: Element) -> bool:
+    return _is_opaque_box(before) and _is_opaque_box(after) and _look(before, "d") == _look(after, "d")
 
 
 def _is_opaque_box(element: Element) -> bool:
@@ -164,8 +173,55 @@ def _is_opaque_box(element: Element) -> bool:
     return bool(_SIDES.match(sides)) and "opacity" not in element.get("style", "") and "id" not in element.attrib
 
 
-def _look(element: Element) -> dict[str, str]:
-    return {name: value for name, value in element.attrib.items() if name != "d"}
+def _look(element: Element, *places: str) -> dict[str, str]:
+    """Return the attributes of an element without those that say where it is."""
+    return {name: value for name, value in element.attrib.items() if name not in places}
+
+
+def _join_points(root: Element) -> None:
+    """Write many equal points as the markers of one path."""
+    for group in list(root.iter(f"{{{_SVG}}}g")):
+        looks = {tuple(sorted(_look(child, "x", "y").items())) for child in group}
+        if len(group) < _MIN_POINTS or len(looks) != 1 or any(child.tag != f"{{{_SVG}}}use" for child in group):
+            continue
+        name = f"points{len(root)}"
+        marker = Element(f"{{{_SVG}}}marker", id=name, overflow="visible", markerUnits="userSpaceOnUse")
+        marker.append(Element(group[0].tag, _look(group[0], "x", "y")))
+        definition = Element(f"{{{_SVG}}}defs")
+        definition.append(marker)
+        places = "L".join(f"{child.attrib['x']} {child.attrib['y']}" for child in group)
+        path = Element(f"{{{_SVG}}}path", d=f"M{places}", style=f"fill:none;stroke:none;marker:url(#{name})")
+        group[:] = [path]
+        root.append(definition)
+
+
+def _share_styles(root: Element) -> None:
+    """Give a group the style that all its markers have."""
+    for group in root.iter(f"{{{_SVG}}}g"):
+        styles = {child.get("style") for child in group}
+        if len(group) > 1 and len(styles) == 1 and "style" not in group.attrib and {*styles} != {None}:
+            group.set("style", str(styles.pop()))
+            for child in group:
+                del child.attrib["style"]
+
+
+def _number_ids(root: Element) -> None:
+    """Replace the long ids of markers, clips and hatches by short ones."""
+    ids = {element.attrib["id"]: f"i{place}" for place, element in enumerate(root.iter()) if "id" in element.attrib}
+    for element in root.iter():
+        if "id" in element.attrib:
+            element.set("id", ids[element.attrib["id"]])
+        target = element.attrib.pop(f"{{{_XLINK}}}href", None)
+        if target is not None:
+            element.set("href", f"#{ids[target.removeprefix('#')]}")
+        if "style" in element.attrib:
+            element.set("style", _with_ids(element.attrib["style"], ids))
+    for sheet in root.iter(f"{{{_SVG}}}style"):
+        sheet.text = _with_ids(sheet.text or "", ids)
+
+
+def _with_ids(style: str, ids: dict[str, str]) -> str:
+    return re.sub(r"url\(#([^)]+)\)", lambda match: f"url(#{ids[match[1]]})", style)
 
 
 def _name_styles(root: Element) -> None:

@@ -62,6 +62,12 @@ def _muon_cells(records: Records) -> list[ReleaseCell]:
     return [cell for cell in release_cells(records) if cell.optimizer == "muon"]
 
 
+def read_control() -> list[Row]:
+    """Return the rows of the bare control; the file has a table for each set of columns."""
+    tables = json.loads((REPORT / BARE).read_text(encoding="utf-8"))
+    return [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]]
+
+
 def details(records: Records, control: Sequence[Row]) -> str:
     """Return reports/releases/causes.md: the grid, the causes, and the bare control."""
     cells = release_cells(records)
@@ -218,7 +224,7 @@ def main() -> None:
     records = read_parquet(REPORT)
     GRID.write_text(json.dumps(document(records), indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(records), encoding="utf-8")
-    DETAILS.write_text(details(records, json.loads((REPORT / BARE).read_text(encoding="utf-8"))), encoding="utf-8")
+    DETAILS.write_text(details(records, read_control()), encoding="utf-8")
 
 
 if __name__ == "__main__":

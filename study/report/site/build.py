@@ -6,7 +6,6 @@ import base64
 import functools
 import itertools
 import json
-import sys
 import tempfile
 import threading
 import time

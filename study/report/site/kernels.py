@@ -6,16 +6,17 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+
+_MODULES = ("ipykernel.kernelapp", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
+            "study.report.questions")  # fmt: skip
 
 
 def preload() -> None:
     """Import what a notebook imports; matplotlib reads its fonts, too."""
-    import ipykernel.kernelapp
-    import matplotlib.backends.backend_agg
-    import matplotlib.backends.backend_svg
-
-    import study.report.questions  # noqa: F401
+    for module in _MODULES:
+        importlib.import_module(module)
 
 
 def main() -> None:
