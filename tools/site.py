@@ -70,7 +70,7 @@ def on_page_markdown(markdown: str, page: Page, **_arguments: Any) -> str:
     """Link reports by their pages with figures, and indent lists as Python-Markdown wants them."""
     folder = (ROOT / page.file.src_uri).parent
     if Path(page.file.src_uri).name == "summary.md" and (folder / "index.html").exists():
-        markdown = re.sub(r"\n", "\n\n[The same with figures](index.html)\n", markdown, count=1)
+        markdown = re.sub(r"\n", "\n\n[All figures and tables](index.html)\n", markdown, count=1)
 
     def with_figures(match: re.Match[str]) -> str:
         link = re.sub(r"summary\.md$", "index.html", match[1])
