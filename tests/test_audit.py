@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from forked import fork_ranks
 from runs import FLAGS, FP32_RELATIVE, RunFactory, losses, trained, write_strategy
 from study.config.errors import Unsupported
 from study.config.strategies import read_strategy
-from study.engine.audit import audit
+from study.engine.audit import _read_fsdp, audit
+from study.metrics.inventory import fsdp_groups
 from study.predictor.shape import model_shape
 
 GPT = ("--task", "gpt-wikitext")
@@ -43,6 +45,36 @@ def test_the_settings_of_an_own_fsdp2_file_take_effect_and_are_in_the_record(get
     layers = sum(param.elements for param in shape.params if param.regathered)
     assert sent == [4 * (shape.parameters + layers), 4 * shape.parameters]
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=FP32_RELATIVE)
+
+
+@pytest.fixture
+def sharded_model() -> Iterator[torch.nn.Module]:
+    """Yield a model with two groups of FSDP2. The inner one is resharded after its forward pass."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    yield model
+    torch.distributed.destroy_process_group()
+
+
+def test_fsdp2_is_read_from_the_states_of_torch_2_11_too(sharded_model: torch.nn.Module) -> None:
+    """Its states have one group in the attribute that later releases made a property of the list of groups."""
+    expected = _read_fsdp(sharded_model)
+    assert (expected["fsdp_groups"], expected["fsdp_resharded_groups"]) == (2, 1)
+    groups = list(fsdp_groups(sharded_model))
+    for module in (sharded_model, sharded_model[0]):
+        state = module._get_fsdp_state()
+        earlier = SimpleNamespace(**vars(state))
+        (earlier._fsdp_param_group,) = vars(earlier).pop("_fsdp_param_groups")
+        module._get_fsdp_state = lambda earlier=earlier: earlier
+    assert _read_fsdp(sharded_model) == expected
+    assert list(fsdp_groups(sharded_model)) == groups
 
 
 def test_fsdp2_offload_without_a_gpu_is_refused_and_not_a_traceback(tmp_path: Path) -> None:

@@ -335,6 +335,13 @@ def test_fewer_pairs_than_the_ledger_asks_for_decide_nothing(full_board: Scorebo
     assert check.find(Evidence(REPORTS)).answer == "fails"
 
 
+def test_a_reason_that_begins_with_a_report_names_its_folder(full_board: Scoreboard) -> None:
+    other_rates = changed("claims", smallest_micro_batch("learning_rate", lambda _: 0.5))
+    checks = [check for check in find_claim(full_board, "S3-07").claim.checks if check.form == "paired"]
+    sentences = {check.find(other_rates).sentence.partition(" of ")[0] for check in checks}
+    assert sentences == {"reports/claims has no fair pair"}
+
+
 def host_peak(fraction: float) -> Change:
     """Return a change to peaks that grow with the sequence length, under stage 3 by this fraction."""
 

@@ -175,6 +175,23 @@ def test_advice_names_a_significantly_faster_strategy_and_counts_no_profiled_run
     assert advice.table["Least model state, no offload"].item().startswith("zero3, ")
 
 
+def test_advice_on_memory_is_that_of_the_judged_workloads(tmp_path: Path) -> None:
+    """A workload of few seeds may lack the strategy that is the fastest elsewhere."""
+    write(tmp_path, {"ddp": 1.0, "zero2": 3.0}, (1, 2, 3))
+    write(tmp_path, {"zero2": 1.0, "zero3": 1.0}, (1,), config={"seq_length": 32})
+    advice = Answers(tmp_path)["advice"]
+    assert advice.table["Fastest, or not shown to be slower"].tolist() == ["not judged", "ddp"]
+    assert advice.sentence.startswith("`ddp` is the fastest in every workload with three seeds (")
+
+
+def test_one_rank_is_called_the_only_rank(tmp_path: Path) -> None:
+    for strategy in ("single", "zero3"):
+        write_run(tmp_path, strategy, ranks=1)
+    memory = Answers(tmp_path)["memory"]
+    assert memory.sentence.startswith("With `zero3` the only rank needs ")
+    assert "on the only rank (`zero3`)" in " ".join(memory.numbers[0])
+
+
 def test_a_headline_is_of_the_main_workload_and_of_zero(tmp_path: Path) -> None:
     """FSDP2 has less state than stage 3, and four ranks have less than two: a side workload has both."""
     write(tmp_path, {"ddp": 1.0, "zero1": 1.1, "zero3": 1.5, "fsdp2": 1.2}, (1, 2, 3))

@@ -204,6 +204,16 @@ def test_a_gpu_s_matrix_products_are_timed_for_models_of_full_size_alone(tmp_pat
         assert (attempt["state"], attempt["matmul_rates"]) == ("timeout", rates)
 
 
+def test_a_call_can_end_cells_before_the_limit_of_their_suite(tmp_path):
+    suite = write_suite(tmp_path, {"strategy": "single"}, {**TINY, "time_limit_s": 600})
+    command = ["run", str(suite), "--runs_dir", str(tmp_path), "--time_limit", "1"]
+    assert cli.main(command) == 1
+    (cell,) = list_cells(suite, Machine((), 16.0))
+    record = read_json(tmp_path / "tiny" / cell.id / "sweep.json")
+    assert (record["time_limit_s"], record["attempts"][-1]["state"]) == (1, "timeout")
+    assert read_status(tmp_path / "tiny" / cell.id)["reason"] == "ended after its 1 s"
+
+
 def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single"}, {**TINY, "max_steps": 100, "logging_steps": 1})
     command = [sys.executable, "-c", WITH_STUBS, "run", str(suite), "--runs_dir", str(tmp_path / "runs")]

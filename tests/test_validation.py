@@ -119,6 +119,16 @@ def test_intervals_cover_the_stated_fraction() -> None:
     assert is_covered.groupby(report.page(rows)).mean().mean() == pytest.approx(report.INTERVAL_COVERAGE, abs=0.05)
 
 
+def test_a_prediction_of_nothing_is_an_error_and_no_part_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank on a GPU may send bytes without a predicted byte."""
+    sent = [run_predictions.FigureComparison("one_gpu", name, run_predictions.SENT, 2000.0, predicted)
+            for name, predicted in (("a", 0.0), ("b", 1600.0))]  # fmt: skip
+    monkeypatch.setattr(report, "own_compared", lambda: iter(sent))
+    frame = report.scores_frame([row for row in COUNTED if row.step_s])
+    assert yaml.safe_load(report.intervals_text(frame))["sent"] == {"low": 1.25, "high": 1.25, "rows": 1}
+    assert [row.error for row in sent] == [-1.0, pytest.approx(-0.2)]
+
+
 def test_the_notebook_of_predictions_runs_with_one_source(tmp_path: Path) -> None:
     execute(NOTEBOOKS / "prediction.ipynb", tmp_path / "ran.ipynb", {"source": "qwen-7b"}, REPOSITORY, 120)
     text = (tmp_path / "ran.ipynb").read_text(encoding="utf-8")

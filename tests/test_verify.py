@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -14,13 +15,14 @@ import pytest
 
 from engines import ROOT
 from study.config.errors import UserError
+from study.config.strategies import STUDIED_STRATEGIES
 from study.host import stacks
 from study.host.machine import detect_machine
 from study.records.directory import read_json
 from study.releases import verify as verify_module
 from study.releases.causes import PACKAGES, find_causes, find_races, known_faults
-from study.releases.verdict import ROUNDING, Reference, TrainingTrace, Verdict, judge
-from study.releases.verify import BY_LUCK, Verification, VerifyRow, _check_packages, _check_same_stack
+from study.releases.verdict import ROUNDING, Reference, TrainingTrace, Verdict, judge, reference_precision
+from study.releases.verify import BY_LUCK, Verification, VerifyMatrix, VerifyRow, _check_packages, _check_same_stack
 from synthetic_records import write_run
 
 pytestmark = pytest.mark.engine
@@ -66,12 +68,44 @@ def test_without_a_judged_engine_verification_does_not_pass() -> None:
     refused = Verdict("refuses", reason="no compiler")
     rows = [VerifyRow("ddp", "fp32", 1, Verdict("equal")), VerifyRow("zero1", "fp32", 1, refused),
             VerifyRow("zero2", "fp32", 1, Verdict("not judged", reason="the run of one process failed"))]  # fmt: skip
-    verification = Verification(("ddp", "zero1", "zero2"), rows)
+    verification = Verification(("ddp", "zero1", "zero2"), 2, rows)
     assert (verification.unverified, verification.agrees) == (["zero1", "zero2"], None)
     assert verification.answer == "NOT JUDGED: no engine of DeepSpeed could run here; not judged here: zero1, zero2"
-    alone = Verification(("ddp",), rows[:1])
+    alone = Verification(("ddp",), 2, rows[:1])
     passed = "PASS: ddp: gradients equal those of one process in fp32"
     assert (alone.agrees, alone.answer) == (True, passed)
+
+
+def test_one_rank_passes_with_the_limits_of_one_rank() -> None:
+    """A GPU alone cannot show a fault in a collective."""
+    rows = [VerifyRow("zero1", precision, 4, Verdict("equal")) for precision in ("fp32", "fp16-engine")]
+    answer = Verification(("zero1",), 1, rows).answer
+    passed = "PASS: zero1: gradients equal those of one process in fp32, fp16-engine"
+    assert answer == f"{passed}; one rank exchanges nothing, so faults between ranks are not detected"
+    assert Verification(("zero1",), 2, rows).answer == passed
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_an_engine_s_own_half_precision_is_compared_with_autocast_in_the_same_format(half: str) -> None:
+    assert reference_precision(f"{half}-engine") == reference_precision(half) == half
+    # fp16 has three bits more than bf16.
+    for suffix in ("", "-engine"):
+        fp16, bf16 = (ROUNDING[f"{name}{suffix}"] for name in ("fp16", "bf16"))
+        assert (8 * fp16.loss, 8 * fp16.norm) == (bf16.loss, bf16.norm)
+
+
+def test_fp16_is_verified_on_request_under_the_strategies_that_have_it(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    verify_module.add_arguments(parser)
+    precisions = parser.parse_args(["--precision", "fp16", "fp16-engine"]).precision
+    matrix = VerifyMatrix(tmp_path, detect_machine(), STACK, precisions, 1, chosen=False)
+    cells = {strategy: [cell[0] for cell in matrix.cells(strategy)] for strategy in STUDIED_STRATEGIES[1:]}
+    assert {name: precisions for name, precisions in cells.items() if precisions} == {
+        "ddp": ["fp16"], "zero0": ["fp16"],
+        "zero1": ["fp16-engine"], "zero2": ["fp16-engine"], "zero3": ["fp16-engine"],
+    }  # fmt: skip
+    chosen = VerifyMatrix(tmp_path, detect_machine(), STACK, precisions, 1, chosen=True)
+    assert [cell[0] for cell in chosen.cells("zero2_cpu")] == ["fp16-engine"]
 
 
 def test_a_failure_names_the_strategy_the_set_up_and_the_known_cause() -> None:
@@ -80,11 +114,11 @@ def test_a_failure_names_the_strategy_the_set_up_and_the_known_cause() -> None:
     rows = [VerifyRow("zero2", "fp32", 1, Verdict("equal")), VerifyRow("zero2", "fp32", 4, wrong, causes)]
     zero3 = [VerifyRow("zero3", "fp32", steps, wrong) for steps in (1, 4)]
     cause = "cause a: the gradient is divided by the accumulation steps twice; fixed in 0.19.6"
-    answer = Verification(("zero2", "zero3"), [*rows, *zero3]).answer
+    answer = Verification(("zero2", "zero3"), 2, [*rows, *zero3]).answer
     assert answer == f"FAIL: zero2 with accumulation ({cause}); zero3 (no known cause)"
     crash = VerifyRow("ddp", "fp32", 1, Verdict("crashes", reason="RuntimeError: x"))
     lora = VerifyRow("zero2", "fp32", 4, wrong, causes, "lora")
-    answer = Verification(("ddp", "zero2"), [*rows, lora, crash]).answer
+    answer = Verification(("ddp", "zero2"), 2, [*rows, lora, crash]).answer
     crashes = "ddp without accumulation (crashes: RuntimeError: x)"
     assert answer == f"FAIL: {crashes}; zero2, lora zero2 with accumulation ({cause})"
 
@@ -95,13 +129,13 @@ def test_an_equal_run_with_a_known_race_proves_nothing_and_fails_only_where_it_s
     cause = "cause e: weights are read before they have arrived; on CPUs only; fixed in 0.19.8"
     row = VerifyRow("zero3", "fp32", 4, Verdict("equal"), races)
     assert (row.kind, row.is_fine, VerifyRow("zero3", "fp32", 4, Verdict("equal")).is_fine) == (BY_LUCK, False, True)
-    verification = Verification(("zero3",), [row])
+    verification = Verification(("zero3",), 2, [row])
     passed = "PASS: zero3: gradients equal those of one process in fp32"
     assert verification.answer == f"{passed}; zero3 {BY_LUCK} ({cause})"
     struck = VerifyRow("zero3", "fp32", 1, Verdict("different", what="weights"), races)
-    assert Verification(("zero3",), [struck, row]).answer == f"FAIL: zero3 ({cause})"
+    assert Verification(("zero3",), 2, [struck, row]).answer == f"FAIL: zero3 ({cause})"
     on_gpus = tuple(dataclasses.replace(race, gpu="shows") for race in races)
-    assert Verification(("zero3",), [dataclasses.replace(row, causes=on_gpus)]).not_trusted == ["zero3"]
+    assert Verification(("zero3",), 2, [dataclasses.replace(row, causes=on_gpus)]).not_trusted == ["zero3"]
 
 
 def test_releases_that_do_not_import_together_are_refused_with_the_message_of_python(tmp_path: Path) -> None:

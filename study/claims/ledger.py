@@ -164,7 +164,12 @@ class ClaimCheck:
             figure = FORMS[self.form].figure(evidence, **self.numbers)
         except NotJudged as reason:
             why = awaited(self.needs) if self.needs and isinstance(reason, NoRecords) else str(reason)
-            return CheckResult(self, "not judged", f"{why[:1].upper()}{why[1:]}: {self.shows}")
+            if why.startswith(f"{self.numbers.get('report')} "):
+                # The name of a folder, which has no capital letter.
+                reason_text = f"reports/{why}"
+            else:
+                reason_text = f"{why[:1].upper()}{why[1:]}"
+            return CheckResult(self, "not judged", f"{reason_text}: {self.shows}")
         answer = self.region.judge(figure)
         if self.against and answer == "fails":
             answer = "disputed"

@@ -19,6 +19,7 @@ from study.engine.model_parallel import read_fsdp_replicas, read_group, read_hpz
 from study.engine.optimizer import LOSS_SCALER, expected_settings, live_settings, read_loss_scaler
 from study.engine.tensor_parallel import count_elements, has_partitioned_activations
 from study.host.stacks import package_version, unverified_pair
+from study.metrics.inventory import fsdp_state_groups
 from study.workloads.architecture import find_adapters, requested_adapters
 from study.workloads.presets import preset_layers
 
@@ -334,8 +335,8 @@ def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
     states = list({id(state): state for state in module_states}.values())
     if not states:
         return {}
-    groups = [group for state in states for group in state._fsdp_param_groups]
-    gathered = states[0]._fsdp_param_groups if states[0]._auto_reshard_after_forward else []
+    groups = [group for state in states for group in fsdp_state_groups(state)]
+    gathered = fsdp_state_groups(states[0]) if states[0]._auto_reshard_after_forward else []
     resharded = [group for group in groups if group.post_forward_mesh_info is not None and group not in gathered]
     return {
         "fsdp_groups": len(groups),

@@ -211,9 +211,17 @@ def fsdp_groups(model: nn.Module) -> Iterator[Any]:
     """Yield FSDP2's parameter groups of a model; nothing under another engine."""
     for module in model.modules():
         if (find_state := getattr(module, "_get_fsdp_state", None)) is not None:
-            state = vars(find_state())
-            # Earlier releases of torch have one group, or None.
-            yield from state.get("_fsdp_param_groups") or filter(None, [state.get("_fsdp_param_group")])
+            yield from fsdp_state_groups(find_state())
+
+
+def fsdp_state_groups(state: Any) -> list[Any]:
+    """Return the parameter groups of one of FSDP2's states, of which modules that are sharded together share one."""
+    attributes = vars(state)
+    if "_fsdp_param_groups" in attributes:
+        return list(attributes["_fsdp_param_groups"])
+    # Earlier releases of torch, such as 2.11, have one group, or None.
+    group = attributes.get("_fsdp_param_group")
+    return [] if group is None else [group]
 
 
 def dtensor_type() -> Any:

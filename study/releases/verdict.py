@@ -44,8 +44,13 @@ class Tolerance:
 # Tolerances for rounding: about ten times the largest difference of the verified pair, over six steps on two ranks.
 # Measured in fp32: 6e-7 of a loss and 1e-5 of a norm; a relevant fault changes the loss by 1e-3 or more. bf16 has 8
 # bits: 3e-4 and 6e-3; tests/runs.py derives 2**-9. bf16-engine also rounds weights, activations and
-# gradients, while `single` uses autocast over fp32: 3e-3 and 2e-2.
-ROUNDING = {"fp32": Tolerance(1e-5, 1e-4), "bf16": Tolerance(2**-9, 2**-6), "bf16-engine": Tolerance(2**-7, 2**-4)}
+# gradients, while `single` uses autocast over fp32: 3e-3 and 2e-2. fp16 has 11 bits: an eighth of the tolerances of
+# bf16, not measured.
+ROUNDING = {
+    "fp32": Tolerance(1e-5, 1e-4),
+    "bf16": Tolerance(2**-9, 2**-6), "bf16-engine": Tolerance(2**-7, 2**-4),
+    "fp16": Tolerance(2**-12, 2**-9), "fp16-engine": Tolerance(2**-10, 2**-7),
+}  # fmt: skip
 # A tolerance is at least _NOISE_FACTOR times the difference of `ddp` to `single`, because the kernels of some machines
 # sum in varying order. A difference of more than _MOST_NOISE tolerances is a fault of ddp, and is not used.
 _NOISE_FACTOR, _MAX_NOISE = 4, 10
@@ -146,8 +151,8 @@ class Reference:
 
 
 def reference_precision(precision: str) -> str:
-    """Return the precision in which `single` is the reference: without an engine, bf16-engine becomes bf16."""
-    return "bf16" if precision == "bf16-engine" else precision
+    """Return the precision in which `single` is the reference: bf16 for bf16-engine, fp16 for fp16-engine."""
+    return precision.removesuffix("-engine")
 
 
 def judge(trace: TrainingTrace, single: TrainingTrace, tolerance: Tolerance) -> Verdict:

@@ -39,6 +39,8 @@ from study.sweep.plan import RANKS_WITHOUT_A_GPU
 
 MICRO_STEPS = (1, 4)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "bf16-engine")
+# Only on request: few CPUs have fp16, and its tolerances are derived from its bits, not measured.
+ON_REQUEST: tuple[Precision, ...] = ("fp16", "fp16-engine")
 QUICK_STRATEGIES = ("zero1", "zero2", "zero3")
 Option = Literal["", "muon", "lora"]
 # Flags of the runs with an option. DeepSpeed's stages would clip Muon's updates instead of gradients.
@@ -48,6 +50,7 @@ _FLAGS: dict[Option, dict[str, Any]] = {
 # Every strategy runs in fp32. Half precision uses other code paths of an engine, which a few strategies cover.
 _HALF: dict[Precision, tuple[str, ...]] = {
     "bf16": ("ddp", "zero0", "zero2", "zero3"), "bf16-engine": ("zero1", "zero2", "zero3"),
+    "fp16": ("ddp", "zero0"), "fp16-engine": ("zero1", "zero2", "zero3"),
 }  # fmt: skip
 # The first loss precedes any update, the second follows an update that is the same at any scale, and the third shows
 # the scale; later steps show the size of a difference. Without warm-up, and with a norm above 1 from the start, each
@@ -68,6 +71,7 @@ _TIME_LIMIT_S = 900.0
 # cannot run here computes nothing wrong.
 BY_LUCK = "equal, by chance"
 _FINE = ("equal", "refuses", "not judged")
+ONE_RANK = "one rank exchanges nothing, so faults between ranks are not detected"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--quick", action="store_true", help="zero1, zero2 and zero3 in fp32: 1 to 2 minutes on two cores")
     add("--only", nargs="+", metavar="STRATEGY", help="only these strategies, in every precision that they support")
-    add("--precision", nargs="+", choices=PRECISIONS, help="only these precisions; default: all")
+    precisions = f"only these precisions; default: {', '.join(PRECISIONS)}"
+    add("--precision", nargs="+", choices=(*PRECISIONS, *ON_REQUEST), help=precisions)
     add("--optimizer", choices=("muon",), help="also with DeepSpeed's Muon, in fp32")
     add("--peft", choices=("lora",), help="also with LoRA adapters, in fp32; needs peft")
     ranks = "number of ranks; default: one per GPU, or two without a GPU"
@@ -165,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
         _check_imports(min(strategies, key=lambda name: read_strategy(name).deepspeed is None))
         if options.quick:
             matrix.run(strategies)
-        verification = Verification(strategies)
+        verification = Verification(strategies, ranks)
         for number, strategy in enumerate(strategies, start=1):
             rows = list(matrix.rows(strategy))
             verification.rows += rows
@@ -175,6 +180,8 @@ def run(options: argparse.Namespace) -> int:
     untested = [f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
                 for cause in known_faults(stack, box.gpus > 0)
                 if not set(cause.strategies) & set(strategies)]  # fmt: skip
+    if box.gpus and not options.quick and not set(ON_REQUEST) & set(precisions):
+        untested.append(f"not tested: fp16 (--precision {' '.join(ON_REQUEST)} tests it)")
     answer = f"{verification.answer} ({format_duration(time.monotonic() - started)})"
     places = list(dict.fromkeys(row.place for row in verification.rows))
     kinds = {(row.name, row.place): row.kind for row in verification.rows}
@@ -208,6 +215,7 @@ class Verification:
     """Verdicts on all cells of the verified strategies."""
 
     strategies: Sequence[str]
+    ranks: int
     rows: list[VerifyRow] = dataclasses.field(default_factory=list)
 
     @property
@@ -249,6 +257,8 @@ class Verification:
         if self.agrees:
             equal = [row for row in self.rows if row.verdict.kind == "equal"]
             names, precisions = _names(equal), ", ".join(dict.fromkeys(row.precision for row in equal))
+            if self.ranks == 1:
+                notes = f"; {ONE_RANK}{notes}"
             return f"PASS: {names}: gradients equal those of one process in {precisions}{notes}"
         # Strategies that diverge alike: with or without accumulation, and with the same known causes.
         groups: dict[tuple[str, str], list[VerifyRow]] = {}
@@ -293,7 +303,7 @@ class VerifyMatrix:
     @property
     def where(self) -> str:
         where = f"{self.ranks} rank{'s'[: self.ranks > 1]} on {'a GPU each' if self.box.gpus else 'CPU cores'}"
-        return where if self.ranks > 1 else f"{where}, so faults between ranks are not detected"
+        return where if self.ranks > 1 else f"{where} ({ONE_RANK})"
 
     def run(self, strategies: Sequence[str]) -> None:
         """Run the cells of the strategies and their reference cells, in one sweep that imports the engines once."""

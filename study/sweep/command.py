@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 import shlex
 import subprocess
@@ -64,6 +65,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry_run", action="store_true", help="print each cell's command and predicted memory, time and outcome")
     add("--hardware", metavar="BOX", help="with --dry_run: predict for 8xH100, A100-40, this, ...")
     add("--retry", action="store_true", help="run oom, timeout and unsupported cells again")
+    limit = "end a cell after this time, such as 2m, even if its time_limit_s is longer"
+    add("--time_limit", type=duration, default=math.inf, metavar="TIME", help=limit)
     add("--details", action="store_true", help="print every cell, with its command in a dry run, and every column")
 
 
@@ -107,7 +110,9 @@ def run(options: argparse.Namespace) -> int:
         for warning in oom_warnings([cell for cell in runs if any(pending_runs(cell, part.root, options.retry))], box):
             print(warning, file=sys.stderr, flush=True)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
-        sweep = run_cells(cells, part.root, box, retry=options.retry, time_budget_s=budget)
+        sweep = run_cells(
+            cells, part.root, box, retry=options.retry, time_budget_s=budget, time_limit_s=options.time_limit
+        )
         print_page([status_verdict(plan, options), "", *result_tables(part.cells, part.root, options.details)])
         not_all_was_run |= sweep.stopped or sweep.refused > 0
         if sweep.pending:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import signal
 import sys
@@ -44,6 +45,7 @@ def run_cells(
     *,
     retry: bool = False,
     time_budget_s: float | None = None,
+    time_limit_s: float = math.inf,
     is_kept: bool = True,
     allow_forks: bool = False,
 ) -> Sweep:
@@ -66,7 +68,7 @@ def run_cells(
         with progress.bars, raise_on_signals(Stopped("stopped"), *_STOPS):
             if ended:
                 progress.show(f"notice: ended {ended} processes of an earlier sweep")
-            sweep = Sweep(root, box, progress, retry, deadline, allow_forks)
+            sweep = Sweep(root, box, progress, retry, deadline, time_limit_s, allow_forks)
             try:
                 sweep.run(to_do)
             except Stopped as stop:
@@ -94,6 +96,8 @@ class Sweep:
     progress: SweepProgress
     retry: bool
     deadline: float | None
+    # No cell has more, whatever its own limit.
+    time_limit_s: float
     allow_forks: bool
     finished: int = 0
     pending: int = 0
@@ -119,7 +123,9 @@ class Sweep:
                 started = time.monotonic()
                 ran.append(cell.id)
                 try:
-                    ending = self.run_cell(cell, len(ran) - 1)
+                    time_limit_s = min(cell.time_limit_s, self.time_limit_s)
+                    limited_cell = dataclasses.replace(cell, time_limit_s=time_limit_s)
+                    ending = self.run_cell(limited_cell, len(ran) - 1)
                 except errors.UserError as refusal:
                     self.progress.end(cell, Outcome("failed", refusal.problem, refusal.fix), 0)
                     # Another task of this array reports its own cell.

@@ -298,7 +298,9 @@ def intervals_text(frame: pd.DataFrame) -> str:
     comparisons = list(own_compared())
     for what, figure in (("state", ALL_STATE), ("sent", SENT)):
         matches = [row for row in comparisons if row.figure == figure and row.measured > 1000]
-        ratios[what] = pd.Series([row.measured / row.predicted for row in matches], dtype="float64"), None
+        # A prediction of 0 has no ratio: table() of study/predictor/run_predictions.py counts it as an error of 100 %.
+        shares = [row.measured / row.predicted for row in matches if row.predicted]
+        ratios[what] = pd.Series(shares, dtype="float64"), None
     table = {what: _interval(values, pages) for what, (values, pages) in ratios.items() if values.notna().any()}
     if len(offloaded):
         # Too few rows for an interval: their minimum and maximum.

@@ -169,7 +169,7 @@ def _advice_answer(records: Records) -> Answer | None:
     runs = real_runs(records).runs
     # Profiling slows a run down, so profiled runs are excluded.
     by_workload = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
-    rows, best, unjudged, unseen = [], [], [], []
+    rows, best, judged, unjudged, unseen = [], [], [], [], []
     for workload, strategies in by_workload.items():
         timed = [arm for arm in strategies if arm.is_fair() and not math.isnan(step_s(arm))]
         if not timed:
@@ -177,6 +177,7 @@ def _advice_answer(records: Records) -> Answer | None:
         fastest, few = judge_speed(timed)
         if fastest:
             best.append(fastest)
+            judged.append(timed)
             unjudged += list(few)
             unseen.append(comparison.least_difference(timed, STEP)[1] or math.nan)
         places = scarce_memory(timed[0].workload_runs)
@@ -205,7 +206,7 @@ def _advice_answer(records: Records) -> Answer | None:
     if any(has_no_gpu(arm.workload_runs) for arm in arms):
         notes.append("This machine has no GPU: these records do not show the cost or benefit of a stage on one.")
     everywhere = [name for name in best[0] if all(name in fastest for fastest in best)] if best else []
-    peaks = [[(arm.peak_gib[0], arm.name) for arm in arms if arm.name in everywhere] for arms in by_workload.values()]
+    peaks = [[(arm.peak_gib[0], arm.name) for arm in timed if arm.name in everywhere] for timed in judged]
     is_known = everywhere and not any(math.isnan(size) for sizes in peaks for size, _ in sizes)
     leanest = sorted({min(sizes)[1] for sizes in peaks}) if is_known else []
     sentence, *_ = paragraphs(
