@@ -11,7 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -20,19 +20,14 @@ import yaml
 
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
-from study.claims.ledger import LEDGER, ClaimCheck, read_ledger
+from study.claims.ledger import ClaimCheck, ReadingRule, read_ledger
 from study.claims.page import PAGE, page
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard, judge
 from study.claims.verdicts import PROXY, CheckResult, ClaimFinding, Figure, Region, combine
 from study.cli import main
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
-from study.host.machine import Machine
-from study.records.frames import Records, read_parquet, read_runs, write_parquet
-from study.sweep.cell import Cell
-from study.sweep.execute import append_attempt, note_searches
-from study.sweep.plan import plan_suite
-from synthetic_records import write_run
+from study.records.frames import Records, read_parquet
 
 ANSWERS = ("holds", "fails", "inside noise", "disputed", "not judged")
 FALSE = ("does not hold", "contradicts itself")
@@ -117,6 +112,27 @@ def test_timed_and_trained_checks_are_corrected_as_one_family(full_board: Scoreb
     assert {("S3-04", "fails", "inside noise"), ("S2-01", "fails", "fails")} <= answers
 
 
+def test_a_test_that_two_claims_share_counts_once_in_the_family() -> None:
+    ledger = read_ledger()
+    evidence = Evidence(REPORTS)
+    (claim,) = [claim for claim in ledger.claims if claim.id == "S3-04"]
+    (check,) = [check for check in claim.checks if check.form == "paired"]
+    alone = build_scoreboard(ledger=dataclasses.replace(ledger, claims=(claim,)), evidence=evidence)
+    both = build_scoreboard(ledger=dataclasses.replace(ledger, claims=(claim, claim)), evidence=evidence)
+    ps = [result.p for judged in (*alone.judged, *both.judged) for result in judged.results if result.check == check]
+    assert ps == [check.find(evidence).p] * 3
+
+
+def test_a_rejected_reading_judges_nothing_and_names_one_of_the_rules(full_board: Scoreboard) -> None:
+    rejected = [(judged.claim, item) for judged in full_board.judged for item in judged.claim.rejected]
+    assert len(rejected) > 10
+    assert set(full_board.ledger.legend["readings"]) == set(get_args(ReadingRule))
+    text = PAGE.read_text(encoding="utf-8")
+    for claim, item in rejected:
+        assert item.reading not in {check.reading for check in claim.checks}, claim.id
+        assert f"Reading that does not count ({item.rule}): " in text
+
+
 def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
     record_names = {f"{report.name}/{run}" for report in REPORTS.iterdir()
              if (report / "runs.parquet").is_file() for run in read_parquet(report).runs["run"]}  # fmt: skip
@@ -127,7 +143,7 @@ def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
             if finding.figure and FORMS[check.form].kind in ("virtual", "measured"):
                 assert finding.figure.records
                 if check.form in ("paired", "gradient_norms", "ratio_slope", "growth", "corrected"):
-                    assert check.proxy, "records of tiny models decide nothing alone"
+                    assert check.proxy or check.numbers["report"] == "gpu", "tiny models decide nothing alone"
                 assert set(finding.figure.records) <= record_names
                 assert finding.figure.n
 
@@ -150,39 +166,6 @@ def test_removing_a_record_never_strengthens_a_finding(report: str) -> None:
             after = judge(before.claim, without)
             assert list_facts(after.finding) <= list_facts(before.finding), (run, before.claim.id)
             assert after.sentence
-
-
-PARAMETERS = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
-
-
-def test_claims_that_need_a_gpu_are_judged_once_their_suites_have_run(tmp_path: Path) -> None:
-    """Every cell of the single-GPU suite has a record with invented figures."""
-    root = tmp_path / "made"
-    for part in plan_suite("one_gpu", Machine((141.0,), 128.0), tmp_path).slices:
-        for item in part.cells:
-            probes = [item] if isinstance(item, Cell) else [item.probe_at(place) for place in range(3)]
-            for place, cell in enumerate(probes):
-                if (root / cell.id).exists() or cell.trainer != "study":
-                    continue
-                flags = {key: value for key, value in cell.requested.to_dict().items() if key != "scale"}
-                parameters = PARAMETERS.get(cell.config.model_name_or_path, 10**8)
-                write_run(
-                    root, cell.strategy, name=cell.id, ranks=cell.ranks, virtual=bool(cell.config.virtual_world_size),
-                    steps=cell.config.max_steps or 9, state="oom" if len(probes) > 1 and place == 2 else "ok",
-                    config=flags | {"eval_steps": 4}, samples=f"{cell.config.train_samples}",
-                    engine={"model_layers": 24, "preset_layers": 24, "model_parameters": parameters},
-                )  # fmt: skip
-                append_attempt(root / cell.id, cell, ["accelerate"], {"attempt": 1})
-        note_searches(part.cells, root)
-    records = read_runs(root)
-    runs = records.runs.assign(mfu=0.1, energy_j=10.0 * records.runs["runtime_s"])
-    write_parquet(dataclasses.replace(records, runs=runs), tmp_path / "gpu")
-    waiting = [check for claim in read_ledger(LEDGER).claims for check in claim.checks if check.needs]
-    assert {check.numbers["report"] for check in waiting} == {"gpu"}
-    evidence, without = Evidence(tmp_path), Evidence(root)
-    assert {finding.sentence for check in waiting if (finding := check.find(evidence)).answer == "not judged"} == set()
-    for check in waiting:
-        assert check.find(without).sentence == f"No record yet; it needs {check.needs}: {check.shows}"
 
 
 def test_without_any_record_verdicts_fall_back_to_arithmetic(full_board: Scoreboard, tmp_path: Path) -> None:

@@ -159,8 +159,7 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 export NCCL_IB_DISABLE=${NCCL_IB_DISABLE:-1}
 if [ -f "$given/commit.txt" ]; then
-  ZERO_STUDY_COMMIT=$(head -n 1 "$given/commit.txt")
-  export ZERO_STUDY_COMMIT
+  export ZERO_STUDY_COMMIT=$given/commit.txt
 fi
 # An nvcc on the path may be a link or a script outside of its toolkit, whose folder torch would take for one.
 nvcc=$(readlink -f "$(command -v nvcc)" 2>/dev/null)

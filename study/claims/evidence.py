@@ -32,6 +32,9 @@ KEYS_FILE = "keys.json"
 # Folder with the sessions of the published listing.
 AUTOPSY = "autopsy"
 _COLUMNS = {"calls": "comm_calls_per_step", "forward": "forward_holds_bytes", "parameters": "model_parameters"}
+_VIRTUAL_COLUMNS = {
+    "sent": "sent_bytes_per_step", "calls": "comm_calls_per_step", "forward": "forward_holds_bytes",
+}  # fmt: skip
 _PEAKS = {"host_peak": "host_peak_rss_gib", "device_peak": "peak_memory_gib_allocated"}
 # The invariants that each changed setting breaks intentionally.
 _INTENDED = {
@@ -152,7 +155,7 @@ class Pair:
     def box(self) -> str:
         """Model, ranks and hardware of the runs, as text."""
         first = self.treatment.iloc[0]
-        device = "no GPU" if first["devices"] == "[]" else str(first["devices"])
+        device = ", ".join(dict.fromkeys(json.loads(first["devices"]))) or "no GPU"
         ranks = int(self.treatment["world_size"].max())
         return f"{first['model_name_or_path']} on {ranks} rank{'s' if ranks > 1 else ''}, {first['cpu']}, {device}"
 
@@ -236,8 +239,8 @@ def virtual_bytes(summary: Summary, figure: str) -> float:
     """Return a figure of a virtual rank; NaN if it cannot be extrapolated over layers."""
     if figure in _PEAKS:
         return figure_or_nan(summary, _PEAKS[figure]) * GIB
-    if figure in ("sent", "calls"):
-        return figure_or_nan(summary, "sent_bytes_per_step" if figure == "sent" else "comm_calls_per_step")
+    if figure in _VIRTUAL_COLUMNS:
+        return figure_or_nan(summary, _VIRTUAL_COLUMNS[figure])
     if figure.startswith("collective."):
         counted = summary["collectives"].get(figure.removeprefix("collective."), {"wire_bytes_per_rank": 0.0})
         return math.nan if counted["wire_bytes_per_rank"] is None else float(counted["wire_bytes_per_rank"])

@@ -35,7 +35,7 @@ _CELLS = r"\d+: [\d.]+ [\d.]+ [\d.]+"
 Strategy = Annotated[str, _matching(*STRATEGY_NAMES)]
 Over = Annotated[str, _matching(*STRATEGY_NAMES, "paper")]
 Virtual = Annotated[str, _matching(
-    _STATE, "(state|grads)_before_step", "sent", "calls", "host_peak", "device_peak", r"collective\.\w+"
+    _STATE, "(state|grads)_before_step", "sent", "calls", "forward", "host_peak", "device_peak", r"collective\.\w+"
 )]  # fmt: skip
 Counted = Annotated[str, _matching(f"{_SIZE}(/(tokens|parameters))?", "parameters", "tokens")]
 Measured = Literal["step_time_s_median", "tokens_per_s", "train_loss_final", "eval_loss_final", "host_peak_rss_gib",
@@ -214,13 +214,17 @@ def virtual_furthest(evidence: Evidence, *, report: str, model: str, printed: Pr
 @form("measured")
 def paired(
     evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, figure: Measured,
-    least_pairs: int, where: Where = "", over_where: Where = "",
+    least_pairs: int, where: Where = "", over_where: Where = "", learned: float = 0,
 ) -> Figure:  # fmt: skip
     """Return the ratio of a time, a loss or a peak of two strategies, paired by seed, with its interval.
 
     `where` selects the runs by their settings; `over_where` has the settings that differ in the reference's runs.
+    `learned` is the loss that the reference's median run must reach: two models that learned nothing have equal losses.
     """
     pair = evidence.pair(report, task, strategy, over, where, over_where, is_loss="loss" in figure)
+    reached = float(pair.control[figure].median())
+    if learned and reached > learned:
+        raise NotJudged(f"runs of {over} in {report} learned too little: {reached:.3g}, where {learned:g} is asked for")
     of = f"pairs of {strategy} and {over}"
     return _estimate(pair.ratio(figure), least_pairs, report, of, pair.records, pair.box)
 

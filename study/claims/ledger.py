@@ -170,6 +170,10 @@ class ClaimCheck:
             else:
                 reason_text = f"{why[:1].upper()}{why[1:]}"
             return CheckResult(self, "not judged", f"{reason_text}: {self.shows}")
+        return self.judge(figure)
+
+    def judge(self, figure: Figure) -> CheckResult:
+        """Compare a figure with the region."""
         answer = self.region.judge(figure)
         if self.against and answer == "fails":
             answer = "disputed"
@@ -179,6 +183,19 @@ class ClaimCheck:
         where = f" ({figure.note})" if figure.note else f" (as {self.against} has it)" if self.against else ""
         text += f"; the claim needs {self.region.words(self.unit)}{' in one reading' * bool(self.reading)}"
         return CheckResult(self, answer, f"{text}: {self.shows}{where}", figure, _p_value(figure, self.region))
+
+
+# Which readings count: the keys of `readings` in the legend.
+ReadingRule = Literal["words", "sentences", "defaults", "natural"]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RejectedReading:
+    """A reading of a claim that was tried and does not count, with the rule that it breaks."""
+
+    reading: Text
+    rule: ReadingRule
+    why: Text
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -194,9 +211,11 @@ class Claim:
     quote: str = ""
     # The ways to read its words, if there are several.
     readings: tuple[Text, ...] = ()
+    rejected: tuple[RejectedReading, ...] = ()
     checks: tuple[ClaimCheck, ...] = ()
     # Why no record of this study can judge it, and which record would.
     untestable: str = ""
+    # None if no experiment can decide between its readings.
     settle: DecidingExperiment | None = None
     # Of the published figure and of this study's figure.
     protocol: Annotated[Mapping[Literal["published", "here"], Text], pydantic.Field(min_length=2)] | None = None

@@ -12,6 +12,7 @@ from typing import get_args
 import pandas as pd
 from markupsafe import Markup
 
+from study.claims import gpu_checks
 from study.claims.command import VERDICTS as VERDICTS_FILE
 from study.claims.command import first_line
 from study.claims.evidence import KEYS_FILE, Evidence
@@ -29,6 +30,10 @@ from study.report.document import Link, PageSection, code_html, link_html, page_
 PAGE = REPOSITORY / "docs" / "claims.md"
 FINDINGS: tuple[str, ...] = get_args(FindingKind)
 _TITLE = "Which published claims hold?"
+_READINGS = (
+    "One rule for all claims. A reading that alone rescues a claim must be the only one left or the most natural one; a"
+    " reading is not rejected because it refutes a claim. Each claim lists the readings that were tried and rejected."
+)
 
 
 def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_from: str = "") -> Iterator[PageSection]:
@@ -45,6 +50,9 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
     yield PageSection(
         "Evidence of a finding", "The strongest first, with the number of claims for which it is the strongest.",
         table=_table(kinds, "evidence", "is", *FINDINGS),
+    )  # fmt: skip
+    yield PageSection(
+        "Readings that count", _READINGS, table=_table(legend["readings"], "rule", "a reading counts if"),
     )  # fmt: skip
     yield PageSection("How a check is judged", "\n\n".join(reading), classes="method")
     for document in scoreboard.ledger.documents:
@@ -82,7 +90,7 @@ def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | Non
         provenance=provenance(judged, evidence) if evidence else (), sizes=_sizes,
     )  # fmt: skip
     if evidence:
-        first = 2 + bool(claim.readings) + bool(claim.untestable)
+        first = 2 + bool(claim.readings) + len(claim.rejected) + bool(claim.untestable)
         for place, result in enumerate(judged.results, first):
             if result.figure:
                 notes[place] = code_html(notes[place]) + _below(result, result.figure, evidence.root, links_from)
@@ -166,9 +174,10 @@ def address(claim: str, folder: Path) -> str:
 
 
 def main() -> None:
-    """Write docs/claims.md and the findings file, which installations that lack pandas print."""
+    """Write docs/claims.md, docs/gpu_checks.md and the findings file, which installations that lack pandas print."""
     scoreboard = build_scoreboard()
     PAGE.write_text(page(scoreboard), encoding="utf-8")
+    gpu_checks.PAGE.write_text(gpu_checks.page(scoreboard), encoding="utf-8")
     # CPUs differ in the last digits.
     rounded = json.loads(json.dumps(scoreboard.document()), parse_float=lambda figure: float(f"{float(figure):.10g}"))
     VERDICTS_FILE.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")

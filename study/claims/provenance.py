@@ -33,7 +33,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _VERSIONS = {"torch": "torch_version", "DeepSpeed": "deepspeed_version", "Accelerate": "accelerate_version",
              "Transformers": "transformers_version"}  # fmt: skip
 # Keys of a check that do not change its answer; `elsewhere` was the name of `proxy`.
-_LABELS = {"shows", "tests", "reading", "decides", "necessary", "internal", "proxy", "elsewhere", "source"}
+_LABELS = {"shows", "tests", "reading", "decides", "necessary", "internal", "proxy", "elsewhere", "source", "needs"}
 # The checks of the ledger by claim, unparsed.
 Written = Mapping[str, list[Any]]
 

@@ -171,19 +171,25 @@ def build_scoreboard(
 ) -> Scoreboard:
     """Judge every claim of a ledger by the records of a folder.
 
-    The p values of all timed and trained checks are one family. An answer that is not significant after Holm's
-    correction is `inside noise`.
+    The p values of all timed and trained checks are one family, in which a test that two claims share counts once. An
+    answer that is not significant after Holm's correction is `inside noise`.
     """
     entries = ledger or read_ledger()
     source = evidence or Evidence(reports)
     results = [[check.find(source) for check in claim.checks] for claim in entries.claims]
-    ps = iter(apply_holm(result.p for row in results for result in row if result.p is not None))
+    tests = {_test(result): result.p for row in results for result in row if result.p is not None}
+    ps = dict(zip(tests, apply_holm(tests.values()), strict=True))
 
     def corrected(result: CheckResult) -> CheckResult:
         if result.p is None:
             return result
-        p = next(ps)
+        p = ps[_test(result)]
         return dataclasses.replace(result, p=p, answer="inside noise" if p > SIGNIFICANCE else result.answer)
 
     rows = (tuple(map(corrected, row)) for row in results)
     return Scoreboard(entries, tuple(map(JudgedClaim, entries.claims, rows)))
+
+
+def _test(result: CheckResult) -> tuple[str, str, float | None]:
+    """Return what identifies a statistical test: the figure of a form, and its p at the bound."""
+    return result.check.form, repr(sorted(result.check.numbers.items())), result.p

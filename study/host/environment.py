@@ -7,7 +7,9 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 from study.config import errors, launch_context, places, strategies
@@ -98,6 +100,8 @@ PACKAGES = (
     "zero-study", "torch", "deepspeed", "accelerate", "transformers", "datasets", "evaluate", "tokenizers",
     "peft", "psutil", "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
+# Names a file with the commit of a copy without .git, and the output of `git status --porcelain` below it.
+COMMIT_VARIABLE = "ZERO_STUDY_COMMIT"
 # Subpackages that no run imports.
 _NOT_RUN = ("advisor", "autopsy", "claims", "cli.py", "releases", "report", "sweep", "virtual")
 
@@ -107,11 +111,12 @@ def describe_environment() -> dict[str, Any]:
     import psutil
     import torch
 
+    commit, has_changes = commit_of_checkout()
     return {
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := stacks.package_version(name)) is not None},
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "git_commit": commit,
+        "git_dirty": has_changes,
         "code_sha256": code_sha256(),
         "platform": platform.platform(),
         "cpu": machine.cpu_info().get("model name") or platform.processor(),
@@ -129,6 +134,24 @@ def describe_environment() -> dict[str, Any]:
         "driver": machine.driver_version(),
         "stack": stacks.describe_stack(),
     }
+
+
+def commit_of_checkout() -> tuple[str | None, bool]:
+    """Return the commit, from git or from the file that COMMIT_VARIABLE names, and whether files differ from it."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is not None:
+        return commit, bool(_git("status", "--porcelain", "--untracked-files=no"))
+    file = os.environ.get(COMMIT_VARIABLE)
+    if not file:
+        return None, False
+    fix = "write the output of `git rev-parse HEAD` into its first line, or unset the variable"
+    try:
+        first, *changes = Path(file).read_text(encoding="utf-8").splitlines() or [""]
+    except (OSError, UnicodeError):
+        raise errors.UserError(f"{COMMIT_VARIABLE} is {file!r}, which cannot be read", fix) from None
+    if not re.fullmatch("[0-9a-f]{40}", first):
+        raise errors.UserError(f"{COMMIT_VARIABLE} is {file!r}, whose first line is {first[:50]!r}, not a commit", fix)
+    return first, any(line.strip() for line in changes)
 
 
 def code_sha256() -> str:
