@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +17,7 @@ from test_predict_memory import FAMILIES, assert_recomputed_as_traced
 from engines import ROOT
 from forked import fork_ranks
 from runs import trained
+from study.advisor.explain_findings import request_findings
 from study.cli import main
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import read_strategy
@@ -26,7 +28,7 @@ from study.predictor.live import LiveShape, live_shape
 from study.predictor.live_trace import quiet, trace_activations
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request, request_for
-from study.predictor.shape import shape_of_architecture, with_adapters
+from study.predictor.shape import model_shape, shape_of_architecture, with_adapters
 from study.predictor.state import predict_state
 from study.predictor.zero3_gathers import module_call_order, simulate_gathers
 from tools.architectures import CLASSIFIERS, CONFIGS, OUTPUT, STRATEGIES, TEXT, WITHOUT_FSDP, compare, page
@@ -241,6 +243,31 @@ def test_a_loop_over_the_tokens_ends_its_trace_within_seconds() -> None:
     short, long = (dataclasses.replace(make_request(shape, "zero3"), sequence_length=tokens) for tokens in (64, 4096))
     assert predict_memory(short).missing is None
     assert "a loop over the tokens" in str(predict_memory(long).missing)
+    assert "Error" not in str(predict_memory(long).missing)
+    # Another precision has the same loop, and is not traced again.
+    started = time.monotonic()
+    assert predict_memory(dataclasses.replace(long, precision="fp32")).missing == predict_memory(long).missing
+    assert time.monotonic() - started < 1
+
+
+def test_a_class_that_stands_for_another_and_an_encoder_that_is_a_classifier_are_named(tmp_path: Path) -> None:
+    kimi = {**CONFIGS["deepseek_v3"], "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    roberta = {**sizes, "intermediate_size": 128, "model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}
+    bert = {**sizes, "intermediate_size": 128, "model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    classifier = {**roberta, "architectures": ["RobertaForSequenceClassification"]}
+    deepseek = {**kimi, "model_type": "deepseek_v3"}
+    for document, says in (
+        (kimi, "stand-in no model_type kimi_k2: the figures are those of DeepseekV3ForCausalLM"),
+        (roberta, "classifier names RobertaForMaskedLM, and the figures are those of a classifier of two classes"),
+        (bert, "classifier names BertForMaskedLM, and"), (classifier, ""), (deepseek, ""),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        request = make_request(model_shape(str(tmp_path)), "zero2")  # type: ignore[arg-type]
+        found = {item.rule: item.says for item in request_findings(request) if item.rule in ("stand-in", "classifier")}
+        rule, _, words = says.partition(" ")
+        assert list(found) == [rule] * bool(says)
+        assert words in found.get(rule, "")
 
 
 def test_a_class_that_cannot_be_created_is_named_with_what_is_missing(capsys, tmp_path) -> None:

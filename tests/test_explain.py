@@ -26,12 +26,14 @@ from study.cli import main
 from study.config.errors import UserError
 from study.config.strategies import read_strategy
 from study.predictor.communication import predict_payload
-from study.predictor.hardware import ANY_DEVICE, box_of_ranks
+from study.predictor.hardware import ANY_DEVICE, box_of_ranks, to_box
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
 from study.predictor.shape import model_shape, shape_of_architecture
 from study.predictor.state import persistent_params, predict_state, sub_groups
+from study.predictor.time import predict_time
 from study.predictor.zero3_gathers import simulate_gathers
+from study.releases.causes import least_sound_release
 
 KNOWN = known_settings()
 EXPERTS = {name for _, _, _, _, *names in (*KNOWN["rules"], *KNOWN["requests"]) for name in names}
@@ -156,6 +158,39 @@ def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes()
     assert {name: arguments(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES} == schedulers
 
 
+VALUED: dict[str, tuple[Any, ...]] = {
+    "lr": (1, 0, 1e-3, True, "2e-5", -1, None, [1e-3]), "eps": (0, 1e-8, "1e-8", -1), "weight_decay": (0, 0.1, "0", -1),
+    "betas": ([0.9, 0.95], [0.0, 0.0], 0.9, [0.9], [0.9, 1.999], [0.9, 1.0], [-0.1, 0.9], ["0.9", 0.9]),
+    "warmup_min_lr": (0, 1e-5, "0"), "warmup_max_lr": (1e-3, "1e-3"), "warmup_num_steps": (1, 10, 0, -1, 10.5, "10"),
+    "total_num_steps": (100, "100"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", VALUED)
+def test_a_value_of_an_argument_is_in_conflict_if_no_step_succeeds_with_it(argument: str, tmp_path: Path) -> None:
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    is_scheduler = argument.endswith(("lr", "steps")) and argument != "lr"
+    for value in VALUED[argument]:
+        arguments, schedule = {}, {"total_num_steps": 1000}
+        (schedule if is_scheduler else arguments)[argument] = value
+        error: Exception | None = None
+        weight = torch.nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        try:
+            optimizer = torch.optim.AdamW([weight], **arguments)
+            scheduler = WarmupDecayLR(optimizer, **schedule)
+            for _ in range(3):
+                optimizer.step()
+                scheduler.step()
+        except (IndexError, TypeError, ValueError) as raised:
+            error = raised
+        document = {**PLAIN, "optimizer": {"type": "AdamW", "params": arguments}}
+        case = make_case(tmp_path, {**document, "scheduler": {"type": "WarmupDecayLR", "params": schedule}})
+        found = [item.key.rpartition(".")[2] for item in findings(case) if item.rule == "wrong-argument"]
+        assert found == [argument] * (error is not None), (value, error)
+
+
 @pytest.mark.parametrize("key", KNOWN["set_in_json"])
 def test_keys_that_accelerate_rejects_next_to_a_deepspeed_file_are_refused(key, tmp_path, monkeypatch):
     from accelerate import DeepSpeedPlugin
@@ -228,6 +263,8 @@ def test_a_removed_setting_is_named_with_its_release_and_what_stands_in_its_plac
         ({**PLAIN, MICRO_BATCH: None, "train_batch_size": "auto"}, "auto-batch", "deepspeed.initialize alone"),
         (zero(2), "default-changed", "1.0 by default since DeepSpeed 0.19.3"),
         ({**PLAIN, "gradient_clipping": 0.5}, "default-changed", "before clipping"),
+        ({**PLAIN, "gradient_clipping": "auto"}, "auto-value", "deepspeed.initialize alone ends with an error"),
+        ({**PLAIN, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "auto-value", "the Trainer fills it in"),
         (zero(2, offload_optimizer=CPU), "default-changed", "since DeepSpeed 0.19.5"),
     ],
 )
@@ -528,6 +565,60 @@ def test_a_question_is_answered_in_bytes(settings, model, ranks, about, answered
     assert least < answer.figures[figures[0]] / answer.figures[figures[1]] < most
 
 
+def test_an_offload_that_a_stage_ignores_takes_no_time_and_no_memory(tmp_path: Path) -> None:
+    hardware = to_box("8xA100")
+    for stage, what in ((2, "offload_param"), (1, "offload_param"), (0, "offload_optimizer")):
+        cases = []
+        for settings in ({}, {what: {"device": "cpu"}}):
+            (tmp_path / "ds.json").write_text(json.dumps({**PLAIN, ZERO: {"stage": stage, **settings}}))
+            file = read_user_file(str(tmp_path / "ds.json"))
+            cases.append(resolve(file, model_shape(LLAMA_8B), 8, ProgramSettings(), hardware))
+        plain, ignored = cases
+        assert any(finding.kind == "ineffective" and what in finding.key for finding in findings(ignored))
+        assert predict_time(ignored.request) == predict_time(plain.request)
+        assert predict_memory(ignored.request) == predict_memory(plain.request)
+        answers = [[answer.short for answer in find_answers(case) if "time" in answer.question] for case in cases]
+        assert answers[0] == answers[1] != []
+
+
+def test_a_setting_under_its_deprecated_name_is_no_default(capsys, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    for settings, is_default in (({"cpu_offload": True}, False), ({"offload_optimizer": CPU}, False), ({}, True)):
+        file.write_text(json.dumps({**PLAIN, ZERO: {"stage": 2, **settings}}))
+        main(["explain", str(file), "gpt2", "--world_size", "2", "--json"])
+        costs_of = {cost["key"]: cost for cost in json.loads(capsys.readouterr().out)["settings"]}
+        offload = costs_of.get(f"{ZERO}.offload_optimizer.device")
+        assert (offload is None) == is_default
+        assert offload is None or offload["is_said"]
+        assert not costs_of[f"{ZERO}.reduce_bucket_size"]["is_said"]
+
+
+def test_the_answer_on_more_ranks_says_whether_memory_falls(tmp_path: Path) -> None:
+    for settings, model, falls in (
+        (zero(3), "gpt-13b", "yes"),
+        (zero(2), "bert-base-uncased", "hardly"),
+        (zero(0), "gpt2", "no"),
+    ):
+        answers = find_answers(make_case(tmp_path, settings, model, 8))
+        (answer,) = (answer for answer in answers if "more ranks" in answer.question)
+        assert answer.question == "Does memory per rank fall with more ranks?"
+        assert answer.short.startswith(f"{falls}: 4 ranks "), answer.short
+        assert (answer.figures["ranks_16"] < 0.95 * answer.figures["ranks_8"]) == (falls == "yes")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_explain_names_the_release_from_which_the_settings_compute_right_gradients(stage: int, tmp_path: Path) -> None:
+    for accumulation, settings in ((1, {}), (4, {}), (4, {"offload_optimizer": CPU})):
+        case = make_case(tmp_path, {**zero(stage, **settings), ACCUMULATION: accumulation})
+        says = [finding.message for finding in findings(case) if finding.rule == "releases"]
+        name = "zero2_cpu" if settings and stage == 2 else f"zero{stage}"
+        release = least_sound_release(name, accumulation, "bf16-engine")
+        assert says == [
+            f"releases before {release} compute wrong gradients with these settings (study releases)"
+        ] * bool(release)
+        assert bool(release) or stage == 3 or accumulation == 1
+
+
 # Each line has ten references to the line before.
 NESTED = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
 
@@ -535,7 +626,13 @@ NESTED = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in ra
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.json", "{", "not readable as JSON"),
+        ("a.json", "{", "not readable as JSON: line 1 has"),
+        ("a.json", '{"train_batch_size": 8,\n "bf16": {"enabled": True}}', "line 2 has True, as Python writes it"),
+        ("a.json", " \n", "a.json is empty"),
+        ("a.yaml", "", "a.yaml is empty"),
+        ("a.json", '{"a":' * 3000 + "1" + "}" * 3000, "is nested more than 50 levels deep"),
+        ("a.json", '{"a": ' + "[" * 3000, "is nested more than 50 levels deep"),
+        ("a.json", json.dumps({"deepspeed_config": PLAIN}), "has its settings under deepspeed_config"),
         ("a.json", '{"transformer_layer_cls_to_wrap": ["GPT2Block"], "xla": false}', "an fsdp_config of TrainingArgum"),
         ("a.yaml", "- a\n- b\n", "not a mapping"),
         ("a.yaml", "a: [", "a.yaml:1: not YAML"),
@@ -559,6 +656,15 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: 
     user_file = read_user_file(str(file))
     assert user_file.deepspeed == {"train_batch_size": 8, ZERO: {"stage": 2}}
     assert [(finding.kind, "is Hjson" in finding.says) for finding in user_file.findings] == [("conflict", True)]
+    for text, line, mistake, fix in (
+        ("8, // samples\n}", 1, "a comment", "take it out"), ("8,\n}", 2, "a comma before", "take it out"),
+        ('8\n"bf16": {}}', 2, "no comma", "add one"),
+    ):  # fmt: skip
+        (tmp_path / "wrong.json").write_text('{"train_batch_size": ' + text)
+        (finding,) = (item for item in read_user_file(str(tmp_path / "wrong.json")).findings if "Hjson" in item.message)
+        # Python 3.13 names the comma itself.
+        assert (finding.line in (line, line - ("comma before" in mistake)), finding.fix) == (True, fix)
+        assert mistake in finding.message
     # Accelerate reads JSON alone.
     section = {"deepspeed_config_file": str(file)}
     outer.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
@@ -586,6 +692,43 @@ def test_yaml_and_the_file_that_it_names_are_read_as_accelerate_reads_them(tmp_p
     assert refusal.value.fix.endswith(f"path starts: {ROOT}")
     monkeypatch.chdir(ROOT)
     assert read_user_file(str(config)).launcher == "accelerate"
+
+
+@pytest.mark.parametrize("kind", ["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP"])
+@pytest.mark.parametrize(
+    "extra", [{}, {"use_cpu": True}, {"num_machines": 2, "main_process_ip": "a", "main_process_port": 1}]
+)
+def test_a_text_of_num_processes_is_refused_where_the_launcher_ends_with_an_error(kind, extra, tmp_path):
+    """It compares and divides the value in some cases, and gives it to torchrun in the others."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
+    from torch.distributed.run import determine_local_world_size
+
+    file = tmp_path / "a.yaml"
+    for text in ("8", " 8", "auto", "cpu", "abc", "8.0"):
+        document = {"distributed_type": kind, "num_processes": text, "num_machines": 1, "machine_rank": 0, **extra}
+        file.write_text(yaml.safe_dump(document))
+        try:
+            command = launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+            options, _, _ = _validate_launch_command(command)
+            options.deepspeed_fields_from_accelerate_config = ""
+            if options.use_deepspeed:
+                prepare_deepspeed_cmd_env(options)
+            elif options.multi_gpu or options.use_fsdp:
+                prepare_multi_gpu_env(options)
+            else:
+                prepare_simple_launcher_cmd_env(options)
+            count = determine_local_world_size(options.nproc_per_node)
+        except (TypeError, ValueError):
+            count = 0
+        read = read_user_file(str(file))
+        is_refused = any(finding.key == "num_processes" and finding.kind == "refused" for finding in read.findings)
+        assert is_refused == (count == 0), (text, count)
+        assert read.num_processes == (8 if count and text.strip() == "8" else None)
 
 
 def test_a_global_batch_is_divided_by_the_ranks_that_do_not_share_samples(tmp_path: Path) -> None:

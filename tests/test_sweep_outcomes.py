@@ -79,6 +79,20 @@ def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, s
     assert says != FULL or ending.hint == "free some space, and run it again"
 
 
+@pytest.mark.parametrize(
+    "message",
+    ["[pair.cc:547] Connection closed by peer [127.0.0.1]:1", "[pair.cc:1] Read error: Connection reset by peer GLHF!",
+     "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."],
+)  # fmt: skip
+def test_a_lost_connection_to_a_rank_is_that_rank_s_death_and_not_this_one_s_error(message):
+    ending = outcome_from_exception(RuntimeError(message))
+    assert ending.reason.startswith("another rank died, and this one lost its connection (RuntimeError: ")
+    assert (ending.state, ending.hint) == ("failed", "run it again")
+    # A single process has no other rank, and a download is no rank.
+    for error, alone in ((RuntimeError(message), True), (ConnectionResetError(104, "Connection reset by peer"), False)):
+        assert "another rank" not in outcome_from_exception(error, alone).reason
+
+
 LOCKED, EITHER = "no more host memory could be locked", "the device's memory, or host memory that can be locked"
 
 

@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from test_refusals import assert_is_one_line
 
@@ -117,6 +118,27 @@ def test_ctrl_c_prints_the_command_that_resumes_from_the_last_checkpoint(tmp_pat
     last = max(file.parent.name for file in run.glob("checkpoints/step_*/checkpoint.json"))
     hint = f"--resume_from_checkpoint latest resumes from {last}"
     assert (process.returncode, read_status(run)["hint"]) == (1, hint)
+
+
+def test_a_rank_that_is_killed_after_a_checkpoint_is_told_of_and_the_run_resumes(tmp_path):
+    run = tmp_path / "run"
+    flags = [*FLAGS, "--max_steps", "2000", "--checkpointing_steps", "3", "--output_dir", str(run)]
+    command = ["accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command, "study/train.py", *flags], cwd=ROOT, env=os.environ | ONE_THREAD,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_until(lambda: any(run.glob("checkpoints/step_*/checkpoint.json")))
+    (killed,) = (rank for rank in psutil.Process(process.pid).children(recursive=True)
+                 if rank.environ().get("RANK") == "1" and "study/train.py" in rank.cmdline())  # fmt: skip
+    killed.kill()
+    assert process.wait(timeout=120) != 0
+    last = max(file.parent.name for file in run.glob("checkpoints/step_*/checkpoint.json"))
+    status = read_status(run)
+    # Either it loses the connection first, or the launcher ends it.
+    assert status["state"] in ("failed", "interrupted")
+    assert "another rank died" in status["reason"]
+    assert status["hint"] == f"--resume_from_checkpoint latest resumes from {last}"
 
 
 def test_ctrl_c_before_there_is_a_record_is_one_line_and_leaves_nothing(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,22 @@ def test_claims_without_pandas_are_the_recorded_findings(study: Command, full_bo
     claims = [(claim["id"], claim["finding_text"], claim["sentence"]) for claim in json.loads(result.stdout)["claims"]]
     assert claims == [(judged.claim.id, judged.finding.text, judged.sentence) for judged in anew]
     assert f"{len(anew)} claims: " in study("claims").stdout
+
+
+def test_a_sweep_that_cannot_train_leaves_nothing(study: Command, tmp_path: Path) -> None:
+    refused = study("run", "laptop", "--runs_dir", str(tmp_path / "runs"))
+    assert (refused.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert "pip install 'zero-study[train]'" in refused.stderr
+
+
+def test_the_doctor_counts_missing_packages_and_names_few(study: Command) -> None:
+    checks = {check["name"]: check["found"] for check in json.loads(study("doctor", "--json").stdout)["checks"]}
+    right, pinned = map(int, re.findall(r"(\d+) of (\d+) packages of constraints.txt", checks["versions"])[0])
+    absent, more = re.findall(r"not installed: (.*) and (\d+) more", checks["versions"])[0]
+    others = re.findall(r"in another one: ([^;]*)", checks["versions"])
+    mismatched = len(others[0].split(", ")) if others else 0
+    assert len(absent.split(", ")) == 8
+    assert right + mismatched + 8 + int(more) == pinned
 
 
 EXTRAS = {

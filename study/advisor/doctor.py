@@ -49,6 +49,8 @@ OPEN_FILES = 1024
 NVME_FREE_GIB = 1
 # Importing torch and DeepSpeed takes seconds, and so does loading an operator; a cold disk may need ten times that.
 PROBE_LIMIT_S = 180
+# Names of packages in one fact.
+_MAX_LISTED = 8
 # Letters of a fact in one line of a screen of 120 columns.
 _ROOM = 98
 _PROBED = ("gpus", "nccl", "nvcc", "hub", "libaio", "operators", "cpu adam", "nvme bandwidth")
@@ -184,9 +186,16 @@ def _compare(which: str, requirements: list[str], extra: str = "") -> tuple[str,
             mismatched.append(f"{item.name} {version}")
     right = len(applicable) - len(mismatched) - len(absent)
     text = f"{right} of {len(applicable)} packages {which} are installed in the required version"
-    text += f"; in another one: {', '.join(mismatched)}" if mismatched else ""
-    text += f"; not installed: {', '.join(absent)}" if absent else ""
+    text += f"; in another one: {_list(mismatched)}" if mismatched else ""
+    text += f"; not installed: {_list(absent)}" if absent else ""
     return text, INSTALL_ALL if extra and (mismatched or absent) else ""
+
+
+def _list(packages: list[str]) -> str:
+    """Return the first of the packages, and how many more there are."""
+    hidden = len(packages) - _MAX_LISTED
+    more = f" and {hidden} more" if hidden > 0 else ""
+    return f"{', '.join(packages[:_MAX_LISTED])}{more}"
 
 
 def tools() -> Iterator[Check]:

@@ -7,15 +7,16 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor import predict_command
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
-from study.advisor.explain_check import check_file, in_file, is_config
+from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
 from study.advisor.explain_findings import findings
-from study.advisor.user_settings import OFFLOADS, ZERO, known_settings, read_user_file
+from study.advisor.user_settings import ZERO, Finding, is_inside, known_settings, read_user_file
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
 from study.config.text import format_number, rounded
@@ -36,8 +37,9 @@ CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting of DeepSpeed 
 run, and nothing is fetched without --hub. GiB are 2**30 bytes.
 
 --strict checks files instead, for CI. It prints the lines of errors (refusals of the engine; exit status 1) and of
-warnings (conflicts, and settings that are dropped or without effect; exit status 3). It skips files that are neither,
-by their content. Without MODEL or --world_size it prints what holds for any.
+warnings (conflicts, and settings that are dropped or without effect; exit status 3). A file that is neither is an error
+or, with --skip_others, left out by its content. Files outside of the repository are not read. Without MODEL or
+--world_size it prints what holds for any.
 """
 # Kinds of findings, the most important first, with the words that count them in the first line.
 _FINDINGS = {
@@ -53,6 +55,8 @@ _STATES = {"optimizer": "optimizer state", "parameters": "weights"}
 _MAX_ALONE = 3
 # A part that does not fall to this fraction on twice as many ranks is not sharded.
 _FALLS_TO = 2 / 3
+# The peak falls with more ranks if twice as many have less than this fraction of it.
+_FALLS = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--generated_tokens", type=_COUNT, metavar="T", help=generated)
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
     add("--strict", action="store_true", help="check files, and fail on errors and warnings")
+    skip_help = "of --strict: leave out files that are no configuration"
+    add("--skip_others", action="store_true", help=skip_help)
     add("--output_format", choices=("text", "github"), help="of --strict: github annotates the lines in GitHub Actions")
 
 
@@ -108,8 +114,9 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--strict checks files, and --hardware is for an explanation", "leave one of them out")
     if options.strict:
         return _check(options)
-    if options.output_format:
-        raise UserError("--output_format is for --strict", "add --strict, or leave --output_format out")
+    for flag, is_given in (("--output_format", options.output_format), ("--skip_others", options.skip_others)):
+        if is_given:
+            raise UserError(f"{flag} is for --strict", f"add --strict, or leave {flag} out")
     if len(options.model) != 1:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
         raise UserError(problem, "give one CONFIG and one MODEL: study explain ds.json gpt2")
@@ -136,13 +143,18 @@ def _program_settings(options: argparse.Namespace, shape: ModelShape | None) -> 
 
 
 def _check(options: argparse.Namespace) -> int:
-    names, model = [options.config, *options.model], None
-    if len(names) > 1 and not resolve_path(names[-1]).is_file():
+    names, model, results = [options.config, *options.model], None, list[Finding]()
+    last = resolve_path(names[-1])
+    # A link to nowhere or to a folder may have the name of a file: among others it is no model.
+    is_model = not os.path.lexists(last) if options.skip_others else not last.is_file()
+    if len(names) > 1 and is_model:
         model = model_shape(names.pop(), ask_hub=options.hub)
     for name in names:
-        if not resolve_path(name).is_file():
+        if not options.skip_others and not resolve_path(name).is_file():
             raise UserError(f"there is no file {name}", "name files, and at most one MODEL after them")
-    work, checked, results = _program_settings(options, model), [name for name in names if is_config(name)], []
+    work, checked = _program_settings(options, model), names
+    if options.skip_others:
+        checked = [name for name in names if not is_inside(name, checked_tree(name)) or is_config(name)]
     for name in checked:
         problems = check_file(name, model, options.world_size, work)
         results += sorted(problems, key=lambda problem: problem.line)
@@ -321,7 +333,11 @@ def _cost(case: ConfigCase, key: str, reason: str, device: float = 0, host: floa
     value: Any = case.zero
     for part in key.split("."):
         value = value[part]
-    is_said = {f"{ZERO}.{key}", f"{ZERO}.{key.removeprefix('stage3_')}"} & {*case.file.explicit_keys}
+    names = {key, key.removeprefix("stage3_")}
+    # A deprecated switch sets an offload's device, and other settings by an older name.
+    now = key.removesuffix(".device")
+    names |= {old for old, entry in known_settings()[ZERO].items() if entry.get("is_now") == now}
+    is_said = {f"{ZERO}.{name}" for name in names} & {*case.file.explicit_keys}
     return SettingCost(f"{ZERO}.{key}", value, bool(is_said), device, host, nvme, reason)
 
 
@@ -447,7 +463,7 @@ def _explain_time(case: ConfigCase) -> Explanation:
     parts = sorted(time.parts.items(), key=lambda part: -part[1])
     shares = [f"{name.replace('_', ' ')} {rounded(1e3 * size)}" for name, size in parts if size > parts[0][1] / 50]
     short = f"{text}: {', '.join(shares)}"
-    if any(map(case.offload, OFFLOADS)):
+    if request.strategy.offloads:
         bare = case.at(offload_param=None, offload_optimizer=None)
         short += f"; without an offload {_time_text(bare)[1]}, {_about(device_bytes(bare.memory))}"
     elif case.stage == 3:
@@ -574,9 +590,12 @@ def _compare_ranks(case: ConfigCase) -> Explanation:
     if case.request.strategy.mesh is not None:
         because.append(f"each replica has {case.request.ranks_per_replica} ranks: more ranks are more replicas")
     peaks = {count: device_bytes(memory) for count, memory in memories.items()}
+    left = peaks[2 * case.ranks] / peaks[case.ranks]
+    falls = "yes" if left < _FALLS else "hardly" if left < 1 else "no"
     short = ", ".join(f"{count} rank{'s'[: count > 1]} {gib(peak)}" for count, peak in peaks.items())
+    short = f"{falls}: {short}"
     figures = {f"ranks_{count}": peak for count, peak in peaks.items()}
-    return Explanation("Why does memory per rank not fall with more ranks?", short, tuple(because), figures)
+    return Explanation("Does memory per rank fall with more ranks?", short, tuple(because), figures)
 
 
 def _compare_host_memory(case: ConfigCase) -> Explanation:

@@ -111,7 +111,9 @@ def _box(file: UserFile, ranks: int, hardware: Hardware | None) -> Hardware:
 
 
 def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -> Strategy:
-    settings = {**top, ZERO: dict(zero)}
+    # Stages that do not offload have nothing of it in time or memory, whatever the file says.
+    unused = {what: None for what, least in (("offload_optimizer", 1), ("offload_param", 3)) if zero["stage"] < least}
+    settings = {**top, ZERO: {**zero, **unused}}
     return Strategy(file.name, "DEEPSPEED", settings, custom_settings=settings)
 
 
@@ -282,7 +284,8 @@ def _precision(file: UserFile, precision_flag: str | None, findings: list[Findin
         findings += [Finding("filled", f"{kind}.enabled", message) for kind in open_kinds]
     on |= {kind: mixed == kind for kind in open_kinds}
     if on["bf16"] is True and on["fp16"] is True:
-        findings.append(Finding("refused", "fp16", "the engine refuses bf16 and fp16 together"))
+        fix = "turn one of them off"
+        findings.append(Finding("refused", "fp16", "the engine refuses bf16 and fp16 together", fix))
     if mixed in ("bf16", "fp16") and top.get(mixed) is None:
         opposite = "fp16" if mixed == "bf16" else "bf16"
         if on[opposite] is True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import json
@@ -9,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from study.advisor import user_settings
@@ -16,6 +18,7 @@ from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ProgramSetting
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import Finding
 from study.config.errors import UserError
+from study.config.yaml_sections import Section, read_document
 from study.host.folders import resolve_path
 from study.predictor.hardware import MAX_JOB_GPUS
 from study.predictor.shape import ModelShape, model_shape
@@ -24,9 +27,25 @@ from study.predictor.shape import ModelShape, model_shape
 _MODELS, _RANKS = ("gpt-tiny", "gpt-1t"), (1, 8)
 # Keys that other files do not have.
 _DEEPSPEED_KEYS = (user_settings.ZERO, MICRO_BATCH, "zero_allow_untested_optimizer")
+_ACCELERATE_KEYS = ("compute_environment", "distributed_type")
+# Beside them any distributed_type is Accelerate's, also a misspelt one.
+_BESIDE_TYPE = {"deepspeed_config", "fsdp_config", "machine_rank", "main_training_function", "num_machines"}
 _ACCELERATE = re.compile(r"^(compute_environment\s*:|distributed_type\s*:\s*[\"']?[A-Z])", re.MULTILINE)
 # Their settings are not modelled.
-_OTHER_LAUNCHERS = re.compile(r"^\w+\s*:\s*[\"']?(AMAZON_SAGEMAKER|XLA|TPU|MEGATRON_LM)\b", re.MULTILINE)
+_OTHER_LAUNCHERS = {"AMAZON_SAGEMAKER", "XLA", "TPU", "MEGATRON_LM"}
+_QUOTED = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
+_NUMBER = re.compile(r"\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*")
+
+
+def checked_tree(name: str) -> Path:
+    """Return the folder of which the check of a file reads others: its repository; without one the working directory,
+    or the file's own folder if that is elsewhere."""
+    # Links are not followed: one that leads out of a repository belongs to it.
+    folder = resolve_path(name).absolute().parent
+    repository = next((place for place in (folder, *folder.parents) if (place / ".git").exists()), None)
+    if repository is not None:
+        return repository
+    return Path.cwd() if folder.is_relative_to(Path.cwd()) else folder
 
 
 def is_config(name: str) -> bool:
@@ -36,10 +55,37 @@ def is_config(name: str) -> bool:
         if path.stat().st_size > user_settings.MAX_FILE_BYTES:
             return False
         text = path.read_text(encoding="utf-8")
-    except ValueError:
+    except (OSError, ValueError):
         return False
-    if not name.endswith(".json"):
-        return _ACCELERATE.search(text) is not None and _OTHER_LAUNCHERS.search(text) is None
+    return _is_deepspeed(text) if user_settings.is_json(path, text) else _is_accelerate(path, text)
+
+
+class _Repeating(Section):
+    def may_repeat(self, key: str) -> bool:
+        return True
+
+
+def _is_accelerate(path: Path, text: str) -> bool:
+    """Whether a YAML has keys of Accelerate at its top level, also such as an alias merges into it."""
+    if not any(key in text for key in _ACCELERATE_KEYS):
+        return False
+    try:
+        document = read_document(path, _Repeating)
+    except UserError:
+        return _ACCELERATE.search(text) is not None
+    if not isinstance(document, dict):
+        return False
+    if not _OTHER_LAUNCHERS.isdisjoint(str(document.get(key)) for key in _ACCELERATE_KEYS):
+        return False
+    if "compute_environment" in document or "distributed_type" not in document:
+        return "compute_environment" in document
+    kind = str(document["distributed_type"])
+    types = user_settings.section_entries("accelerate")["distributed_type"]["type"].rstrip("?").split("|")
+    return kind.isupper() or kind.upper() in types or not _BESIDE_TYPE.isdisjoint(document)
+
+
+def _is_deepspeed(text: str) -> bool:
+    """Whether a JSON, which may have a mistake, has the keys of DeepSpeed."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
@@ -54,18 +100,29 @@ def is_config(name: str) -> bool:
 
 
 def check_file(name: str, model: ModelShape | None, ranks: int | None, work: ProgramSettings) -> Iterator[Finding]:
-    """Yield the problems of a file; without a model or a number of ranks, those that it has with any."""
-    text = resolve_path(name).read_text(encoding="utf-8")
-    early = list[Finding]()
+    """Yield the problems of a file; without a model or a number of ranks, those that it has with any.
+
+    The file may be a stranger's, who sees the findings: no file outside of its tree is read, and its values are
+    repeated only where they are numbers or words of a setting.
+    """
+    early, text, tree = list[Finding](), "", checked_tree(name)
+    if user_settings.is_inside(name, tree):
+        # The reader names the problem of a file that is not readable.
+        with contextlib.suppress(OSError, ValueError):
+            text = resolve_path(name).read_text(encoding="utf-8")
     try:
-        file = user_settings.read_user_file(name, early)
+        file = user_settings.read_user_file(name, early, tree)
+        if user_settings.has_no_setting(file):
+            early.clear()
+            problem = f"{name} has no setting of DeepSpeed or Accelerate"
+            raise UserError(problem, "name their configuration files alone, or add --skip_others")
         shapes = [model] if model else [model_shape(preset) for preset in _MODELS]
         is_one_process = file.distributed_type == "NO"
         counts = [None] if is_one_process else [ranks] if ranks else _fitting_ranks(file)
         cases = [resolve(file, shape, count, work) for shape, count in itertools.product(shapes, counts)]
     except UserError as refusal:
-        for item in early:
-            yield replace(item, file=name, line=find_line(text, item.key) or 1)
+        for item in (item for item in early if item.severity != "note"):
+            yield replace(_without_texts(item), file=name, line=item.line or find_line(text, item.key) or 1)
         problem = refusal.problem.removeprefix(name)
         line = next((line for word in re.findall(r"[\w.]+", problem) if (line := find_line(text, word))), 1)
         if match := re.search(r"^:(\d+):|\bline (\d+)\b", problem):
@@ -76,8 +133,19 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
     for place, finding in by_case[0].items():
         if finding.severity != "note" and all(place in case for case in by_case):
             if finding.key == "train_batch_size" and len(counts) > 1:
-                finding = replace(finding, message=_for_any_ranks(file.deepspeed or {}) or finding.message)
-            yield in_file(finding, file, text)
+                finding = _for_any_ranks(finding, file.deepspeed or {})
+            yield in_file(_without_texts(finding), file, text)
+
+
+def _without_texts(finding: Finding) -> Finding:
+    """Return a finding whose message repeats no text of a file but numbers and words of a setting."""
+
+    def shown(quoted: re.Match[str]) -> str:
+        text = str(quoted[1] or quoted[2] or "")
+        is_word = set(re.findall(r"\w+", text.lower())) <= user_settings.known_words()
+        return quoted[0] if is_word or _NUMBER.fullmatch(text) else "a text"
+
+    return replace(finding, message=_QUOTED.sub(shown, finding.message))
 
 
 def in_file(finding: Finding, file: user_settings.UserFile, text: str) -> Finding:
@@ -85,18 +153,19 @@ def in_file(finding: Finding, file: user_settings.UserFile, text: str) -> Findin
     names = {key: name for name, key in user_settings.known_settings()["accelerate_deepspeed"].items() if key}
     inner = find_line(text, "deepspeed_config_file") if file.launcher == "accelerate" else None
     key = names.get(finding.key, finding.key) if file.launcher == "accelerate" and inner is None else finding.key
-    line = find_line(text, key) or inner or 1
+    line = finding.line or find_line(text, key) or inner or 1
     return replace(finding, key=key, file=file.name, line=line)
 
 
-def _for_any_ranks(top: Mapping[str, Any]) -> str:
-    """Return why the engine rejects a batch on any number of ranks; empty for other reasons."""
+def _for_any_ranks(finding: Finding, top: Mapping[str, Any]) -> Finding:
+    """Return the finding of a batch, with why the engine rejects it on any number of ranks if it does so."""
     batch, sizes = top["train_batch_size"], [top.get(key) for key in (MICRO_BATCH, ACCUMULATION)]
     sizes_set = [size for size in sizes if type(size) is int and size > 0]
     if type(batch) is not int or batch < 1 or batch % math.prod(sizes_set) == 0:
-        return ""
+        return finding
     product = " x ".join(map(str, sizes_set))
-    return f"the engine ends with an error on any number of ranks: {batch} is not a multiple of {product}"
+    message = f"the engine ends with an error on any number of ranks: {batch} is not a multiple of {product}"
+    return replace(finding, message=message, fix=f"set a multiple of {math.prod(sizes_set)}, or leave it out")
 
 
 def _fitting_ranks(file: user_settings.UserFile) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from study.predictor.memory import predict_memory
 from study.predictor.request import Request
 from study.predictor.state import engine_refusal
 from study.predictor.time import device_bytes, fits, usable_bytes
+from study.releases.causes import least_sound_release
 
 _COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
@@ -88,9 +90,15 @@ def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
 
 def _arguments(case: ConfigCase) -> Iterator[Finding]:
     """Yield arguments that an optimizer or scheduler does not take or lacks; DeepSpeed's reader does not check them."""
+    clipping = case.top.get("gradient_clipping", 1.0)
+    if clipping != "auto" and type(clipping) not in (int, float, bool):
+        message = f"is {clip(clipping)}, with which no step succeeds"
+        yield Finding("conflict", "gradient_clipping", message, "write a number without quotes", "wrong-argument")
     for name, classes in known_settings()["arguments"].items():
         section = case.top.get(name) or {}
         kind, params = section.get("type"), section.get("params") or {}
+        if isinstance(params, Mapping):
+            yield from _argument_values(case, f"{name}.params", params)
         signature = classes.get(kind.lower() if name == "optimizer" else kind) if isinstance(kind, str) else None
         if signature is None or not isinstance(params, Mapping):
             continue
@@ -105,6 +113,38 @@ def _arguments(case: ConfigCase) -> Iterator[Finding]:
             yield Finding("conflict", f"{name}.params", message, rule="wrong-argument")
 
 
+def _argument_values(case: ConfigCase, place: str, params: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield arguments whose values end a run, or keep the optimizer from a finite step; and those that are "auto"."""
+    reference = known_settings()
+    for argument, value in params.items():
+        key = f"{place}.{argument}"
+        if value == "auto":
+            if case.file.launcher == "accelerate":
+                # What Accelerate does not fill in has been refused.
+                continue
+            if key in reference["filled_by_trainer"]:
+                message = "auto: the Trainer fills it in; deepspeed.initialize alone ends with an error"
+                yield Finding("noted", key, message, rule="auto-value")
+            else:
+                yield Finding("conflict", key, "auto: nothing fills it in", "set a value", "wrong-argument")
+        elif argument == "betas" and not _are_betas(value):
+            message = f"is {clip(value)}, with which no step succeeds"
+            yield Finding("conflict", key, message, "write two numbers from 0 to below 1", "wrong-argument")
+        elif argument in reference["argument_numbers"]:
+            least = reference["argument_numbers"][argument]
+            is_whole = argument == "warmup_num_steps"
+            if not isinstance(value, int if is_whole else int | float) or value < least:
+                message = f"is {clip(value)}, with which no step succeeds"
+                fix = f"write a {'whole ' * is_whole}number from {least} up, without quotes"
+                yield Finding("conflict", key, message, fix, "wrong-argument")
+
+
+def _are_betas(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(type(beta) in (int, float) and 0 <= beta < 1 for beta in value)
+
+
 def _facts(case: ConfigCase) -> dict[str, Any]:
     """Return what rules may ask of a config, by name."""
     file, shape = case.file, case.shape
@@ -116,6 +156,7 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         settings = file.fsdp or {}
         return facts | {
             **settings, "set": set(settings), "version": str(settings.get("fsdp_version", 1))[:60],
+            "shown_version": clip(settings.get("fsdp_version", 1)),
             "sharding": file.sharding and file.sharding[:60],
             "refusal": shape.fsdp_refusal if case.request.fsdp_version == 2 else shape.fsdp1_refusal,
             "machine_ranks": case.request.box.gpus_per_node,
@@ -125,9 +166,15 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     devices = {what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS}
     # The engine limits the secondary partition to the number of ranks (groups.py).
     group = min(case.zero["zero_hpz_partition_size"], case.ranks)
+    request, tested = case.request, f"zero{case.stage}"
+    if case.stage == 2 and case.offload("offload_optimizer"):
+        tested = "zero2_cpu"
     return {**flatten(defaults), **flatten(top), **flatten(case.zero), **flatten(file.plugin, "plugin."), **facts} | {
+        "sound_release": least_sound_release(tested, request.accumulation, request.precision) or "none",
         "divides_batch": all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH)),
-        **devices, "offload": "nvme" if "nvme" in devices.values() else "none",
+        **devices, **{f"no_{what.partition('_')[2]}_path": (case.offload(what) or {}).get("nvme_path") is None
+                      for what in OFFLOADS},
+        "offload": "nvme" if "nvme" in devices.values() else "none",
         "set": {*file.explicit_keys, *flatten(case.top)}, "group": group,
         "ungrouped_ranks": case.ranks % max(group, 1), "shard": -(-shape.largest // case.ranks),
         "largest": case.largest.name, "nvme_weights": case.state.params_nvme, "parameters": shape.parameters,
@@ -155,11 +202,17 @@ def request_facts(request: Request) -> dict[str, Any]:
     """Return what rules may ask of a request, by name."""
     shape, strategy = request.shape, request.strategy
     survey = shape.survey if isinstance(shape, LiveShape) else {}
+    named, built = "none", survey.get("class", "none")
+    if shape.family == "sequence-classification" and shape.document:
+        (named,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
     return {
         "gathered": f"{format_number(request.stored.parameters * request.gathered_bytes / GIB)} GiB",
         "ranks": request.box.ranks, "precision": request.precision, "stage": strategy.zero_stage or 0,
         "engine": "fsdp" if strategy.is_fsdp else "none" if strategy.deepspeed is None else "deepspeed",
-        "model": shape.model_type, "experts": survey.get("active") or 0,
+        "model": shape.model_type, "built": built, "vocabulary": f"{shape.vocabulary:,}",
+        "stand_in": survey.get("is_stand_in", False),
+        "other_head": named if named.endswith("ForMaskedLM") else "none",
+        "experts": survey.get("active") or 0,
         "towers": any(f'"{kind}_config"' in shape.document for kind in ("vision", "audio")),
         "weights": shape.quantized_by or "none",
         "peft": "lora" if shape.lora_rank else "none", "quantized": request.quantized,
@@ -216,21 +269,25 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
         yield Finding("filled", ACCUMULATION, message)
 
 
-def _batch_problem(sizes: Sequence[Any], ranks: float) -> tuple[str, str] | None:
-    """Return the key and the error of DeepSpeedConfig's arithmetic (_set_batch_related_parameters); None without."""
+def _batch_problem(sizes: Sequence[Any], ranks: float) -> tuple[str, str, str] | None:
+    """Return the key, the error of DeepSpeedConfig's arithmetic (_set_batch_related_parameters) and the fix; None
+    without one."""
     error, count = "the engine ends with an error", f"{ranks:g} rank{'s'[: ranks != 1]}"
     for key, size in zip(("train_batch_size", MICRO_BATCH, ACCUMULATION), sizes, strict=True):
         if size is not None and (not isinstance(size, int | float) or not size > 0):
-            return key, f"{error}: it is {clip(size)}; set a whole number from 1 up"
+            return key, f"{error}: it is {clip(size)}", "set a whole number from 1 up"
     batch, micro, steps = sizes
     if batch is None:
-        return None if micro else (MICRO_BATCH, f"{error} without it or train_batch_size")
-    if None not in sizes and batch != micro * steps * ranks:
-        message = f"{micro} x {steps} x {count} is {micro * steps * ranks:g}, not {batch}"
+        return None if micro else (MICRO_BATCH, f"{error} without it or train_batch_size", "set one of them")
+    unit = (micro or 1) * (steps or 1) * ranks
+    fix = f"set {max(round(batch / unit), 1) * unit:g}, or another number of ranks"
+    if None not in sizes and batch != unit:
+        message = f"{micro} x {steps} x {count} is {unit:g}, not {batch}"
+        fix = f"set {unit:g}, or leave it out"
     elif steps is None and micro and batch // micro // ranks * micro * ranks != batch:
         message = f"{batch} is not a multiple of {micro} x {count}"
     elif micro is None and batch // ranks // (steps or 1) * (steps or 1) * ranks != batch:
         message = f"{batch} is not a multiple of {steps or 1} x {count}"
     else:
         return None
-    return "train_batch_size", f"{error}: {message}"
+    return "train_batch_size", f"{error}: {message}", fix

@@ -18,6 +18,8 @@ from study.config.yaml_sections import Section, load_package_yaml, read_document
 from study.host.folders import resolve_path
 
 MAX_FILE_BYTES = 1_000_000
+# Settings are four levels deep.
+_MAX_NESTING = 50
 _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -25,6 +27,8 @@ SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
 # In the order of torch's ShardingStrategy, from 1.
 _SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_IS_OUTSIDE = "is outside of the checked repository or folder, where --strict reads nothing"
+_INSIDE = "give a copy of that file inside"
 NOT_MODELLED = "not modelled: the figures are without it"
 
 
@@ -116,6 +120,20 @@ def known_settings() -> dict[str, Any]:
 
 
 @functools.cache
+def known_words() -> frozenset[str]:
+    """Return the words of known_settings.yaml in lower case: names and values of settings, and what is said of them."""
+    return frozenset(re.findall(r"\w+", json.dumps(known_settings()).lower()))
+
+
+def has_no_setting(file: UserFile) -> bool:
+    """Whether a mapping has no key of DeepSpeed, so that it is another program's file."""
+    reference = known_settings()
+    names = {*reference["top"], *reference["others"], *reference["removed"], *reference["accelerate_deepspeed"]}
+    similar = any(did_you_mean(key, names, cutoff=0.85) for key in file.explicit_keys if "." not in key)
+    return file.launcher == "deepspeed" and not similar
+
+
+@functools.cache
 def section_entries(place: str) -> dict[str, dict[str, Any]]:
     """Return the settings of a section with their types; DeepSpeed accepts those of stage 3 without prefix, too."""
     reference = known_settings()
@@ -124,17 +142,24 @@ def section_entries(place: str) -> dict[str, dict[str, Any]]:
     return {key.removeprefix("stage3_"): entry for key, entry in full.items()} | full
 
 
-def read_user_file(name: str, findings: list[Finding] | None = None) -> UserFile:
+def read_user_file(name: str, findings: list[Finding] | None = None, tree: Path | None = None) -> UserFile:
     """Read a DeepSpeed JSON or an Accelerate YAML, without the keys and values that the engine refuses.
 
-    These are findings, which are added to a given list. Raise UserError if the file has no settings that can be read.
+    These are findings, which are added to a given list. Raise UserError if the file has no settings that can be read,
+    or if it or one that it names is outside of a given tree.
     """
     findings = [] if findings is None else findings
-    document = _read(name, findings)
-    if "distributed_type" in document or "compute_environment" in document:
-        return _accelerate(name, document, findings)
+    document = _read(name, findings, tree)
+    section = document.get("deepspeed_config")
+    names = known_settings()["accelerate_deepspeed"]
+    is_accelerate = isinstance(section, dict) and not names.keys().isdisjoint(section)
+    if is_accelerate or "distributed_type" in document or "compute_environment" in document:
+        return _accelerate(name, document, findings, tree)
     if isinstance(path := document.get("deepspeed"), str):
         raise UserError(f"{name} is the file of a trainer, not of an engine", f"explain the file that it names: {path}")
+    if isinstance(section, dict) and not section_entries("top").keys().isdisjoint(section):
+        problem = f"{name} has its settings under deepspeed_config, where DeepSpeed reads none"
+        raise UserError(problem, "write them at the top level of the file")
     if "version" in document and "services" in document:
         raise UserError(f"{name} has no settings of an engine", _EITHER)
     if document and all(f"fsdp_{key}" in section_entries("fsdp") or "xla" in key for key in document):
@@ -149,9 +174,22 @@ def _refused(key: str, problem: str, fix: str, rule: str = "wrong-value") -> Fin
     return Finding("refused", key, problem, fix.rstrip(), rule)
 
 
-def _read(name: str, findings: list[Finding]) -> dict[str, Any]:
-    """Read a JSON or YAML mapping; raise UserError if it is unreadable."""
+def is_inside(name: str, tree: Path) -> bool:
+    """Whether a file is one of a tree, with links followed, and not one of git's own."""
+    path, root = resolve_path(name).resolve(), tree.resolve()
+    return path.is_relative_to(root) and ".git" not in path.relative_to(root).parts
+
+
+def is_json(path: Path, text: str) -> bool:
+    """Whether a file is read as JSON: by its name, or by its beginning, as JSON may have any name."""
+    return path.suffix == ".json" or text.lstrip().startswith("{")
+
+
+def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:
+    """Read a JSON or YAML mapping; raise UserError if it is unreadable, or outside of the tree."""
     path = resolve_path(name)
+    if tree is not None and not is_inside(name, tree):
+        raise UserError(f"{name} {_IS_OUTSIDE}", _INSIDE)
     try:
         if path.is_dir():
             raise UserError(f"{name} is a folder", "name the file in it")
@@ -165,20 +203,50 @@ def _read(name: str, findings: list[Finding]) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{name} is not readable ({first_line(error)})", "name a text file") from None
-    if path.suffix == ".json" or text.lstrip().startswith("{"):
+    if not text.strip():
+        raise UserError(f"{name} is empty", _EITHER)
+    if is_json(path, text):
         document = _read_json(name, text, findings)
     else:
 
         class Repeating(Section):
             def may_repeat(self, key: str) -> bool:
-                message = "is set twice: Accelerate uses the last one"
-                findings.append(Finding("ignored", key, message, rule="set-twice"))
+                findings.append(_set_twice(key))
                 return True
 
         document = read_document(path, Repeating)
     if not isinstance(document, dict):
         raise UserError(f"{name} is not a mapping of settings", _EITHER)
+    level: list[Any] = [document]
+    for _ in range(_MAX_NESTING):
+        values = [item.values() if isinstance(item, Mapping) else item for item in level]
+        below = (value for row in values for value in row if isinstance(value, Mapping | list))
+        # With aliases one list may be in many places.
+        level = list({id(value): value for value in below}.values())
+    if level:
+        raise _too_deep(name)
     return document
+
+
+def _too_deep(name: str) -> UserError:
+    return UserError(f"{name} is nested more than {_MAX_NESTING} levels deep", _EITHER)
+
+
+def _json_mistake(text: str, error: json.JSONDecodeError) -> tuple[str, str]:
+    """Return what is not JSON at the place of an error, and the fix."""
+    before, rest = text[: error.pos].rstrip(), text[error.pos :].lstrip()
+    # Python 3.13 names the place of the comma, releases before it that of the bracket.
+    has_comma = before.endswith(",") or rest.startswith(",")
+    rest = rest.removeprefix(",").lstrip()
+    if rest.startswith(("#", "//", "/*")):
+        return "a comment", "take it out"
+    if has_comma and rest.startswith(("}", "]")):
+        return "a comma before a closing bracket", "take it out"
+    if word := re.match(r"(True|False|None)\b", rest):
+        return f"{word[0]}, as Python writes it", f"write {json.dumps({'True': True, 'False': False}.get(word[0]))}"
+    if error.msg.startswith("Expecting ',' delimiter"):
+        return "no comma after the value before it", "add one"
+    return " ".join(error.msg.split())[:120], "make it JSON at that place"
 
 
 def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
@@ -194,31 +262,45 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
         twice.update(Counter(key for key, _ in pairs) - Counter({key for key, _ in pairs}))
         return dict(pairs)
 
-    fix = "make it JSON at that place"
     try:
         document = json.loads(text, object_pairs_hook=to_mapping, parse_constant=to_float, parse_float=to_float)
-    except ValueError as error:
-        problem = f"{name} is not readable as JSON ({' '.join(str(error).split())[:120]})"
+    except RecursionError:
+        raise _too_deep(name) from None
+    except json.JSONDecodeError as error:
+        mistake, fix = _json_mistake(text, error)
+        problem = f"{name} is not readable as JSON: line {error.lineno} has {mistake}"
         try:
             import hjson
 
             document = hjson.loads(text, object_pairs_hook=to_mapping)
-            message = "is Hjson and not JSON: DeepSpeed reads it, Accelerate and the Trainer end with an error"
-            findings.append(Finding("conflict", name, message))
+            message = (
+                f"is Hjson and not JSON, with {mistake} in line {error.lineno}: DeepSpeed reads it, Accelerate and"
+            )
+            message += " the Trainer end with an error"
+            findings.append(Finding("conflict", name, message, fix, line=error.lineno))
             for key in (key for key in _BATCH if isinstance(document, dict) and document.get(key) == "auto"):
-                message = "only Accelerate and the Trainer fill in auto, and they do not read a file with comments"
-                findings.append(_refused(key, message, "take them out, or set a number"))
+                message = "only Accelerate and the Trainer fill in auto, and they do not read Hjson"
+                findings.append(_refused(key, message, "make the file JSON, or set a number"))
         except ModuleNotFoundError:
             raise UserError(problem, f"{fix}; or run: pip install hjson, with which DeepSpeed reads comments") from None
         # An OverflowError is that of an infinite number.
         except (ValueError, OverflowError):
             raise UserError(problem, fix) from None
+        except RecursionError:
+            raise _too_deep(name) from None
     if not_finite and '"auto"' not in text:
         problem = f"has {not_finite[0]}, which DeepSpeed's reader (Hjson) does not accept"
-        findings.append(_refused(name, problem, "write it in digits"))
+        findings.append(_refused(name, problem, "write it in digits", "not-finite"))
     fix = "keep one, DeepSpeed refuses such a file"
-    findings += [_refused(key, "is set twice", fix, "set-twice") for key in sorted(twice)]
+    for key in sorted(twice):
+        # A file with "auto" is one of the Trainer's or Accelerate's, whose reader is Python's.
+        by_python = '"auto"' in text
+        findings.append(_set_twice(key) if by_python else _refused(key, "is set twice", fix, "set-twice"))
     return document
+
+
+def _set_twice(key: str) -> Finding:
+    return Finding("ignored", key, "is set twice: Accelerate uses the last one", "keep one", "set-twice")
 
 
 def flatten(section: Mapping[str, Any], place: str = "") -> dict[str, Any]:
@@ -235,7 +317,7 @@ def _explicit_keys(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(key for key in flatten(settings) if key.rpartition(".")[0] in ("", *SECTIONS))
 
 
-def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) -> UserFile:
+def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tree: Path | None) -> UserFile:
     if document.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise UserError(f"{name} is for SageMaker, which is not modelled", "give the DeepSpeed JSON of its program")
     findings += _unknown_keys("", document, known_settings()["accelerate"], "Accelerate")
@@ -247,6 +329,7 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
         raise UserError(problem, f"modelled are {', '.join(types)}")
     if kind is None:
         findings.append(_refused("distributed_type", "is missing", f"supported are {', '.join(types)}"))
+    _read_processes(document, findings)
     findings += _wrong_values("", document, section_entries("accelerate"))
     precision, processes = document.get("mixed_precision"), document.get("num_processes")
     kind, gpus, machines = (document.get(key) for key in ("distributed_type", "gpu_ids", "num_machines"))
@@ -267,12 +350,31 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
     if document.get("parallelism_config"):
         mesh, mesh_ranks = _mesh(_section(document, "parallelism_config", findings), kind, findings)
     if kind == "DEEPSPEED":
-        file = _accelerate_deepspeed(name, document, precision, processes, findings)
+        file = _accelerate_deepspeed(name, document, precision, processes, findings, tree)
     else:
         fsdp = _fsdp(document, findings) if kind == "FSDP" else None
         file = UserFile(name, "accelerate", kind, None, (), precision, fsdp, processes, mesh, findings)
     file.mesh_ranks = mesh_ranks
     return file
+
+
+def _read_processes(document: dict[str, Any], findings: list[Finding]) -> None:
+    """Replace a text of num_processes by what torchrun makes of it (determine_local_world_size of torch): a number, or
+    that of the machine. Where the launcher itself compares or divides it, the text stays, and is refused."""
+    text, kind = document.get("num_processes"), document.get("distributed_type")
+    if not isinstance(text, str) or kind in ("NO", "MULTI_CPU"):
+        return
+    if document.get("use_cpu") or document.get("num_machines") not in (None, 1):
+        return
+    if text in ("auto", "cpu", "gpu", "xpu"):
+        del document["num_processes"]
+        what = "CPU core" if text == "cpu" else "GPU"
+        findings.append(
+            Finding("noted", "num_processes", f"{text}: torchrun starts a process for each {what} it finds")
+        )
+        return
+    with contextlib.suppress(ValueError):
+        document["num_processes"] = int(text)
 
 
 def _mesh(section: Mapping[str, Any], kind: str, findings: list[Finding]) -> tuple[tuple[int, int] | None, int]:
@@ -325,8 +427,9 @@ def _fsdp(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any
 
 
 def _accelerate_deepspeed(
-    name: str, document: dict[str, Any], precision: Any, processes: int | None, findings: list[Finding]
-) -> UserFile:
+    name: str, document: dict[str, Any], precision: Any, processes: int | None, findings: list[Finding],
+    tree: Path | None,
+) -> UserFile:  # fmt: skip
     plugin, reference = _section(document, "deepspeed_config", findings), known_settings()
     mapped = reference["accelerate_deepspeed"]
     findings += _wrong_values("", plugin, {"gradient_clipping": {"type": "float/auto?"}})
@@ -344,15 +447,23 @@ def _accelerate_deepspeed(
     inner = plugin.get("deepspeed_config_file")
     has_json = inner not in (None, "none")
     if has_json:
+        if isinstance(inner, str) and tree is not None and not is_inside(inner, tree):
+            raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, which {_IS_OUTSIDE}", _INSIDE)
         if not isinstance(inner, str) or not resolve_path(inner).exists():
             fix, folders = "name a file that exists", resolve_path(name).resolve().parents
             if isinstance(inner, str) and not Path(inner).is_absolute():
-                start = next((f": {folder}" for folder in folders if (folder / inner).is_file()), "")
+                searched = (folder for folder in folders if tree is None or is_inside(str(folder / inner), tree))
+                start = next((f": {folder}" for folder in searched if (folder / inner).is_file()), "")
                 fix = f"run this in the folder at which that path starts{start}"
             raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, and there is no file of that name", fix)
         only_deepspeeds = list[Finding]()
-        settings = _read(inner, only_deepspeeds)
-        findings += [dataclasses.replace(finding, kind="refused") for finding in only_deepspeeds]
+        settings = _read(inner, only_deepspeeds, tree)
+        for finding in only_deepspeeds:
+            # Accelerate's reader takes no comments, and any number. It passes DeepSpeed a mapping.
+            if finding.rule == "set-twice":
+                findings.append(_set_twice(finding.key))
+            elif finding.rule != "not-finite":
+                findings.append(dataclasses.replace(finding, kind="refused"))
         message, outer_keys = f"Accelerate ends with an error if {inner} is given, too: set it there", set(plugin)
         outer_keys |= {"mixed_precision"} if precision else set()
         findings += [Finding("refused", key, message) for key in reference["set_in_json"] if key in outer_keys]
@@ -366,6 +477,10 @@ def _accelerate_deepspeed(
     else:
         # Settings that Accelerate creates if the file names no JSON.
         offloads = {what: {"device": str(plugin_values.get(f"{what}_device") or "none").lower()} for what in OFFLOADS}
+        for section in offloads.values():
+            if section["device"] == "nvme":
+                # The launcher passes no path, and the plugin sets this one (DeepSpeedPlugin.__post_init__).
+                section["nvme_path"] = "none"
         saves = bool(plugin_values.get("zero3_save_16bit_model", False))
         steps = str(plugin_values.get("gradient_accumulation_steps", "auto"))
         settings = {
@@ -393,6 +508,9 @@ def _unknown_keys(place: str, section: dict[str, Any], supported: Iterable[str],
         if value == "auto" and owner == "DeepSpeed":
             message = "DeepSpeed does not support it, and drops it silently since it is auto"
             yield Finding("ignored", f"{place}{key}", message, did_you_mean(str(key), supported).strip(), "unknown-key")
+        elif owner == "Accelerate" and key in known_settings()["instead"]:
+            problem = "is not a setting that Accelerate supports, which ends with an error"
+            yield _refused(key, problem, known_settings()["instead"][key], "unknown-key")
         elif message := gone.get(f"{place}{key}"):
             yield removed(f"{place}{key}", message)
         else:
@@ -436,7 +554,8 @@ def _hint(kind: str) -> Any:
 
     def before(value: Any) -> Any:
         if isinstance(value, tuple(lacks)):
-            raise ValueError(f"Input should be no {type(value).__name__}")
+            what = "text" if isinstance(value, str) else "true or false"
+            raise ValueError(f"Input should be no {what}")
         if marked.startswith("int!") and isinstance(value, str):
             return int(value)
         if name[0].isdecimal():
@@ -498,6 +617,10 @@ def check_deepspeed(file: UserFile) -> None:
             findings += _not_modelled(place, section, zero)
     if "stage" not in zero and stage != 0:
         zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
+        assumed = f"; the figures are those of stage {zero['stage']}"
+        for index, finding in enumerate(findings):
+            if finding.kind == "refused" and finding.key in ("zero_stage", f"{ZERO}.stage"):
+                findings[index] = dataclasses.replace(finding, fix=finding.fix + assumed)
     findings += _not_modelled("top", settings, zero)
 
 

@@ -111,6 +111,7 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
     active = _read_largest(text, "num_experts_per_tok")
     return {
         "units": units, "owners": owners, "active": active,
+        "class": type(model).__name__, "is_stand_in": document["model_type"] not in transformers.CONFIG_MAPPING,
         "fused": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
         "params": [(number, name, parameter.numel(), parameter.shape[0] if parameter.dim() else 1, place,
                     parameter.requires_grad, not members[number] & {"", "tail"})
@@ -439,6 +440,10 @@ class Meter(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
+class TokenLoop(RuntimeError):
+    """A forward pass with more operations than any without a loop over its tokens."""
+
+
 class OperationLimit(TorchFunctionMode):
     """Ends a forward pass of too many operations, where an exception of Python can pass: a Meter's would end the
     process."""
@@ -449,7 +454,7 @@ class OperationLimit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.meter.operations > MAX_OPERATIONS:
-            raise RuntimeError(f"more than {MAX_OPERATIONS:,} operations, a loop over the tokens: shorten --seq_length")
+            raise TokenLoop(f"more than {MAX_OPERATIONS:,} operations, a loop over the tokens: shorten --seq_length")
         return func(*args, **(kwargs or {}))
 
 

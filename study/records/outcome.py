@@ -48,6 +48,8 @@ MORE_SHARED_MEMORY = "mount -o remount,size=1g /dev/shm (or docker run --shm-siz
 _DISK = re.compile(
     r"No space left on device|Disk quota exceeded|inline_container.*(unexpected pos|failed writing)|iostream error"
 )
+# Messages of gloo and NCCL in a rank whose peer is gone. Another error of such words is an OSError, as of a download.
+_LOST_PEER = re.compile(r"Connection (reset|closed) by peer|remote process exit(ed|ing)|Broken pipe")
 # Reasons of study/run for non-finite losses or gradients.
 _DIVERGED = re.compile(r"the (evaluation )?loss is (NaN|infinite|not a number)|gradients (are|were) not finite")
 DEVICE_RAN_OUT = "the device's memory ran out"
@@ -178,4 +180,6 @@ def outcome_from_exception(error: BaseException, alone: bool = False, free: Free
         frames = "".join(traceback.format_tb(error.__traceback__))
         if ending := outcome_from_log(f"{message}\n{error}", frames, free):
             return ending
+    if isinstance(error, RuntimeError) and not alone and _LOST_PEER.search(str(error)):
+        return Outcome("failed", f"another rank died, and this one lost its connection ({message})", RETRY_HINT)
     return Outcome("failed", message, "the traceback is in log.txt")

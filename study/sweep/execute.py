@@ -56,6 +56,9 @@ def run_cells(
     memory and time are not measured, so runs may be forks.
     """
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
+    # A sweep that cannot train leaves no folder behind.
+    if cells and not root.exists():
+        stacks.check_training_packages()
     with lock_sweep_directory(root):
         ended = kill_stale_processes(root)
         if (job := slurm.current_job()) is not None:
