@@ -2,7 +2,7 @@
 
     python tools/house.py            for the checkout in the current folder
     python tools/house.py --arrows   also every arrow, one per line
-    python tools/house.py --check    only rooms over their budget and duplicate class names; exit status 1 if any
+    python tools/house.py --check    only class names that stand in several files; exit status 1 if any
 
 A room is a folder or module directly in `study/`. An arrow is a room that imports another one.
 """
@@ -19,37 +19,13 @@ from pathlib import Path
 import grimp
 
 PACKAGE = "study"
-# Maximal lines of Python, and of the tests' data. Raise one in a separate commit that explains it; lower it when a room
-# becomes smaller.
-BUDGETS = {
-    "config": 1_559,
-    "records": 2_558,
-    "host": 1_397,
-    "workloads": 1_796,
-    "metrics": 1_602,
-    "predictor": 5_035,
-    "engine": 1_530,
-    "sweep": 2_650,
-    "run": 1_565,
-    "virtual": 894,
-    "releases": 1_461,
-    "advisor": 3_588,
-    "report": 4_248,
-    "autopsy": 1_147,
-    "claims": 2_386,
-    "baselines": 425,
-    "train": 133,
-    "cli": 170,
-    "__init__": 3,
-    "tests": 17_404,
-}
 
 
 def main() -> None:
     """Print the row, the arrows, or the problems."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--arrows", action="store_true", help="list every arrow below the row")
-    parser.add_argument("--check", action="store_true", help="check each room's budget and that class names are unique")
+    parser.add_argument("--check", action="store_true", help="check that class names are unique")
     options = parser.parse_args()
     root = Path.cwd()
     if not (root / PACKAGE).is_dir():
@@ -78,25 +54,13 @@ def main() -> None:
 
 
 def problems(root: Path) -> list[str]:
-    """Return a line for each room over its budget, and for each class name in several files."""
+    """Return a line for each class name in several files."""
     places: dict[str, list[str]] = {}
-    sizes = dict.fromkeys(BUDGETS, 0)
-    written = [path for path in (root / "tests").rglob("*") if path.suffix in (".py", ".yaml", ".json", ".js", ".sh")]
-    for file in sorted([*(root / PACKAGE).rglob("*.py"), *written]):
-        text, parts = file.read_bytes(), file.relative_to(root).parts
-        room = parts[0] if parts[0] == "tests" else parts[1].removesuffix(".py")
-        sizes[room] = sizes.get(room, 0) + len(text.splitlines())
-        if room != "tests":
-            for node in ast.parse(text).body:
-                if isinstance(node, ast.ClassDef):
-                    places.setdefault(node.name, []).append("/".join(parts))
-    over_budget = [
-        f"{room}: {lines:,} lines, {BUDGETS.get(room, 0):,} in the budget of tools/house.py"
-        for room, lines in sizes.items() if lines > BUDGETS.get(room, 0)
-    ]  # fmt: skip
-    return over_budget + [
-        f"class {name} is in {' and '.join(files)}" for name, files in places.items() if len(files) > 1
-    ]
+    for file in sorted((root / PACKAGE).rglob("*.py")):
+        for node in ast.parse(file.read_bytes()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(file.relative_to(root).as_posix())
+    return [f"class {name} is in {' and '.join(files)}" for name, files in places.items() if len(files) > 1]
 
 
 def _commit() -> str:
