@@ -48,7 +48,7 @@ def test_the_settings_of_an_own_fsdp2_file_take_effect_and_are_in_the_record(get
 
 
 @pytest.fixture
-def sharded_model() -> Iterator[torch.nn.Module]:
+def sharded_model() -> Iterator[Any]:
     """Yield a model with two groups of FSDP2. The inner one is resharded after its forward pass."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -63,7 +63,7 @@ def sharded_model() -> Iterator[torch.nn.Module]:
     torch.distributed.destroy_process_group()
 
 
-def test_fsdp2_is_read_from_the_states_of_torch_2_11_too(sharded_model: torch.nn.Module) -> None:
+def test_fsdp2_is_read_from_the_states_of_torch_2_11_too(sharded_model: Any) -> None:
     """Its states have one group in the attribute that later releases made a property of the list of groups."""
     expected = _read_fsdp(sharded_model)
     assert (expected["fsdp_groups"], expected["fsdp_resharded_groups"]) == (2, 1)

@@ -55,8 +55,11 @@ small=${rehearse:+-rehearsal}
 work=${TMPDIR:-/tmp}/zero-study-quarter$small
 notes=$repo/runs/quarter$small
 site=$work/site
-# A cell that hangs costs no more than this.
-CELL_LIMIT_S=120
+# Most seconds of a step, so that one that hangs does not cost the rest; a rehearsal may be on a slow machine.
+smoke_s=150 gradients_s=125 doctor_s=60 cell_s=120
+if [ -n "$rehearse" ]; then
+  smoke_s=900 gradients_s=900 doctor_s=900 cell_s=900
+fi
 # For the last archive.
 RESERVE_S=14
 mkdir -p "$out" "$work" "$notes" || exit 1
@@ -197,13 +200,15 @@ prepare() {
   background+=($!)
 }
 prepared_pids=()
-if [ ! -f "$work/prepared" ]; then
+if [ ! -f "$work/prepared" ] && { is_wanted measure || [ ! -f "$notes/gradients.done" ]; }; then
   # The operator of NVMe takes a minute, and only the doctor's rate needs it here.
   strategies=(zero2_cpu)
   if is_wanted doctor && [ ! -f "$notes/doctor.done" ]; then strategies+=(zero3_nvme); fi
   prepare operators $((limit_s * 2 / 3)) "$python" -m study.host.operators "${strategies[@]}"
   if is_wanted measure; then
-    prepare weights $((limit_s / 2)) "$python" -m study.cli weights "$suite" $rehearse
+    # Those of the cells that this call can still measure after its first steps.
+    measured_s=$((limit_s > 240 ? limit_s - 150 : 90))
+    prepare weights $((limit_s / 2)) "$python" -m study.cli weights "$suite" $rehearse --time_budget ${measured_s}s
   fi
   if [ -n "${ZERO_STUDY_HOST_MEMORY_GIB:-}" ]; then
     # The machine shows less memory than it has, so its memory grows, slowly, as it is touched.
@@ -214,7 +219,7 @@ fi
 # --- smoke
 
 if is_wanted smoke && [ ! -f "$work/smoked" ]; then
-  if step smoke 150 "$python" -W ignore "$tools/smoke.py" ${rehearse:+--no_gpu}; then
+  if step smoke $smoke_s "$python" -W ignore "$tools/smoke.py" ${rehearse:+--no_gpu}; then
     touch "$work/smoked"
   else
     say "stopped: nothing would run, for the reason above"
@@ -225,13 +230,12 @@ fi
 # --- gradients
 
 declare -A lanes
-lanes_s=125
 # lane NAME COMMAND...: start a command beside others, unless an earlier call has finished it.
 lane() {
   local name=$1
   shift
   [ ! -f "$notes/$name.done" ] || return 0
-  timeout -s TERM -k 10 "$lanes_s" "$@" > "$notes/$name.txt" 2>&1 &
+  timeout -s TERM -k 10 "$gradients_s" "$@" > "$notes/$name.txt" 2>&1 &
   lanes[$name]=$!
   background+=($!)
 }
@@ -250,13 +254,13 @@ fits() {
   [ -z "$rehearse" ] || cap=()
   mkdir -p "$folder/fits_bert$small" "runs/fits_bert$small"
   cp -rn "runs/fits_bert$small"/*-"$strategy"-1x-* "$folder/fits_bert$small/" 2>/dev/null
-  lane "fits_$strategy" "$python" -m study.cli run fits_bert --runs_dir "$folder" --time_limit ${CELL_LIMIT_S}s $rehearse \
+  lane "fits_$strategy" "$python" -m study.cli run fits_bert --runs_dir "$folder" --time_limit ${cell_s}s $rehearse \
     ${cap[@]+"${cap[@]}"} --only "strategy=$strategy"
 }
 check_gradients() {
   local began=$SECONDS name status
-  lanes_s=$(at_most $lanes_s)
-  say "gradients: at most $lanes_s s"
+  gradients_s=$(at_most $gradients_s)
+  say "gradients: at most $gradients_s s"
   if [ -n "$rehearse" ]; then
     verify rehearsal zero3 bf16 --world_size 1
     lane fp16 "$python" -m study.cli run gpu_fp16 --rehearse --only strategy=zero2
@@ -275,16 +279,21 @@ check_gradients() {
     fits single
     fits zero3_cpu_optimizer
   fi
+  touch "$notes/gradients.done"
   for name in "${!lanes[@]}"; do
     wait "${lanes[$name]}"
     status=$?
     say "$name: status $status"
     echo "$name status $status" >> "$notes/steps.txt"
-    # A lane that was cut resumes in the next call.
-    [[ $status =~ ^(124|137|143)$ ]] || touch "$notes/$name.done"
+    if [[ $status =~ ^(124|137|143)$ ]]; then
+      # It was cut, and the next call resumes it.
+      rm -f "$notes/gradients.done"
+    else
+      touch "$notes/$name.done"
+    fi
     [ "$status" = 0 ] || tail -n 12 "$notes/$name.txt" | cut -c1-400
   done
-  cp -r "$work"/fits/*/fits_bert* runs/ 2>/dev/null
+  cp -r "$work"/fits/*/"fits_bert$small"/*/ "runs/fits_bert$small/" 2>/dev/null
   print_answers
   echo "gradients $((SECONDS - began)) s" >> "$notes/steps.txt"
   pack
@@ -309,14 +318,15 @@ if [ ! -f "$work/prepared" ]; then
     wait "$pid" 2>/dev/null
   done
   tail -qn 2 "$notes/operators.txt" "$notes/weights.txt" "$notes/memory.txt" 2>/dev/null
-  touch "$work/prepared"
+  # Without `measure` the weights are still to be drawn.
+  if is_wanted measure; then touch "$work/prepared"; fi
   say "operators and weights are ready, or left to the first cell that needs them"
 fi
 
 # --- doctor
 
 if is_wanted doctor && [ ! -f "$notes/doctor.done" ]; then
-  step doctor 60 bash -c 'set -o pipefail; "$1" -m study.cli doctor --details 2>&1 | tee "$2"' doctor "$python" "$notes/doctor.txt"
+  step doctor $doctor_s bash -c 'set -o pipefail; "$1" -m study.cli doctor --details 2>&1 | tee "$2"' doctor "$python" "$notes/doctor.txt"
   [ $? = 124 ] || touch "$notes/doctor.done"
   pack
 fi
@@ -328,7 +338,7 @@ sweep() {
   local name=$1
   shift
   step "$name" "$(left)" "$python" -m study.cli run "$@" $rehearse \
-    --time_budget "$(($(left) - 5))s" --time_limit ${CELL_LIMIT_S}s
+    --time_budget "$(($(left) - 5))s" --time_limit ${cell_s}s
 }
 if is_wanted measure; then
   sweep measure "$suite"
