@@ -119,11 +119,21 @@ def ask(address: str, file: str, *script: str) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         connection.sendall(json.dumps(request).encode() + b"\n")
+        if file == _OF_CALLER:
+            _wait_for_end(connection)
         status = json.loads(connection.recv(64) or b"1")
     if status < 0:
         # The sweep searches for this line of torch's launcher.
         print(f"  exitcode  : {status}", flush=True)
     return status if status >= 0 else 1
+
+
+def _wait_for_end(connection: socket.socket) -> None:
+    """Return when the script has ended; exit, which ends the script, if this process's parent has died."""
+    parent = os.getppid()
+    while not select.select([connection], [], [], 1.0)[0]:
+        if os.getppid() != parent:
+            sys.exit(1)
 
 
 def _request_of_caller(script: tuple[str, ...]) -> dict[str, Any]:
