@@ -4,12 +4,16 @@ import dataclasses
 import functools
 import json
 import re
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import psutil
 import pytest
 
 from report_folders import committed, contents, drawn, few, laptop
@@ -148,6 +152,31 @@ def test_a_notebook_that_is_ended_names_its_cell(tmp_path):
     ):
         with pytest.raises(NotebookFailed, match=words):
             execute(notebook(tmp_path / "a.ipynb", *sources), tmp_path / "out.ipynb", {}, tmp_path, limit_s)
+
+
+def test_a_kernel_ends_with_the_build_that_was_killed(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    cell = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+    file = notebook(tmp_path / "a.ipynb", cell)
+    program = (
+        "import sys; from pathlib import Path; from study.report.site.build import execute;"
+        "folder = Path(sys.argv[1]); execute(folder / 'a.ipynb', folder / 'out.ipynb', {}, folder, 300)"
+    )
+    building = subprocess.Popen([sys.executable, "-c", program, str(file.parent)], cwd=REPOSITORY)
+    try:
+        wait_until(lambda: note.exists() and note.read_text() != "")
+        kernel = int(note.read_text())
+    finally:
+        building.kill()
+        building.wait()
+    wait_until(lambda: not psutil.pid_exists(kernel))
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_failing_notebook_names_its_cell_and_leaves_the_others_built(built):
