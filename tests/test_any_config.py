@@ -264,10 +264,10 @@ def test_a_class_that_stands_for_another_and_an_encoder_that_is_a_classifier_are
     ):  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps(document))
         request = make_request(model_shape(str(tmp_path)), "zero2")  # type: ignore[arg-type]
-        found = {item.rule: item.says for item in request_findings(request) if item.rule in ("stand-in", "classifier")}
+        notes = {item.rule: item.says for item in request_findings(request) if item.rule in ("stand-in", "classifier")}
         rule, _, words = says.partition(" ")
-        assert list(found) == [rule] * bool(says)
-        assert words in found.get(rule, "")
+        assert list(notes) == [rule] * bool(says)
+        assert words in notes.get(rule, "")
 
 
 def test_a_class_that_cannot_be_created_is_named_with_what_is_missing(capsys, tmp_path) -> None:

@@ -172,7 +172,8 @@ def test_a_value_of_an_argument_is_in_conflict_if_no_step_succeeds_with_it(argum
 
     is_scheduler = argument.endswith(("lr", "steps")) and argument != "lr"
     for value in VALUED[argument]:
-        arguments, schedule = {}, {"total_num_steps": 1000}
+        arguments: dict[str, Any] = {}
+        schedule: dict[str, Any] = {"total_num_steps": 1000}
         (schedule if is_scheduler else arguments)[argument] = value
         error: Exception | None = None
         weight = torch.nn.Parameter(torch.ones(1))
@@ -187,8 +188,8 @@ def test_a_value_of_an_argument_is_in_conflict_if_no_step_succeeds_with_it(argum
             error = raised
         document = {**PLAIN, "optimizer": {"type": "AdamW", "params": arguments}}
         case = make_case(tmp_path, {**document, "scheduler": {"type": "WarmupDecayLR", "params": schedule}})
-        found = [item.key.rpartition(".")[2] for item in findings(case) if item.rule == "wrong-argument"]
-        assert found == [argument] * (error is not None), (value, error)
+        wrong = [item.key.rpartition(".")[2] for item in findings(case) if item.rule == "wrong-argument"]
+        assert wrong == [argument] * (error is not None), (value, error)
 
 
 @pytest.mark.parametrize("key", KNOWN["set_in_json"])
@@ -540,7 +541,7 @@ def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) 
 @pytest.mark.parametrize(
     "name", ["zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme", "zero3_cpu_nvme"]
 )
-def test_costs_of_state_and_offloads_add_up_to_the_state_of_a_rank(name: str, tmp_path: Path) -> None:
+def test_settings_by_key_state_and_offloads_add_up_to_the_state_of_a_rank(name: str, tmp_path: Path) -> None:
     case = make_case(tmp_path, json.loads((ROOT / f"accelerate_configs/deepspeed/{name}.json").read_text()))
     keys = {f"{ZERO}.stage", *(f"{ZERO}.{what}.{key}" for what in OFFLOADS for key in ("device", "ratio"))}
     state_costs = [cost for cost in costs(case) if cost.key in keys]
@@ -586,11 +587,11 @@ def test_a_setting_under_its_deprecated_name_is_no_default(capsys, tmp_path: Pat
     for settings, is_default in (({"cpu_offload": True}, False), ({"offload_optimizer": CPU}, False), ({}, True)):
         file.write_text(json.dumps({**PLAIN, ZERO: {"stage": 2, **settings}}))
         main(["explain", str(file), "gpt2", "--world_size", "2", "--json"])
-        costs_of = {cost["key"]: cost for cost in json.loads(capsys.readouterr().out)["settings"]}
-        offload = costs_of.get(f"{ZERO}.offload_optimizer.device")
+        settings_by_key = {cost["key"]: cost for cost in json.loads(capsys.readouterr().out)["settings"]}
+        offload = settings_by_key.get(f"{ZERO}.offload_optimizer.device")
         assert (offload is None) == is_default
         assert offload is None or offload["is_said"]
-        assert not costs_of[f"{ZERO}.reduce_bucket_size"]["is_said"]
+        assert not settings_by_key[f"{ZERO}.reduce_bucket_size"]["is_said"]
 
 
 def test_the_answer_on_more_ranks_says_whether_memory_falls(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def check_one(name: str, *flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Check one file as a workflow does; return the status and what is printed."""
+    """Check one file as a workflow does; return the status and the printed lines."""
     status = main(["explain", "--strict", "--output_format", "github", *flags, name])
     return status, capsys.readouterr().out
 
@@ -106,16 +106,14 @@ def test_a_strict_check_reads_nothing_outside_of_the_repository(place, checkout,
         file.write_text(json.dumps(secret))
     (checkout / "linked.json").symlink_to(outside)
     (checkout / "linked").symlink_to(outside.parent)
-    named = str(outside) if place == "absolute" else place
-    section = {"deepspeed_config_file": named}
+    path = str(outside) if place == "absolute" else place
+    section = {"deepspeed_config_file": path}
     document = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": section}
     (checkout / "outer.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
     monkeypatch.chdir(checkout)
     status, printed = check_one("outer.yaml", capsys=capsys)
     assert (status, printed.count("::error")) == (1, 1)
-    assert (
-        f"line=4,title=refused::sets deepspeed_config_file: '{named}', which is outside of the checked rep" in printed
-    )
+    assert f"line=4,title=refused::sets deepspeed_config_file: '{path}', which is outside of the checked rep" in printed
     # Not even whether it exists.
     (checkout / "outer.yaml").write_text(yaml.safe_dump(document, sort_keys=False).replace("secret", "no"))
     assert check_one("outer.yaml", capsys=capsys)[1] == printed.replace("secret", "no")
@@ -124,13 +122,13 @@ def test_a_strict_check_reads_nothing_outside_of_the_repository(place, checkout,
         status, printed = check_one(place, "--skip_others", capsys=capsys)
         assert (status, "::is outside of the checked rep" in printed) == (1, True)
         assert "SECRET" not in printed
-        # Without --strict the user reads files of his own.
+        # Without --strict a user may read any file.
         assert main(["explain", place, "gpt2", "--world_size", "1"]) == 1
         assert "SECRET3" in capsys.readouterr().out
 
 
 def test_texts_of_a_file_that_are_no_words_of_a_setting_are_not_repeated(tmp_path, capsys):
-    """A workflow may have written credentials beside the files that a pull request names."""
+    """A workflow may have written credentials next to the files that a pull request names."""
     section = {"stage": "9", "offload_optimizer": {"device": "SECRET_A"}, "overlap_comm": "SECRET_B"}
     lines = {"train_batch_size": "SECRET_C", "zero_optimization": section, "optimizer": {"type": "SECRET_D"}}
     file = tmp_path / "ds.json"
@@ -195,7 +193,7 @@ def run_the_action(checkout: Path, folder: Path, **environment: str) -> subproce
     values = {**inputs, "steps.python.outputs.python-path": sys.executable}
     (step,) = [step for step in action["runs"]["steps"] if "run" in step]
     assert step["shell"] == "bash"
-    given = {
+    step_inputs = {
         name: re.sub(r"\$\{\{ (.+?) \}\}", lambda item: values[item[1]], text) for name, text in step["env"].items()
     }
     variables = {
@@ -204,7 +202,7 @@ def run_the_action(checkout: Path, folder: Path, **environment: str) -> subproce
     }  # fmt: skip
     return subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]], cwd=checkout, text=True,
-        env={**os.environ, **variables, **given, **environment}, capture_output=True, timeout=200, check=False,
+        env={**os.environ, **variables, **step_inputs, **environment}, capture_output=True, timeout=200, check=False,
     )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_a_lost_connection_to_a_rank_is_that_rank_s_death_and_not_this_one_s_err
     ending = outcome_from_exception(RuntimeError(message))
     assert ending.reason.startswith("another rank died, and this one lost its connection (RuntimeError: ")
     assert (ending.state, ending.hint) == ("failed", "run it again")
-    # A single process has no other rank, and a download is no rank.
+    # A single process has no other rank, and a download has none.
     for error, alone in ((RuntimeError(message), True), (ConnectionResetError(104, "Connection reset by peer"), False)):
         assert "another rank" not in outcome_from_exception(error, alone).reason
 

@@ -137,8 +137,8 @@ def test_the_doctor_counts_missing_packages_and_names_few(study: Command) -> Non
     checks = {check["name"]: check["found"] for check in json.loads(study("doctor", "--json").stdout)["checks"]}
     right, pinned = map(int, re.findall(r"(\d+) of (\d+) packages of constraints.txt", checks["versions"])[0])
     absent, more = re.findall(r"not installed: (.*) and (\d+) more", checks["versions"])[0]
-    others = re.findall(r"in another one: ([^;]*)", checks["versions"])
-    mismatched = len(others[0].split(", ")) if others else 0
+    lists = re.findall(r"in another one: ([^;]*)", checks["versions"])
+    mismatched = len(lists[0].split(", ")) if lists else 0
     assert len(absent.split(", ")) == 8
     assert right + mismatched + 8 + int(more) == pinned
 

@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--generated_tokens", type=_COUNT, metavar="T", help=generated)
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
     add("--strict", action="store_true", help="check files, and fail on errors and warnings")
-    skip_help = "of --strict: leave out files that are no configuration"
+    skip_help = "of --strict: leave out the files of other programs"
     add("--skip_others", action="store_true", help=skip_help)
     add("--output_format", choices=("text", "github"), help="of --strict: github annotates the lines in GitHub Actions")
 
@@ -145,7 +145,7 @@ def _program_settings(options: argparse.Namespace, shape: ModelShape | None) -> 
 def _check(options: argparse.Namespace) -> int:
     names, model, results = [options.config, *options.model], None, list[Finding]()
     last = resolve_path(names[-1])
-    # A link to nowhere or to a folder may have the name of a file: among others it is no model.
+    # Of the files of a repository the last one may be a link to nowhere, or to a folder.
     is_model = not os.path.lexists(last) if options.skip_others else not last.is_file()
     if len(names) > 1 and is_model:
         model = model_shape(names.pop(), ask_hub=options.hub)
@@ -590,8 +590,10 @@ def _compare_ranks(case: ConfigCase) -> Explanation:
     if case.request.strategy.mesh is not None:
         because.append(f"each replica has {case.request.ranks_per_replica} ranks: more ranks are more replicas")
     peaks = {count: device_bytes(memory) for count, memory in memories.items()}
-    left = peaks[2 * case.ranks] / peaks[case.ranks]
-    falls = "yes" if left < _FALLS else "hardly" if left < 1 else "no"
+    fraction = peaks[2 * case.ranks] / peaks[case.ranks]
+    falls = "hardly" if fraction < 1 else "no"
+    if fraction < _FALLS:
+        falls = "yes"
     short = ", ".join(f"{count} rank{'s'[: count > 1]} {gib(peak)}" for count, peak in peaks.items())
     short = f"{falls}: {short}"
     figures = {f"ranks_{count}": peak for count, peak in peaks.items()}

@@ -111,7 +111,7 @@ def _box(file: UserFile, ranks: int, hardware: Hardware | None) -> Hardware:
 
 
 def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -> Strategy:
-    # Stages that do not offload have nothing of it in time or memory, whatever the file says.
+    # A stage that ignores an offload has none in its time and memory.
     unused = {what: None for what, least in (("offload_optimizer", 1), ("offload_param", 3)) if zero["stage"] < least}
     settings = {**top, ZERO: {**zero, **unused}}
     return Strategy(file.name, "DEEPSPEED", settings, custom_settings=settings)

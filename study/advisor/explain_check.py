@@ -28,7 +28,7 @@ _MODELS, _RANKS = ("gpt-tiny", "gpt-1t"), (1, 8)
 # Keys that other files do not have.
 _DEEPSPEED_KEYS = (user_settings.ZERO, MICRO_BATCH, "zero_allow_untested_optimizer")
 _ACCELERATE_KEYS = ("compute_environment", "distributed_type")
-# Beside them any distributed_type is Accelerate's, also a misspelt one.
+# In a file with one of them any distributed_type is Accelerate's, even if it is misspelt.
 _BESIDE_TYPE = {"deepspeed_config", "fsdp_config", "machine_rank", "main_training_function", "num_machines"}
 _ACCELERATE = re.compile(r"^(compute_environment\s*:|distributed_type\s*:\s*[\"']?[A-Z])", re.MULTILINE)
 # Their settings are not modelled.
@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*")
 
 
 def checked_tree(name: str) -> Path:
-    """Return the folder of which the check of a file reads others: its repository; without one the working directory,
+    """Return the folder that limits the files a check reads: the file's repository; without one the working directory,
     or the file's own folder if that is elsewhere."""
     # Links are not followed: one that leads out of a repository belongs to it.
     folder = resolve_path(name).absolute().parent
@@ -103,7 +103,7 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
     """Yield the problems of a file; without a model or a number of ranks, those that it has with any.
 
     The file may be a stranger's, who sees the findings: no file outside of its tree is read, and its values are
-    repeated only where they are numbers or words of a setting.
+    repeated only if they are numbers or words of a setting.
     """
     early, text, tree = list[Finding](), "", checked_tree(name)
     if user_settings.is_inside(name, tree):
@@ -140,12 +140,12 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
 def _without_texts(finding: Finding) -> Finding:
     """Return a finding whose message repeats no text of a file but numbers and words of a setting."""
 
-    def shown(quoted: re.Match[str]) -> str:
+    def hide_text(quoted: re.Match[str]) -> str:
         text = str(quoted[1] or quoted[2] or "")
         is_word = set(re.findall(r"\w+", text.lower())) <= user_settings.known_words()
         return quoted[0] if is_word or _NUMBER.fullmatch(text) else "a text"
 
-    return replace(finding, message=_QUOTED.sub(shown, finding.message))
+    return replace(finding, message=_QUOTED.sub(hide_text, finding.message))
 
 
 def in_file(finding: Finding, file: user_settings.UserFile, text: str) -> Finding:

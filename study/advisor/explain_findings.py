@@ -120,7 +120,7 @@ def _argument_values(case: ConfigCase, place: str, params: Mapping[str, Any]) ->
         key = f"{place}.{argument}"
         if value == "auto":
             if case.file.launcher == "accelerate":
-                # What Accelerate does not fill in has been refused.
+                # Reading the file refused those that Accelerate does not fill in.
                 continue
             if key in reference["filled_by_trainer"]:
                 message = "auto: the Trainer fills it in; deepspeed.initialize alone ends with an error"
@@ -202,16 +202,16 @@ def request_facts(request: Request) -> dict[str, Any]:
     """Return what rules may ask of a request, by name."""
     shape, strategy = request.shape, request.strategy
     survey = shape.survey if isinstance(shape, LiveShape) else {}
-    named, built = "none", survey.get("class", "none")
+    architecture, built = "none", survey.get("class", "none")
     if shape.family == "sequence-classification" and shape.document:
-        (named,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
+        (architecture,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
     return {
         "gathered": f"{format_number(request.stored.parameters * request.gathered_bytes / GIB)} GiB",
         "ranks": request.box.ranks, "precision": request.precision, "stage": strategy.zero_stage or 0,
         "engine": "fsdp" if strategy.is_fsdp else "none" if strategy.deepspeed is None else "deepspeed",
         "model": shape.model_type, "built": built, "vocabulary": f"{shape.vocabulary:,}",
         "stand_in": survey.get("is_stand_in", False),
-        "other_head": named if named.endswith("ForMaskedLM") else "none",
+        "other_head": architecture if str(architecture).endswith("ForMaskedLM") else "none",
         "experts": survey.get("active") or 0,
         "towers": any(f'"{kind}_config"' in shape.document for kind in ("vision", "audio")),
         "weights": shape.quantized_by or "none",

@@ -121,7 +121,7 @@ def known_settings() -> dict[str, Any]:
 
 @functools.cache
 def known_words() -> frozenset[str]:
-    """Return the words of known_settings.yaml in lower case: names and values of settings, and what is said of them."""
+    """Return the words of known_settings.yaml in lower case: names, values and descriptions of settings."""
     return frozenset(re.findall(r"\w+", json.dumps(known_settings()).lower()))
 
 
@@ -233,7 +233,7 @@ def _too_deep(name: str) -> UserError:
 
 
 def _json_mistake(text: str, error: json.JSONDecodeError) -> tuple[str, str]:
-    """Return what is not JSON at the place of an error, and the fix."""
+    """Return the mistake at the place of an error, and its fix."""
     before, rest = text[: error.pos].rstrip(), text[error.pos :].lstrip()
     # Python 3.13 names the place of the comma, releases before it that of the bracket.
     has_comma = before.endswith(",") or rest.startswith(",")
@@ -359,8 +359,8 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tr
 
 
 def _read_processes(document: dict[str, Any], findings: list[Finding]) -> None:
-    """Replace a text of num_processes by what torchrun makes of it (determine_local_world_size of torch): a number, or
-    that of the machine. Where the launcher itself compares or divides it, the text stays, and is refused."""
+    """Replace a text of num_processes by torchrun's number for it, or leave that to the machine
+    (determine_local_world_size of torch). If the launcher itself compares or divides the text, it stays as it is."""
     text, kind = document.get("num_processes"), document.get("distributed_type")
     if not isinstance(text, str) or kind in ("NO", "MULTI_CPU"):
         return
