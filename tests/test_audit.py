@@ -23,9 +23,9 @@ GPT = ("--task", "gpt-wikitext")
 
 
 def test_the_settings_of_an_own_fsdp2_file_take_effect_and_are_in_the_record(get_run, tmp_path):
-    own: dict[str, Any] = {"fsdp_reshard_after_forward": False, "fsdp_activation_checkpointing": True}
-    own["fsdp_transformer_layer_cls_to_wrap"] = "GPT2MLP, GPT2Attention"
-    strategy = write_strategy(tmp_path, "own", "fsdp2", "fsdp_config", **own)
+    settings: dict[str, Any] = {"fsdp_reshard_after_forward": False, "fsdp_activation_checkpointing": True}
+    settings["fsdp_transformer_layer_cls_to_wrap"] = "GPT2MLP, GPT2Attention"
+    strategy = write_strategy(tmp_path, "own", "fsdp2", "fsdp_config", **settings)
     runs = get_run("fsdp2", *GPT), trained(strategy, tmp_path / "run", *GPT)
     assert re.fullmatch(r"fsdp2-custom-[0-9a-f]{8}", runs[1].engine["strategy"])
     assert runs[1].engine["own_settings"]["fsdp_transformer_layer_cls_to_wrap"] == ["GPT2Attention", "GPT2MLP"]

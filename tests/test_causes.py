@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pydantic
@@ -28,7 +29,7 @@ CAUSES = {name: cause for name, cause in EVERY.items() if set(cause.differs) != 
 IN_CONTROL = {name: cause for name, cause in CAUSES.items() if cause.optimizer == "adamw"}
 
 
-def visible_causes(row: dict[str, Any]) -> list[Cause]:
+def visible_causes(row: Mapping[str, Any]) -> list[Cause]:
     """Return the causes that must show in a row of the control, without the race, which may show."""
     precision = {"fp32": "fp32"}.get(row["precision"], "bf16-engine")
     candidates = [

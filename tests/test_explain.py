@@ -863,21 +863,21 @@ def test_with_hardware_the_first_line_says_whether_it_fits_and_in_which_precisio
 def test_a_strict_check_reports_all_findings_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also those of a file that cannot be resolved. tests/test_ship.py has the lines of findings."""
 
-    def found(name: str, text: str) -> dict[str, str]:
+    def findings_by_key(name: str, text: str) -> dict[str, str]:
         (tmp_path / name).write_text(text)
         assert main(["explain", "--strict", str(tmp_path / name)]) == 1
         return {line.split(": ")[3]: line for line in capsys.readouterr().out.splitlines()[:-1]}
 
     section = {"stage": 3, "stge": 2, "reduce_bucket_size": -1, "offload_optimizer": {"device": "disk", "pin": True}}
     wrong = {"train_batch_size": 30, MICRO_BATCH: 7, ACCUMULATION: 2, "bf16": True, "grad_clip": 1.0, ZERO: section}
-    lines = found("ds.json", json.dumps(wrong))
+    lines = findings_by_key("ds.json", json.dumps(wrong))
     in_section = ("stge", "reduce_bucket_size", "offload_optimizer.pin", "offload_optimizer.device")
     assert set(lines) == {"train_batch_size", "grad_clip", "bf16", *(f"{ZERO}.{key}" for key in in_section)}
     assert "on any number of ranks: 30 is not a multiple of 7 x 2" in lines["train_batch_size"]
     assert main(["explain", str(tmp_path / "ds.json"), "gpt2"]) == 2
     assert "and has wrong settings, which study explain --strict" in capsys.readouterr().err
     inner = "deepspeed_config: {zero_stge: 2, deepspeed_config_file: no.json}"
-    lines = found("a.yaml", f"distributed_type: DEEPSPEED\nnum_proceses: 2\n{inner}\n")
+    lines = findings_by_key("a.yaml", f"distributed_type: DEEPSPEED\nnum_proceses: 2\n{inner}\n")
     assert list(lines)[:2] == ["num_proceses", "zero_stge"]
 
 
@@ -903,9 +903,9 @@ def test_files_like_those_of_public_repositories_are_refused_as_by_the_engines_o
         # Its arithmetic of a batch names any of the sizes; errors of Python, of a ratio and of a file name no setting.
         words = ("batch", "steps", "KeyError", "truth value", "Partial offloading", "has no attribute", "DecodeError",
                  "OverflowError", "invalid literal", "could not convert", "not supported between")  # fmt: skip
-        said = re.sub("[ _]", "", error.lower())
+        plain = re.sub("[ _]", "", error.lower())
         parts = [re.sub("_", "", key.rpartition(".")[2].removeprefix("fsdp_")) for key in keys]
-        assert not error or any(part in said for part in parts) or any(word in error for word in words), (keys, error)
+        assert not error or any(part in plain for part in parts) or any(word in error for word in words), (keys, error)
 
 
 def test_a_given_host_memory_is_checked_and_named(capsys: pytest.CaptureFixture[str]) -> None:

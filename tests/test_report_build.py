@@ -96,7 +96,7 @@ read_ledger_once = functools.cache(read_ledger)
 REPORTS = sorted(file.parent.name for file in (REPOSITORY / "reports").glob("*/runs.parquet"))
 
 
-def draw_here(records: Records, names: list[str], notebooks: Path, folder: Path, *_: Any) -> dict[str, str]:
+def draw_in_process(records: Records, names: list[str], notebooks: Path, folder: Path, *_: Any) -> dict[str, str]:
     """Run notebooks in this process, with images only of the figures that a summary may show."""
     in_summary = {figure for question in QUESTIONS for figure in question.figures[:1]}
     for name in names:
@@ -115,7 +115,7 @@ def draw_here(records: Records, names: list[str], notebooks: Path, folder: Path,
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_summary_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     source, records = REPOSITORY / "reports" / name, read_parquet(REPOSITORY / "reports" / name)
-    monkeypatch.setattr("study.report.site.build.run_notebooks", functools.partial(draw_here, records))
+    monkeypatch.setattr("study.report.site.build.run_notebooks", functools.partial(draw_in_process, records))
     monkeypatch.setattr("study.claims.ledger.read_ledger", read_ledger_once)
     claims = dependent_claims(records, name, source)
     build(records, name, tmp_path / name, claims=claims, title=command.title_of(name))
@@ -125,7 +125,7 @@ def test_a_summary_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path,
     assert listed.keys() == json.loads((tmp_path / name / "files.json").read_text())["files"].keys(), advice
     assert listed == {file: sha256((source / file).read_bytes()).hexdigest() for file in listed}, advice
     for figure in sorted(file for file in listed if file.startswith("figures/")):
-        # Processors differ in the last digits of places.
+        # CPUs differ in the last digits of coordinates.
         before, after = (re.findall(r"<text[^>]*>([^<]*)<", (folder / figure).read_text())
                          for folder in (source, tmp_path / name))  # fmt: skip
         assert before, figure

@@ -141,8 +141,8 @@ def test_a_report_that_is_killed_anywhere_is_complete_after_the_next_one(earlier
         after = contents(output)
         assert [after.pop(name) for name in users] == [b"mine"] * len(users)
         assert set(after) == {"index.html", "files.json", "pages.json", "figures/loss_1.svg", "images/loss_3.png"}
-        kept, pages = (set(json.loads(after[name])["files"]) for name in ("files.json", "pages.json"))
-        assert (kept, pages) == ({"figures/loss_1.svg"}, {"index.html", "images/loss_3.png"})
+        committed_files, pages = (set(json.loads(after[name])["files"]) for name in ("files.json", "pages.json"))
+        assert (committed_files, pages) == ({"figures/loss_1.svg"}, {"index.html", "images/loss_3.png"})
         if not killed:
             break
     # Two lists twice, the folders, three files, and the removed ones.

@@ -132,9 +132,9 @@ def test_git_keeps_no_file_that_a_command_makes_and_no_large_one() -> None:
     heavy = {"reports/a/figures/heavy.svg": tree.MAX_FIGURE_BYTES + 1, "reports/a/steps.parquet": 500_000,
              "study/data.json": 500_000}  # fmt: skip
     right = {"reports/a/figures/shown.svg": 10, "reports/a/summary.md": 10, "reports/README.md": 10}
-    found = tree.problems({**dict.fromkeys(wrong, 10), **right, **heavy}, figures)
-    assert len(found) == len(wrong)
-    for line, (name, words) in zip(found, wrong.items(), strict=True):
+    lines = tree.problems({**dict.fromkeys(wrong, 10), **right, **heavy}, figures)
+    assert len(lines) == len(wrong)
+    for line, (name, words) in zip(lines, wrong.items(), strict=True):
         assert line.startswith(f"{name}: ")
         assert words in line
         assert "To fix it: " in line

@@ -29,7 +29,7 @@ from study.report.site import build, command
 from study.report.site.publishing import LIST, PAGES_LIST
 
 REPORTS = REPOSITORY / "reports"
-# What each report was made from and consists of.
+# Digests of the inputs and of the files of each report.
 STAMPS = REPOSITORY / "runs" / "reports.json"
 # Reports are built in two processes, each with one kernel at a time.
 _PROCESSES = 2
@@ -39,13 +39,13 @@ _RECORDS = ("*.parquet", "*.json", "*.csv")
 
 
 def names() -> list[str]:
-    """Return the reports that are built from tables of runs or arms, the largest first."""
+    """Return the reports that are built from tables of runs or of the autopsy, the largest first."""
     tables = [file for kind in (RUNS_FILE, ARMS_FILE) for file in REPORTS.glob(f"*/{kind}")]
     return [file.parent.name for file in sorted(tables, key=lambda file: -file.stat().st_size)]
 
 
 def rebuild(name: str) -> str:
-    """Build one report where it is and return what failed."""
+    """Build one report in its folder and return the notebooks that failed, with the reasons."""
     output = REPORTS / name
     if (output / ARMS_FILE).is_file():
         autopsy.build(REPOSITORY / "runs" / "none", output, runs_named=False)
@@ -58,13 +58,13 @@ def rebuild(name: str) -> str:
 
 
 def stamp(name: str, sources: str) -> dict[str, str]:
-    """Return digests of what a report is made from and of the files that it consists of."""
+    """Return digests of the inputs and of the files of a report."""
     folder = REPORTS / name
     records = [file for pattern in _RECORDS for file in folder.glob(pattern) if file.name not in (LIST, PAGES_LIST)]
-    return {"sources": sources, "records": digest(records), "files": digest(_files_of(folder))}
+    return {"sources": sources, "records": digest(records), "files": digest(_listed_files(folder))}
 
 
-def _files_of(folder: Path) -> Iterator[Path]:
+def _listed_files(folder: Path) -> Iterator[Path]:
     """Yield the files that the lists of a report name."""
     for name in (LIST, PAGES_LIST):
         if (folder / name).is_file():
@@ -72,7 +72,7 @@ def _files_of(folder: Path) -> Iterator[Path]:
 
 
 def digest(files: Iterable[Path]) -> str:
-    """Return one digest of the names and contents of files; a missing file has a digest of its own."""
+    """Return one digest of the names and contents of files; a missing file has a special digest."""
     parts = hashlib.sha256()
     for file in sorted(set(files)):
         content = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "missing"
@@ -81,7 +81,7 @@ def digest(files: Iterable[Path]) -> str:
 
 
 def main() -> int:
-    """Rebuild what is out of date; return 1 if a notebook failed."""
+    """Rebuild the reports that are out of date; return 1 if a notebook failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="reports to build; all of them by default")
     parser.add_argument("--all", action="store_true", help="also reports that are up to date")

@@ -39,7 +39,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Return the committed pages, the reports with what `make reports` built, and the files that pages link to."""
+    """Return the committed pages, the reports with their built pages, and the files that pages link to."""
     from mkdocs.structure.files import File, Files
 
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -44,25 +44,25 @@ def linked_figures(names: Iterable[str]) -> set[str]:
 
 def problems(sizes: Mapping[str, int], figures: set[str]) -> list[str]:
     """Return a line for each file that git should not keep, with the reason and the remedy."""
-    found = []
+    lines = []
     for name, size in sizes.items():
         folder, _, rest = name.removeprefix("reports/").partition("/")
         in_report = name.startswith("reports/") and bool(rest)
         if in_report and (is_page(rest) or rest == "pages.json"):
-            found.append(f"{name}: `make reports` makes it of the records. To fix it: git rm --cached {name}")
+            lines.append(f"{name}: `make reports` makes it of the records. To fix it: git rm --cached {name}")
         elif in_report and rest.startswith(f"{FIGURES}/") and name not in figures:
-            found.append(f"{name}: no page in git shows it. To fix it: rebuild reports/{folder}, or git rm {name}")
+            lines.append(f"{name}: no page in git shows it. To fix it: rebuild reports/{folder}, or git rm {name}")
         elif in_report and rest.startswith(f"{FIGURES}/") and size > MAX_FIGURE_BYTES:
-            found.append(f"{name}: {size:,} bytes, {MAX_FIGURE_BYTES:,} at most. To fix it: draw fewer elements")
+            lines.append(f"{name}: {size:,} bytes, {MAX_FIGURE_BYTES:,} at most. To fix it: draw fewer elements")
         elif size > MAX_FILE_BYTES:
-            found.append(
+            lines.append(
                 f"{name}: {size:,} bytes, {MAX_FILE_BYTES:,} at most, since every version stays in each clone. "
                 "To fix it: commit the records it is made of, or a compact form"
             )
     total = sum(sizes.values())
     if total > MAX_TREE_BYTES:
-        found.append(f"the tree has {total:,} bytes, {MAX_TREE_BYTES:,} at most. To fix it: see --sizes")
-    return found
+        lines.append(f"the tree has {total:,} bytes, {MAX_TREE_BYTES:,} at most. To fix it: see --sizes")
+    return lines
 
 
 def main() -> int:
@@ -78,10 +78,10 @@ def main() -> int:
         print(f"{sum(sizes.values()) / 1e6:.1f} MB in {len(sizes):,} files")
         for folder, size in folders.most_common(_SHOWN_FOLDERS):
             print(f"{size / 1e6:8.2f} MB  {folder}")
-    found = problems(sizes, linked_figures(sizes))
-    for line in found:
+    lines = problems(sizes, linked_figures(sizes))
+    for line in lines:
         print(line, file=sys.stderr)
-    return int(bool(found))
+    return int(bool(lines))
 
 
 if __name__ == "__main__":

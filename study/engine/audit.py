@@ -19,7 +19,6 @@ from study.engine.model_parallel import read_fsdp_replicas, read_group, read_hpz
 from study.engine.optimizer import LOSS_SCALER, expected_settings, live_settings, read_loss_scaler
 from study.engine.tensor_parallel import count_elements, has_partitioned_activations
 from study.host.stacks import package_version, unverified_pair
-from study.metrics.inventory import fsdp_state_groups
 from study.workloads.architecture import find_adapters, requested_adapters
 from study.workloads.presets import preset_layers
 
@@ -325,6 +324,8 @@ def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
     """Return FSDP2's settings from its private states, as torch has no public access; empty without FSDP2."""
     from torch.distributed import fsdp
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+    from study.metrics.inventory import fsdp_state_groups
 
     if not hasattr(fsdp, "FSDPModule"):
         return {}  # an older torch

@@ -31,13 +31,13 @@ _MIN_DOTS = 50
 # A closed rectangle: along x, then along y, then back.
 _BOX = re.compile(r"M(\S+) (\S+)L(\S+) \2L\3 (\S+)L\1 \4z")
 _SIDES = re.compile(r"M\S+ \S+H[^MHVz]+V[^MHVz]+H[^MHVz]+z")
-# Fewer points are elements of their own.
+# Fewer points are single elements.
 _MIN_POINTS = 20
 # A style of fewer elements is written in each of them.
 _MIN_OF_STYLE = 3
 
 
-def draw_svg(figure: Figure, settings: dict[str, Any]) -> str:
+def draw_svg(figure: Figure, settings: Any) -> str:
     """Return the figure as SVG with text as text and without a date, so that equal figures are equal files."""
     drawn = io.BytesIO()
     with matplotlib.rc_context({**settings, "svg.fonttype": "none"}), _marked_halos(figure):
@@ -112,9 +112,9 @@ def _shorten(element: Element) -> None:
         del element.attrib["transform"]
     if "style" in element.attrib:
         parts = [part.strip() for part in element.attrib["style"].split(";")]
-        kept = [re.sub(r":\s+", ":", part) for part in parts if part and not part.startswith("font-family")]
-        element.set("style", ";".join(kept))
-    # A path's own name is of use only to what refers to it: clips, markers and hatches.
+        rules = [re.sub(r":\s+", ":", part) for part in parts if part and not part.startswith("font-family")]
+        element.set("style", ";".join(rules))
+    # Only the ids of clips, markers and hatches have references.
     if element.get("id", "").startswith(("figure_", "axes_", "patch_", "text_", "line2d_", "legend_")):
         del element.attrib["id"]
 
@@ -130,7 +130,7 @@ def _rounded(text: str) -> str:
 
 
 def _shorten_path(path: Element) -> None:
-    """Join the commands of a path, write boxes by their sides, and draw the dots of a hatch as points."""
+    """Join the commands of a path, write rectangles by their sides, and draw the dots of a hatch as points."""
     commands = re.sub(r"\s*([MLCQz])\s*", r"\1", path.attrib["d"].strip())
     box = _BOX.fullmatch(commands)
     if box:
@@ -152,7 +152,7 @@ def _shorten_path(path: Element) -> None:
 
 
 def _merge_boxes(parent: Element) -> None:
-    """Write neighboring boxes of one opaque style as one path: a grid has hundreds of them."""
+    """Write neighboring rectangles of one opaque style as one path: a grid has hundreds of them."""
     merged: list[Element] = []
     for child in list(parent):
         _merge_boxes(child)
@@ -174,7 +174,7 @@ def _is_opaque_box(element: Element) -> bool:
 
 
 def _look(element: Element, *places: str) -> dict[str, str]:
-    """Return the attributes of an element without those that say where it is."""
+    """Return the attributes of an element without its coordinates."""
     return {name: value for name, value in element.attrib.items() if name not in places}
 
 

@@ -229,7 +229,7 @@ def take_figures(notebook: Path) -> dict[str, list[Picture]]:
 
 
 def write_figures(pictures: Iterable[Picture], folder: Path, in_summary: Container[str]) -> None:
-    """Write the figures as files of a report; those of its summary are in a folder of their own."""
+    """Write the figures as files of a report; those of its summary are in a separate folder."""
     for picture in pictures:
         png, svg = (folder / name for name in picture_files(picture, in_summary))
         for file in (png, svg):

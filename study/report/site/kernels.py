@@ -1,6 +1,6 @@
 """Kernels of notebooks without import time.
 
-`python study/report/site/kernels.py SOCKET` imports what notebooks import and forks a kernel for each request;
+`python study/report/site/kernels.py SOCKET` imports the libraries of notebooks and forks a kernel for each request;
 `... kernels.py -f CONNECTION_FILE` is one kernel.
 """
 
@@ -14,7 +14,7 @@ _MODULES = ("ipykernel.kernelapp", "matplotlib.backends.backend_agg", "matplotli
 
 
 def preload() -> None:
-    """Import what a notebook imports; matplotlib reads its fonts, too."""
+    """Import the libraries of notebooks; matplotlib reads its fonts, too."""
     for module in _MODULES:
         importlib.import_module(module)
 

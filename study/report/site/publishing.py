@@ -1,9 +1,9 @@
 """The folder of a report: it replaces its own files, and never a file that no report made.
 
 Its folder lists its files with their digests, in files.json the records, the summary and the figures of the summary,
-which git keeps; in pages.json what is made of them, which git ignores. A file that neither list names, or that has
-changed since, is a user's. While files are replaced the lists have the old and the new ones: a report that is killed
-there can be rebuilt.
+which git keeps; in pages.json the pages, notebooks and images, which git ignores. A file that neither list names, or
+that has changed since, is a user's. While files are replaced the lists have the old and the new ones: a report that is
+killed there can be rebuilt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from study.records.frames import RUNS_FILE, STEPS_FILE
 # Figures of the summary; other figures, and every figure as PNG.
 FIGURES, IMAGES = "figures", "images"
 LIST, PAGES_LIST = "files.json", "pages.json"
-# What a report makes of its records; git ignores it, and `make reports` makes it again.
+# Files of a report that git ignores and `make reports` builds.
 _PAGES = ("*.html", "*.ipynb", f"{IMAGES}/*")
 _MADE_BY = "study report"
 # A report can be rebuilt from copies of its tables alone: these columns identify them.
@@ -127,8 +127,8 @@ def _is_real_folder(path: Path) -> bool:
 
 def _listed(folder: Path) -> Digests | None:
     """Return the digests in the folder's lists; None if it has no list of a report."""
-    kept = _read_list(folder / LIST)
-    return None if kept is None else {**(_read_list(folder / PAGES_LIST) or {}), **kept}
+    committed = _read_list(folder / LIST)
+    return None if committed is None else {**(_read_list(folder / PAGES_LIST) or {}), **committed}
 
 
 def _read_list(file: Path) -> Digests | None:
@@ -151,10 +151,10 @@ def is_page(name: str) -> bool:
 
 
 def _write_lists(files: Digests, folder: Path, output: Path) -> None:
-    kept = {name: digests for name, digests in files.items() if not is_page(name)}
+    committed = {name: digests for name, digests in files.items() if not is_page(name)}
     pages = {name: digests for name, digests in files.items() if is_page(name)}
-    for name, some in ((LIST, kept), (PAGES_LIST, pages)):
-        text = json.dumps({"made_by": _MADE_BY, "files": dict(sorted(some.items()))}, indent=1)
+    for name, digests in ((LIST, committed), (PAGES_LIST, pages)):
+        text = json.dumps({"made_by": _MADE_BY, "files": dict(sorted(digests.items()))}, indent=1)
         (folder / name).write_text(text + "\n", encoding="utf-8")
         (folder / name).replace(output / name)
 
