@@ -126,7 +126,8 @@ def _address(record: str, reports: Path, links_from: str) -> str:
     """Return a relative link to the runs of a record's report, or to its file; empty if there is none."""
     report = record.split("/")[0]
     folder = reports / report
-    files = (REPOSITORY / record, folder / "index.html", folder / KEYS_FILE)
+    # The page with all runs is there after `make reports`, the summary always.
+    files = (REPOSITORY / record, folder / "index.html", folder / "summary.md", folder / KEYS_FILE)
     file = next((file for file in files if file.is_file()), None)
     if not links_from or file is None:
         return ""
