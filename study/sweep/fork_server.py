@@ -263,7 +263,8 @@ def _run_rank(request: dict[str, Any], rank: int) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        # Jupyter interrupts a kernel before it kills it.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if sys.argv[2] == _OF_CALLER:
+            # Jupyter interrupts a kernel before it kills it.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         sys.exit(ask(*sys.argv[1:]))
     serve(sys.argv[1])
