@@ -1,4 +1,7 @@
-"""The `study` command; its exit status is 0 (done), 1 (some run failed) or 2 (the request is wrong)."""
+"""The `study` command; its exit status is 0 (done), 1 (some run failed) or 2 (the request is wrong).
+
+Two commands that judge have a third answer, 3: `releases` (not tested) and `explain --strict` (warnings).
+"""
 
 from __future__ import annotations
 

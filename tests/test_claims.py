@@ -359,3 +359,31 @@ def test_an_answer_follows_the_runs(full_board, claim, form, change, answer):
     pairs = zip(judged.claim.checks, judged.results, strict=True)
     matches = [finding for check, finding in pairs if check.form == form]
     assert {finding.answer for finding in (matches[-1:] if claim == "S3-05" else matches)} == {answer}
+
+
+@pytest.mark.parametrize("flags", [("--finding", "undecided"), ("--evidence", "published"),
+                                   ("--finding", "holds-in-part", "--evidence", "at scale")])  # fmt: skip
+def test_claims_are_chosen_by_finding_and_strongest_evidence_as_the_scoreboard_counts_them(flags, capsys):
+    from study.cli import main
+
+    assert main(["claims", *flags, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    chosen = dict(zip(flags[::2], (text.replace("-", " ") for text in flags[1::2]), strict=True))
+    findings = [chosen["--finding"]] if "--finding" in chosen else list(document["evidence"])
+    expected = sum(
+        count for finding in findings for kind, count in document["evidence"][finding].items()
+        if chosen.get("--evidence") in (None, kind)
+    )  # fmt: skip
+    assert 0 < len(document["claims"]) == expected < sum(document["findings"]["all"].values())
+    assert {claim["finding"] for claim in document["claims"]} <= set(findings)
+    assert main(["claims", *flags]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"{expected} of ")
+    assert page.count("  Finding:  ") == expected
+
+
+def test_an_unknown_finding_is_refused_with_the_known_ones(capsys):
+    from study.cli import main
+
+    assert main(["claims", "--finding", "open"]) == 2
+    assert "'holds in part'" in capsys.readouterr().err

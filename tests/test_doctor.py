@@ -170,3 +170,58 @@ def test_on_a_gpu_only_nvme_strategies_need_the_cuda_toolkit() -> None:
     # CPU cores set no such limit: four ranks share two of them.
     on_cores = [Check(check.name, "none" if check.name == "gpus" else "ok", "") for check in checks]
     assert strategies(on_cores, gpus=0).found.startswith(f"{total} of {total} train on its cores")
+
+
+def test_the_study_lacks_only_what_it_needs() -> None:
+    needed = ["python", "packages", "pairing", "compiler", "ninja", "host memory", "operators", "open files"]
+    optional_names = ["gpus", "nccl", "nvcc", "hub", "libaio", "nvme path", "pinned memory", "shared memory"]
+    absent = ["packages", "pairing", "hub", "nvcc", "nccl"]
+    checks = [Check(name, "missing" if name in absent else "ok", "") for name in (*needed, *optional_names)]
+    assert verdict(checks, absent).startswith("Not ready for study run laptop: missing packages; ")
+    optional = [Check(name, "missing" if name in ("hub", "nvcc") else "ok", "") for name in (*needed, *optional_names)]
+    assert verdict(optional, ["hub", "nvcc"]).startswith("Ready for study run laptop")
+
+
+def test_without_torch_one_cause_has_one_fix_and_a_dry_run_prints_its_commands(tmp_path: Path) -> None:
+    """An installation of the advisor alone: its packages, without those of training."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import importlib.metadata as metadata\n"
+        "import importlib.util as util\n"
+        "HIDDEN = {'torch', 'accelerate', 'deepspeed', 'transformers', 'datasets', 'evaluate'}\n"
+        "version, find_spec, distributions = metadata.version, util.find_spec, metadata.distributions\n"
+        "def hidden_version(name):\n"
+        "    if name in HIDDEN: raise metadata.PackageNotFoundError(name)\n"
+        "    return version(name)\n"
+        "metadata.version = hidden_version\n"
+        "metadata.distributions = lambda: [it for it in distributions() if it.name not in HIDDEN]\n"
+        "util.find_spec = lambda name, *rest: None if name in HIDDEN else find_spec(name, *rest)\n"
+    )
+    path = os.pathsep.join([str(site), str(ROOT)])
+    without = {"PYTHONPATH": path}
+    result = doctor("--json", "--nvme_path", str(tmp_path), PYTHONPATH=path)
+    checks = read_checks(result)
+    missing = [name for name, check in checks.items() if check["state"] == "missing"]
+    assert missing == ["packages", "pairing", "strategies"]
+    assert len({check["fix"] for check in checks.values() if "pip" in check["fix"] or "make" in check["fix"]}) == 1
+    assert checks["pairing"]["found"] == "accelerate and deepspeed are not installed"
+    assert len(checks["versions"]["found"]) < 300
+    assert doctor(PYTHONPATH=path).stdout.startswith("Not ready for study run laptop: missing packages; ")
+    this = subprocess.run(
+        [sys.executable, "-m", "study.cli", "advise", "gpt2", "--hardware", "this"], cwd=ROOT, text=True,
+        env=os.environ | without, capture_output=True,
+    )  # fmt: skip
+    assert "torch is not installed here" in this.stderr
+    # Nothing named accelerate next to Python or on PATH.
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    run = "import sys; sys.executable = sys.argv.pop(1); from study.cli import main; sys.exit(main(sys.argv[1:]))"
+    dry = subprocess.run(
+        [sys.executable, "-c", run, str(python), "run", "h100x8", "--dry_run", "--hardware", "8xH100"], cwd=ROOT,
+        env=os.environ | without | {"PATH": str(python.parent)}, text=True, capture_output=True,
+    )  # fmt: skip
+    assert dry.returncode == 0, dry.stderr
+    assert "\naccelerate launch " in f"\n{dry.stdout}"

@@ -350,3 +350,27 @@ def test_a_gate_of_torch_saves_its_product_and_a_whole_root_gathers_the_embeddin
     assert saved == 2 * 512 * 2 * shape.inner
     begun = [gradient_snapshots(request)[0].buffers for request in (fused, whole_root)]
     assert begun[1] - begun[0] == 2 * shape.embedding.elements
+
+
+@pytest.mark.parametrize(("written", "name"), [
+    ("Meta-Llama-3-8B-Instruct", "llama-3-8b"), ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"), ("qwen2-7b", "qwen2-7b"),
+    ("llama-7b", "llama-7b"), ("llama-65b", "llama-65b"), ("mistral-7b", "mistral-7b-v0.3"),
+    ("Qwen2-7B-Instruct", "qwen2-7b"), ("Qwen1.5-14B-Chat", "qwen1.5-14b"),
+    ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"), ("EleutherAI/gpt-j-6B", "gpt-j-6b"),
+    ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"), ("google/gemma-2-9b-it", "gemma-2-9b"),
+])  # fmt: skip
+def test_a_model_has_the_name_that_people_write(written: str, name: str) -> None:
+    assert model_shape(written).name == name
+
+
+@pytest.mark.parametrize("written", ["mistralai/Mistral-7B-Instruct-v0.2", "someone/llama-2-7b", "llama"])
+def test_another_version_or_owner_is_not_taken_for_a_preset(written: str) -> None:
+    with pytest.raises(UserError, match="unknown model"):
+        model_shape(written)
+
+
+def test_sizes_have_the_words_of_transformers_too() -> None:
+    sizes = model_shape("layers=32,hidden=4096,heads=32,vocab=32000,intermediate=11008")
+    assert sizes.parameters == model_shape("llama-2-7b").parameters
+    with pytest.raises(UserError, match="sets a size twice"):
+        model_shape("layers=32,hidden=4096,heads=32,vocab=32000,vocabulary=32000")

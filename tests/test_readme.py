@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from study.advisor.predict_command import precision_under
+from study.advisor.fitted import precision_under
 from study.claims.command import first_line
 from study.claims.scoreboard import Scoreboard
 from study.cli import COMMANDS, main

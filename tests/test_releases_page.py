@@ -74,17 +74,41 @@ def test_a_release_recommended_against_one_cause_has_no_other() -> None:
 VERDICTS = yaml.safe_load((REPOSITORY / "tests" / "data" / "verdicts_of_releases.yaml").read_text())
 
 
-@pytest.mark.parametrize(("release", "verdict"), VERDICTS.items())
-def test_a_release_is_judged_in_the_first_line(release: str, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["releases", *release.split()]) == 0
+@pytest.mark.parametrize("arguments", VERDICTS)
+def test_a_release_is_judged_in_the_first_line_and_the_exit_status(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, verdict = VERDICTS[arguments]
+    assert main(["releases", *arguments.split()]) == status
     out = capsys.readouterr().out.splitlines()
-    release = release.split()[0]
-    assert re.match(rf"deepspeed {release} with accelerate {version('accelerate')}{verdict}", out[0])
-    tested = [row["DeepSpeed"] for row in json.loads(GRID.read_text())["releases"]]
-    shown = [release] if release in tested else tested[:8]
+    release, *flags = arguments.split()
+    versions = {name: version(name) for name in ("accelerate", "torch")}
+    versions |= {name: flags[flags.index(f"--{name}") + 1] for name in versions if f"--{name}" in flags}
+    packages = f"deepspeed {release} with accelerate {versions['accelerate']} and torch {versions['torch']}"
+    assert re.match(re.escape(packages) + verdict, out[0])
     table = list(itertools.takewhile(bool, out[3:]))
-    assert [line.split()[0] for line in table] == shown
     letters = set(re.findall(r"\b([a-z]): ", "\n".join(table))) | set(re.findall(r"\(([a-z])\)", out[0]))
     legend = {line[0] for line in out if re.match("[a-z]: ", line)}
     assert letters <= legend
-    assert legend - letters <= set(re.findall(r"\b([a-z]): ", "".join(line for line in out if "with Muon:" in line)))
+    elsewhere = "\n".join(line for line in out if "with Muon:" in line or line.startswith("with accelerate"))
+    assert legend - letters <= {*re.findall(r"\b([a-z]): ", elsewhere), *re.findall(r" also ([a-z]) ", elsewhere)}
+
+
+@pytest.mark.parametrize(("release", "releases"), [
+    ("0.17.5", ["0.18.0", "0.17.6", "0.17.5", "0.17.2", "0.17.0"]),
+    ("0.18.8", ["0.19.0", "0.18.9", "0.18.6", "0.18.5", "0.18.4"]),
+    ("0.10.1", ["0.15.4", "0.15.2", "0.15.1", "0.14.5", "0.14.0"]),
+    ("99.0", ["0.19.8", "0.19.7", "0.19.6", "0.19.5", "0.19.2"]),
+])  # fmt: skip
+def test_the_rows_are_those_around_the_release(
+    release: str, releases: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["releases", release])
+    table = itertools.takewhile(bool, capsys.readouterr().out.splitlines()[3:])
+    assert [line.split()[0] for line in table] == releases
+
+
+@pytest.mark.parametrize("name", ["stage2", "zero-2", "ZeRO_stage_2", "z2"])
+def test_a_stage_by_another_name_is_suggested(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["releases", "0.17.5", name]) == 2
+    assert "did you mean zero2?" in capsys.readouterr().err

@@ -7,24 +7,20 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from study.advisor.predict_command import precision_under, workload_text
+from study.advisor.fitted import fit_settings, rank_key, tuned_variants, usual_weights
+from study.advisor.predict_command import workload_text
 from study.config.registry import REGISTRY
 from study.config.strategies import WITH_REPLICAS, Strategy, read_strategy
+from study.config.text import rounded
 from study.host.memory import GIB
 from study.predictor import time as timing
 from study.predictor.hardware import Hardware
-from study.predictor.memory import predict_memory
-from study.predictor.request import FP32_BYTES, Attention, MemoryUse, Request, StepTime
+from study.predictor.memory import least_device_bytes, predict_memory
+from study.predictor.request import Attention, MemoryUse, Request, StepTime
 from study.predictor.shape import ModelShape
-from study.predictor.state import MIN_SWAPPED_BYTES, unswapped_kind
+from study.predictor.state import unswapped_kind
 
-# In elements; 16-bit buckets of 100 MB saturate a network.
-_SMALL_BUCKET = 50_000_000
-# Live parameters and reuse distance if memory is short, in layers.
-_LIVE_LAYERS = 2
-_FEWEST_SUB_GROUPS = 10
 # On none of the listed devices a larger micro-batch raises the throughput.
 MAX_MICRO_BATCH = 512
 # The simpler of two strategies is recommended if their speeds differ by less than this fraction.
@@ -125,7 +121,11 @@ def advise(question: AdviceRequest, names: Sequence[str] | None = None, *, at_up
     order, options = functools.partial(_order, at_upper_bound=at_upper_bound), list[Option]()
     for name in names or candidates(question):
         variants = itertools.product(tuned_variants(read_strategy(name), question.shape, question.box), checkpointing)
-        options.append(min((_largest_option(question, *variant, at_upper_bound) for variant in variants), key=order))
+        largest = min((_largest_option(question, *variant, at_upper_bound) for variant in variants), key=order)
+        # At this micro-batch other settings may be better; `study predict --fitted` compares the same ones.
+        stock = dataclasses.replace(largest.request, strategy=read_strategy(name))
+        request = fit_settings(stock, at_upper_bound)
+        options.append(largest if request == largest.request else _option(question, request, predict_memory(request)))
     return Advice(question, rank_options(sorted(options, key=order), at_upper_bound))
 
 
@@ -133,7 +133,8 @@ def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tupl
     """Reorder options: first the simplest of those within `SPEED_TOLERANCE` of the fastest, then the rest in their
     order.
 
-    Of equally fast options those that fit a typical host come first. An offload counts as the fastest only if it leads
+    Of equally fast options those that fit a typical host come first, and an option is not called simpler than one that
+    is both faster and smaller. An offload counts as the fastest only if it leads
     by more than the largest error of a predicted offload step; otherwise an option without offload whose fit is as
     certain takes its place. Options that both stay on the device have similar errors, so `SPEED_TOLERANCE` is enough
     there.
@@ -147,8 +148,35 @@ def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tupl
     slowest = (1 - SPEED_TOLERANCE) * first.tokens_per_s
     equal = [candidate for candidate in comparable if candidate.tokens_per_s >= slowest
              and candidate.request.strategy.offloads == first.request.strategy.offloads]  # fmt: skip
-    equal.sort(key=lambda option: (needs_large_host(option), SIMPLEST_FIRST.index(option.name)))
+    dominated = [option for option in equal if _is_dominated(option, equal)]
+    equal.sort(key=lambda option: (needs_large_host(option), option in dominated, SIMPLEST_FIRST.index(option.name)))
     return (*equal, *(option for option in options if option not in equal))
+
+
+def _is_dominated(option: Option, rivals: Sequence[Option]) -> bool:
+    """Whether a rival that needs no larger host is both faster and smaller."""
+    peak = timing.device_bytes(option.memory)
+    return any(
+        speed_gap(rival, option) > SAME_SPEED and timing.device_bytes(rival.memory) < peak
+        for rival in rivals if needs_large_host(option) or not needs_large_host(rival)
+    )  # fmt: skip
+
+
+def speed_gap(option: Option, base: Option) -> float:
+    """Return how much faster an option is, as a fraction of the speed of `base`; negative if it is slower.
+
+    Everything that is printed has the recommended option as its base, so that two lines state one figure.
+    """
+    return option.tokens_per_s / base.tokens_per_s - 1 if base.fits else 0.0
+
+
+def speed_text(option: Option, base: Option) -> str:
+    """Return `speed_gap` as text, such as "4.5% faster"."""
+    gap = speed_gap(option, base)
+    if abs(gap) < SAME_SPEED:
+        return "as fast"
+    digits = 0 if abs(gap) >= 0.1 else 1
+    return f"{abs(gap):.{digits}%} {'faster' if gap > 0 else 'slower'}"
 
 
 def reason_against(option: Option, simpler: Option) -> str:
@@ -157,7 +185,7 @@ def reason_against(option: Option, simpler: Option) -> str:
     """
     ours, theirs = simpler.request.strategy, option.request.strategy
     if needs_large_host(option) and not needs_large_host(simpler):
-        sizes = (f"{item.memory.host_peak.value / GIB:,.0f}" for item in (simpler, option))
+        sizes = (rounded(item.memory.host_peak.value / GIB) for item in (simpler, option))
         return f"needs less host memory ({' and not '.join(sizes)} GiB a node)"
     stages = [3 if strategy.is_fsdp else strategy.zero_stage or 0 for strategy in (ours, theirs)]
     if stages[0] < stages[1]:
@@ -177,8 +205,8 @@ def needs_large_host(option: Option) -> bool:
 
 
 def _order(option: Option, at_upper_bound: bool) -> tuple[bool, bool, float, float]:
-    is_uncertain = at_upper_bound and not option.is_safe
-    return is_uncertain, not option.fits, -option.tokens_per_s, option.memory.peak_reserved.value
+    speed = option.time.tokens_per_s_per_gpu.value if option.time else 0.0
+    return rank_key(option.memory, speed, option.request.box, at_upper_bound)
 
 
 def candidates(question: AdviceRequest) -> list[str]:
@@ -207,13 +235,11 @@ def _largest_option(question: AdviceRequest, strategy: Strategy, checkpointing: 
     samples = None if question.global_batch is None else max(1, round(question.global_batch / box.ranks))
     largest = min(MAX_MICRO_BATCH, samples or MAX_MICRO_BATCH)
     sizes = [size for size in range(1, largest + 1) if not samples or samples % size == 0]
-    # With adapters, programs without DeepSpeed load the frozen weights in bf16 too; fp16 would need scaled gradients.
-    is_pure = bool(question.shape.lora_rank) and question.precision == "bf16" and strategy.deepspeed is None
-    precision = "bf16-engine" if is_pure else precision_under(strategy, question.precision)
+    precision, is_pure = usual_weights(question.shape, strategy, question.precision)
 
     @functools.cache
-    def predicted(micro_batch: int) -> tuple[Request, MemoryUse]:
-        request = Request(
+    def requested(micro_batch: int) -> Request:
+        return Request(
             shape=question.shape, strategy=strategy, box=box, sequence_length=question.sequence_length,
             micro_batch=micro_batch, accumulation=samples // micro_batch if samples else 1,
             precision=precision, pure=is_pure, gradient_checkpointing=checkpointing,
@@ -221,63 +247,33 @@ def _largest_option(question: AdviceRequest, strategy: Strategy, checkpointing: 
             attention=question.attention, chunked_loss=question.chunked_loss, autocast=not strategy.is_fsdp,
             reference_model=question.reference_model, quantized=question.quantized,
         )  # fmt: skip
-        return request, predict_memory(request)
+
+    def does_fit(micro_batch: int, at_upper_end: bool) -> bool:
+        request = requested(micro_batch)
+        if least_device_bytes(request) > timing.usable_bytes(box) and not box.is_cpu_only:
+            return False
+        return timing.fits(predict_memory(request), box, at_upper_end)
 
     count = 0
     for at_upper_end in (True, False) if at_upper_bound else (False,):
         # A single micro-batch accumulates no gradients, so the largest size may fit even if smaller ones do not.
         # Among the others memory never falls with the size.
-        if not count and timing.fits(predicted(sizes[-1])[1], box, at_upper_end):
+        if not count and does_fit(sizes[-1], at_upper_end):
             count = len(sizes)
-        count = count or bisect.bisect_left(
-            sizes[:-1], True, key=lambda size: not timing.fits(predicted(size)[1], box, at_upper_end)
-        )
-    request, memory = predicted(sizes[max(count - 1, 0)])
+        count = count or bisect.bisect_left(sizes[:-1], True, key=lambda size: not does_fit(size, at_upper_end))
+    request = requested(sizes[max(count - 1, 0)])
+    return _option(question, request, predict_memory(request))
+
+
+def _option(question: AdviceRequest, request: Request, memory: MemoryUse) -> Option:
+    box = request.box
     unused_nvme = unswapped_kind(request)
     time = timing.predict_time(request) if timing.fits(memory, box) and unused_nvme is None else None
     cost = None
     if question.price_per_gpu_hour is not None and time is not None:
         cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
     reason = f"no part of the {unused_nvme} has the 1 MiB that is swapped" if unused_nvme else timing.why(memory, box)
-    return Option(strategy.name, request, memory, time, reason, cost)
-
-
-def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iterator[Strategy]:
-    """Yield variants with bucket sizes tuned to the model; for stage 3 also one with few live parameters."""
-    if strategy.deepspeed is None or not strategy.zero_stage:
-        yield strategy
-        return
-    layer = shape.layer_elements
-    small = min(_SMALL_BUCKET, shape.trained_parameters)
-    # A size between the two fits no more gradients of large tensors than the small one. If all tensors are smaller
-    # than the small bucket, a bucket of the largest tensor's size would need many calls.
-    for bucket in sorted({small, max(small, shape.largest_trained)}):
-        base = _with_zero(strategy, reduce_bucket_size=bucket, allgather_bucket_size=bucket)
-        if strategy.zero_stage == 3:
-            base = _with_zero(base, stage3_prefetch_bucket_size=min(_SMALL_BUCKET, layer))
-        if strategy.offload_device("param") == "nvme":
-            # Buffers for the largest shard.
-            offload = {**strategy.deepspeed["zero_optimization"]["offload_param"], "buffer_size": 1}
-            base = _with_zero(base, offload_param=offload).with_swap_buffers(-(-shape.largest * 11 // 10 // box.ranks))
-        if strategy.offload_device("optimizer") == "nvme":
-            shard, swapped = shape.largest_trained // box.ranks, MIN_SWAPPED_BYTES // FP32_BYTES
-            # Several sub-groups fit.
-            least = max(shape.trained_parameters // box.ranks // _FEWEST_SUB_GROUPS, shard, swapped)
-            base = _with_zero(base, sub_group_size=min(1_000_000_000, least))
-        if (ranks_per_replica := strategy.ranks_per_replica(box.ranks, box.gpus_per_node)) is not None:
-            base = _with_zero(base, zero_hpz_partition_size=ranks_per_replica)
-        live = _LIVE_LAYERS * layer
-        # The hpZ secondary partition is read only if parameters are released and gathered a second time.
-        if ranks_per_replica is None or live >= shape.parameters:
-            yield base
-        if strategy.zero_stage == 3 and live < shape.parameters and bucket == small:
-            yield _with_zero(base, stage3_max_live_parameters=live, stage3_max_reuse_distance=0)
-
-
-def _with_zero(strategy: Strategy, **settings: Any) -> Strategy:
-    assert strategy.deepspeed is not None
-    zero = {**strategy.deepspeed["zero_optimization"], **settings}
-    return dataclasses.replace(strategy, deepspeed={**strategy.deepspeed, "zero_optimization": zero})
+    return Option(request.strategy.name, request, memory, time, reason, cost)
 
 
 # Confidence and sensitivity of a recommendation.
@@ -299,30 +295,29 @@ def explain_best(advice: Advice) -> str:
         return f"it is the only strategy that fits; {memory}"
     if best.is_safe and not runner_up.is_safe:
         return f"it is the only strategy whose 90 % bound fits; {memory}"
-    ahead = runner_up.tokens_per_s / best.tokens_per_s - 1
-    if runner_up.request.strategy.offloads and not offloads and ahead > 0:
+    if runner_up.request.strategy.offloads and not offloads and speed_gap(runner_up, best) > 0:
         slowest = f"measured offload steps took up to {timing.max_offload_slowdown():.1f} times their prediction"
-        return f"no offload: one is predicted {ahead:.0%} faster, but {slowest}; {memory}"
+        return f"no offload: {runner_up.name} is predicted {speed_text(runner_up, best)}, but {slowest}; {memory}"
     rivals = [
         option for option in advice.fitting
         if option.request.strategy.offloads == offloads and (option.is_safe or not best.is_safe)
     ]  # fmt: skip
     fastest = max(rivals, key=lambda option: option.tokens_per_s)
     rival = runner_up if fastest is best else fastest
-    if abs(gap := best.tokens_per_s / rival.tokens_per_s - 1) < SAME_SPEED:
+    gap, text = speed_gap(rival, best), speed_text(rival, best)
+    if abs(gap) < SAME_SPEED:
         return f"as fast as {rival.name}, but {reason_against(rival, best)}; {memory}"
-    if gap < 0:
-        slower = f"{1 - best.tokens_per_s / rival.tokens_per_s:.1%} slower than {rival.name}"
-        return f"{slower}, but simpler ({reason_against(rival, best)}); {memory}"
-    if gap <= SPEED_TOLERANCE:
-        return f"the fastest that fits, {gap:.1%} ahead of {rival.name}; {memory}"
+    if gap > 0:
+        return f"{rival.name} is {text}, but {best.name} is simpler ({reason_against(rival, best)}); {memory}"
+    if -gap <= SPEED_TOLERANCE:
+        return f"the fastest that fits, {rival.name} is {text}; {memory}"
     step, next_time = best.time and best.time.step_s, runner_up.time
     if not (step and step.low and step.high and next_time and next_time.step_s.high):
-        return f"{gap:.0%} faster than the next, but step times are not validated here; {memory}"
+        return f"the next, {runner_up.name}, is {text}, but step times are not validated here; {memory}"
     # Half the width of the interval.
     error = (step.high - step.low) / 2 / step.value
-    where = "more than" if gap > error else "within"
-    return f"{gap:.0%} faster than the next, {where} the error of a step time ({error:.0%}); {memory}"
+    where = "more than" if -gap > error else "within"
+    return f"the next, {runner_up.name}, is {text}, {where} the error of a step time ({error:.0%}); {memory}"
 
 
 def _why_nothing_fits(advice: Advice) -> str:
@@ -335,21 +330,22 @@ def _why_nothing_fits(advice: Advice) -> str:
         short = [option for option in advice.options if timing.excess_bytes(option.memory, any_host) <= 0]
         if short:
             nearest = min(short, key=lambda option: option.memory.host_peak.value)
-            needed = f"{nearest.memory.host_peak.value / GIB:,.0f} GiB, the least of all that fit on the GPUs"
+            needed = f"{rounded(nearest.memory.host_peak.value / GIB)} GiB, the least of all that fit on the GPUs"
             return f"nothing fits this host: {nearest.name} needs {needed}"
     # Data parallelism shards model state, but not the activations of one sample.
     undivided = {name: parts[name] for name in _PARTS_OF_A_SAMPLE if parts[name]}
     if sum(undivided.values()) <= (usable := timing.usable_bytes(box)):
         return "nothing fits: use more GPUs, fewer tokens per sample, or a smaller model"
-    breakdown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in undivided.items())
+    breakdown = ", ".join(f"{name} {rounded(size / GIB)}" for name, size in undivided.items())
     helps = ["fewer tokens per sample"]
     if not request.gradient_checkpointing:
         helps.append("gradient checkpointing")
     if parts["logits"] and not request.chunked_loss:
         helps.append("a chunked loss (--chunked_loss)")
+    needed = rounded(sum(undivided.values()) / GIB)
     return (
-        f"nothing fits, and no number of GPUs helps: one sample needs {sum(undivided.values()) / GIB:.1f} GiB on its"
-        f" rank ({breakdown}) of {usable / GIB:.1f}; use {', '.join(helps)}, or split its tokens over ranks"
+        f"nothing fits, and no number of GPUs helps: one sample needs {needed} GiB on its"
+        f" rank ({breakdown}) of {rounded(usable / GIB)}; use {', '.join(helps)}, or split its tokens over ranks"
         " (strategies cp and ulysses_zero1 to ulysses_zero3, which are not predicted)"
     )
 
@@ -358,8 +354,8 @@ def unchecked_needs(option: Option) -> Iterator[str]:
     """Yield the requirements of an offload that could not be checked: host memory and NVMe bandwidth."""
     box, strategy = option.request.box, option.request.strategy
     if strategy.offloads and box.host_gib_per_node is None:
-        needed = option.memory.host_peak.value / GIB
-        yield f"its {needed:,.0f} GiB of host memory are not checked (--host_memory GIB)"
+        needed = rounded(option.memory.host_peak.value / GIB)
+        yield f"its {needed} GiB of host memory are not checked (--host_memory GIB)"
     if strategy.uses_nvme:
         read, write = box.nvme_read_gb_per_s, box.nvme_write_gb_per_s
         yield f"NVMe is assumed to read {read:g} and write {write:g} GB/s (--nvme_gb_per_s)"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import functools
 import json
+import math
 import shlex
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ from study.config.text import rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor import shape as adapters
-from study.predictor.hardware import box_from_args, parse_int, real
+from study.predictor.hardware import Hardware, box_from_args, parse_int, real
 from study.predictor.live import live_notes
 from study.predictor.request import Request
 from study.predictor.shape import model_shape, resolve_length
@@ -54,6 +58,11 @@ of one GPU; 90 % bound: upper bound of the peak; tokens/s: of all ranks, ≤ und
 host and NVMe: of one node.
 """
 _WIDTH = 120
+_SILENT_S = 1.0
+# Flags that `study predict` has, too, by their names in the options; those that are not at their default are repeated.
+_SHARED_FLAGS = ("seq_length", "precision", "attn_implementation", "peft", "lora_rank", "quantization", "host_memory",
+                 "network_gb_per_s", "host_gb_per_s")  # fmt: skip
+_SHARED_SWITCHES = ("chunked_loss", "with_reference", "hub")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +92,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]] | None = None) -> int:
     """Print the advice and return the exit status; `nearest` yields lines about the nearest measurements."""
-    advice = advise.advise(build_advice_request(options))
+    question = build_advice_request(options)
+    with _progress():
+        advice = advise.advise(question)
+        riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
     best, files = advice.best, None
     if best and options.output:
         files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
     # Only a request that prints them reads the records, which takes a third of the time.
     measured = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
-    riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
     document = functools.partial(_document, advice, riskier, what_ifs, measured, files)
     page = _page(advice, riskier, [*what_ifs, *measured] if options.details else what_ifs, files, options)
     print_result(options.json, document, page, options.details or files is not None)
     return 0 if best else 1
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[None]:
+    """Print a line on a terminal's stderr if the work takes longer than a second."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    message = "comparing strategies, micro-batches and settings ..."
+    timer = threading.Timer(_SILENT_S, print, [message], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
@@ -182,7 +209,7 @@ def _page(
             if (peak := device_bytes(option.memory)) > usable:
                 limit, need = f"{rounded(usable / GIB)} GiB a rank", rounded(peak / GIB)
             elif "host memory" in option.why and box.host_gib_per_node:
-                limit = f"{rounded(box.host_gib_per_node)} GiB of host memory a node"
+                limit = f"{box.host_gib_per_node:,g} GiB of host memory a node"
                 need = rounded(option.memory.host_peak.value / GIB)
             needs.setdefault(limit, []).append(f"{option.name} ({need})")
         yield from (f"do not fit {limit}: {', '.join(names)}" for limit, names in needs.items())
@@ -194,7 +221,8 @@ def _page(
         yield from _file_lines(files, best.request, options.nvme_path)
     elif best:
         more = "" if details else "; --details has similar measurements"
-        yield f"--output DIR writes files with fitted buckets (`study predict` takes the stock ones){more}"
+        yield f"--output DIR writes files with fitted buckets{more}; the parts of these figures:"
+        yield f"  {predict_words(best.request, options)}"
 
 
 def _verdict(advice: Advice) -> str:
@@ -213,7 +241,7 @@ def _verdict(advice: Advice) -> str:
         figures.append("may not fit")
     if request.strategy.offloads:
         unchecked = " (unchecked)" if request.box.host_gib_per_node is None else ""
-        figures.append(f"{memory.host_peak.value / GIB:,.0f} GiB of host memory{unchecked}")
+        figures.append(f"{rounded(memory.host_peak.value / GIB)} GiB of host memory{unchecked}")
         # Each measured offload step took longer than predicted.
         least = best.tokens_per_s / max_offload_slowdown()
         figures.append(f"{rounded(least)} to {rounded(best.tokens_per_s)} tokens/s, predicted")
@@ -229,24 +257,24 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
     if release := least_sound_release(best.name, best.request.accumulation, best.request.precision):
         why = "earlier ones compute wrong gradients with these settings (`study releases`)"
         yield f"needs DeepSpeed {release} or later: {why}"
-    if runner_up is not None and best.is_safe == runner_up.is_safe:
-        gap = runner_up.tokens_per_s / best.tokens_per_s - 1
-        if -gap > advise.SPEED_TOLERANCE:
-            yield f"next {runner_up.name}, {-gap:.0%} slower{advise.explain_slowdown(runner_up, best)}"
+    is_rival = runner_up is not None and best.is_safe == runner_up.is_safe
+    if runner_up is not None and is_rival and -advise.speed_gap(runner_up, best) > advise.SPEED_TOLERANCE:
+        slower = advise.speed_text(runner_up, best)
+        yield f"next {runner_up.name}, {slower}{advise.explain_slowdown(runner_up, best)}"
     limit = _LIGHTER * best.memory.host_peak.value
     lighter = [option for option in advice.fitting if option.memory.host_peak.value < limit]
     if best.request.strategy.offloads and advice.question.box.host_gib_per_node is None and lighter:
         option = max(lighter, key=lambda option: (option.is_safe, option.tokens_per_s))
-        lower, slower = option.memory.host_peak.value / GIB, 1 - option.tokens_per_s / best.tokens_per_s
-        yield f"with less host memory: {_named(option)}, {lower:,.0f} GiB of host memory, {slower:.0%} slower"
+        lower = f"{rounded(option.memory.host_peak.value / GIB)} GiB of host memory"
+        yield f"with less host memory: {_named(option)}, {lower}, {advise.speed_text(option, best)}"
     if riskier is not None:
-        faster = riskier.tokens_per_s / best.tokens_per_s - 1
-        yield "; ".join([f"{faster:.0%} faster, but its 90 % bound does not fit: {_named(riskier)}",
+        faster = advise.speed_text(riskier, best)
+        yield "; ".join([f"{faster}, but its 90 % bound does not fit: {_named(riskier)}",
                          *advise.unchecked_needs(riskier)])  # fmt: skip
     loading = best.memory.host_parts["load"]
     if loading > _LARGE_HOST_BYTES and best.request.strategy.zero_stage != 3:
         only = "; fsdp_cpu_ram_efficient_loading: true limits that to one" if best.request.strategy.is_fsdp else ""
-        needed = f"{loading / GIB:,.0f} GiB of a node's host memory"
+        needed = f"{rounded(loading / GIB)} GiB of a node's host memory"
         yield f"loading needs {needed} if each process loads the full model in fp32{only}"
     if (note := host_adam_note(best.request)) is not None:
         yield note
@@ -270,8 +298,7 @@ def _row(option: Option, best: Option | None) -> list[str]:
         option.name, *((f"{request.micro_batch}", f"{request.accumulation}") if option.fits else "--"),
         "yes" if request.gradient_checkpointing else "no", rounded(device_bytes(memory) / GIB),
         rounded(device_bytes(memory, at_upper=True) / GIB),
-        # The speeds of two strategies are compared, so their ratio is more certain than either.
-        f"{'≤' * option.request.strategy.offloads}{rounded(option.tokens_per_s, 3)}" if option.fits else "-",
+        f"{'≤' * option.request.strategy.offloads}{rounded(option.tokens_per_s)}" if option.fits else "-",
         rounded(memory.host_peak.value / GIB), rounded(memory.nvme / GIB) if memory.nvme else "-",
         "-" if cost is None else f"{cost:.3f}", _remark(option, best),
     ]  # fmt: skip
@@ -281,17 +308,37 @@ def _remark(option: Option, best: Option | None) -> str:
     """Return why an option does not fit, or why it is not recommended although it is as fast."""
     if not option.fits or best is None:
         return option.why
-    gap = option.tokens_per_s / best.tokens_per_s - 1
     if option is best:
         return "recommended"
+    gap, text = advise.speed_gap(option, best), advise.speed_text(option, best)
     if best.is_safe and not option.is_safe:
-        return f"may not fit{f'; {gap:.0%} faster' if gap > 0 else ''}"
+        return f"may not fit{f'; {text}' if gap > 0 else ''}"
     if gap <= 0:
-        return ""
+        # Without this the row looks as if the same work took longer.
+        keeps_fp32 = option.request.weight_bytes > best.request.weight_bytes and option.request.autocast
+        return "fp32 weights under autocast, not 16-bit ones with fp32 masters" if keeps_fp32 else ""
     if option.request.strategy.offloads and not best.request.strategy.offloads:
-        return f"predicted {gap:.0%} faster; measured offload steps took up to {max_offload_slowdown():.1f} x as long"
-    faster = "as fast" if gap < advise.SAME_SPEED else f"{gap:.0%} faster"
-    return f"{faster}, but {best.name} {advise.reason_against(option, best)}"
+        return f"predicted {text}; measured offload steps took up to {max_offload_slowdown():.1f} x as long"
+    return f"{text}, but {best.name} {advise.reason_against(option, best)}"
+
+
+def predict_words(request: Request, options: argparse.Namespace) -> str:
+    """Return the command that predicts an advised request, to the digit, with the parts of its memory and time."""
+    words = ["study", "predict", options.model_name_or_path, "--strategy", request.strategy.name, "--fitted"]
+    words += ["--hardware", options.hardware, "--micro_batch", f"{request.micro_batch}"]
+    words += ["--accumulation", f"{request.accumulation}"] * (request.accumulation > 1)
+    words += ["--gradient_checkpointing"] * request.gradient_checkpointing
+    defaults = {"attn_implementation": "sdpa", "peft": "none", "quantization": "none"}
+    for name in _SHARED_FLAGS:
+        value = getattr(options, name)
+        if value is not None and value != defaults.get(name):
+            words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+    for name in _SHARED_SWITCHES:
+        words += [f"--{name}"] * getattr(options, name)
+    if options.nvme_gb_per_s != (Hardware.nvme_read_gb_per_s, Hardware.nvme_write_gb_per_s):
+        words += ["--nvme_gb_per_s", ",".join(f"{rate:g}" for rate in options.nvme_gb_per_s)]
+    words += ["--bus_gb_per_s", f"{options.bus_gb_per_s:g}"] * math.isfinite(options.bus_gb_per_s)
+    return shlex.join(words)
 
 
 def _named(option: Option) -> str:

@@ -55,6 +55,8 @@ _MAX_LISTED = 8
 _ROOM = 98
 _PROBED = ("gpus", "nccl", "nvcc", "hub", "libaio", "operators", "cpu adam", "nvme bandwidth")
 _AS_ABOVE = "see the lines above"
+# Requirements of every run; strategies, the hub, NVMe and a CUDA toolkit have their own.
+_OF_EVERY_RUN = ("python", "packages", "host memory", "open files", "slurm")
 _SHARE = "start from a folder that all nodes share"
 
 
@@ -82,7 +84,11 @@ def run(options: argparse.Namespace) -> int:
     checks = [*versions(), *tools(), *memory()]
     can_pin = next(check.state for check in checks if check.name == "pinned memory") == "ok"
     nvme, folder = nvme_path(options.nvme_path)
-    checks += [nvme, *_probe(options.hub, folder, can_pin)]
+    if package_version("torch") is None:
+        # One cause has one fix: that of the packages.
+        checks += [nvme, *(Check(name, "none", "not checked: torch is not installed") for name in _PROBED)]
+    else:
+        checks += [nvme, *_probe(options.hub, folder, can_pin)]
     try:
         gpus = job_resources().gpus
     except UserError:  # which the checks of the cluster report
@@ -104,10 +110,12 @@ def verdict(checks: Sequence[Check], missing: Sequence[str]) -> str:
     """Say whether the study can run here; strategies that lack something end as unsupported, and the others run."""
     gpus = next(check for check in checks if check.name == "gpus")
     by_missing = _by_missing(checks, STRATEGY_NAMES)
-    needs = {need for lacks in by_missing for need in lacks.split(", ")}
+    # Without packages nothing else can be checked, and GPUs are needed if the driver shows some.
+    lacking = [name for name in missing if name in _OF_EVERY_RUN]
+    lacking += ["gpus"] if gpus.state == "missing" and "packages" not in lacking else []
     ready = "Ready for study run laptop"
-    if set(missing) - needs - {"strategies"} or not by_missing.get(""):
-        ready = f"Not ready for study run laptop: missing {', '.join(missing)}"
+    if lacking or not by_missing.get(""):
+        ready = f"Not ready for study run laptop: missing {', '.join(lacking or by_missing)}"
     elif lacks := "; ".join(f"{', '.join(names)} (missing: {lack})" for lack, names in by_missing.items() if lack):
         ready += f" without {lacks}"
     return f"{ready}; {'GPUs: ' + gpus.found if gpus.state == 'ok' else 'no GPU found'}"
@@ -159,9 +167,14 @@ def versions() -> Iterator[Check]:
     fix = "make -B install PYTHON=python3.11" if IS_CHECKOUT else "install it into an environment of a newer Python"
     yield needed("python", python in SpecifierSet(required), python, f"{required} is needed", fix)
     yield Check("packages", "missing" if packages_fix else "ok", packages, packages_fix)
-    pair = unverified_pair()
-    text = pair or " with ".join(map(" ".join, zip(("accelerate", "deepspeed"), VERIFIED[-1], strict=True)))
-    yield needed("pairing", pair is None, text, "no run has shown that it computes the gradients of DDP", pair_fix())
+    if absent := [name for name in ("accelerate", "deepspeed") if package_version(name) is None]:
+        are = "are" if len(absent) > 1 else "is"
+        yield Check("pairing", "missing", f"{' and '.join(absent)} {are} not installed", _AS_ABOVE)
+    else:
+        pair = unverified_pair()
+        text = pair or " with ".join(map(" ".join, zip(("accelerate", "deepspeed"), VERIFIED[-1], strict=True)))
+        problem = "no run has shown that it computes the gradients of DDP"
+        yield needed("pairing", pair is None, text, problem, pair_fix())
     for cause in known_faults({name: package_version(name) for name in PACKAGES}, bool(visible_gpus())):
         yield Check("known fault", "missing", f"{cause.where}: {cause.title}", cause.instead or pair_fix())
     pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()

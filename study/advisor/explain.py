@@ -16,10 +16,11 @@ from study.advisor import predict_command
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
 from study.advisor.explain_findings import findings
+from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, is_inside, known_settings, read_user_file
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
-from study.config.text import format_number, rounded
+from study.config.text import format_number, rounded, rounded_seconds
 from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
 from study.predictor import shape as adapters
@@ -139,6 +140,7 @@ def _program_settings(options: argparse.Namespace, shape: ModelShape | None) -> 
     return ProgramSettings(
         length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision,
         options.optimizer, options.with_reference, options.quantization == "4bit",
+        options.attn_implementation, options.chunked_loss,
     )  # fmt: skip
 
 
@@ -196,7 +198,7 @@ def _verdict(case: ConfigCase) -> str:
     precision, in_half = request.precision.removesuffix("-engine"), ""
     half = predict_command.usual_precision(hardware) if hardware else "bf16"
     if precision == "fp32" and half != "fp32":
-        in_16_bits = predict_command.precision_under(request.strategy, half)
+        in_16_bits = precision_under(request.strategy, half)
         smaller = predict_memory(dataclasses.replace(request, precision=in_16_bits))
         if hardware is None:
             in_half = f" (in {half} {_about(device_bytes(smaller))})"
@@ -226,9 +228,9 @@ def _remedies(request: Request) -> str:
         ("--gradient_checkpointing", recomputed), ("micro-batch 1", small),
         ("both --gradient_checkpointing and micro-batch 1", recomputed | small),
     ):  # fmt: skip
-        memory = predict_memory(dataclasses.replace(request, **changes))
-        if all(getattr(request, key) != value for key, value in changes.items()) and fits(memory, request.box):
-            remedies.append(f"{words} ({_about(device_bytes(memory))})")
+        need = predict_command.fitting_need(dataclasses.replace(request, **changes))
+        if all(getattr(request, key) != value for key, value in changes.items()) and need is not None:
+            remedies.append(f"{words} ({need})")
     return f"; it fits with {' or '.join(remedies[:2])}" if remedies else ""
 
 
@@ -282,7 +284,7 @@ def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
         yield f"\nmemory of a rank by setting (- none{legend}{'' if details else '; --details has the reasons'})"
         yield TextTable(("device", "host", "NVMe", ""), _cost_rows(setting_costs, details), indent=2)
     parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
-    peak = ", ".join(f"{part} {size / GIB:.1f}" for part, size in parts if size > GIB / 20)
+    peak = ", ".join(f"{part} {rounded(size / GIB)}" for part, size in parts if size > GIB / 20)
     yield f"peak memory of a rank, {_about(device_bytes(memory))}: {peak}"
     yield from (f"  {note}" for note in memory.notes if details)
     for answer in find_answers(case):
@@ -461,7 +463,7 @@ def _explain_time(case: ConfigCase) -> Explanation:
     """Name the parts of a step's time, and the time with a lower stage or without an offload."""
     request, (time, text) = case.request, _time_text(case)
     parts = sorted(time.parts.items(), key=lambda part: -part[1])
-    shares = [f"{name.replace('_', ' ')} {rounded(1e3 * size)}" for name, size in parts if size > parts[0][1] / 50]
+    shares = [f"{name.replace('_', ' ')} {rounded_seconds(size)}" for name, size in parts if size > parts[0][1] / 50]
     short = f"{text}: {', '.join(shares)}"
     if request.strategy.offloads:
         bare = case.at(offload_param=None, offload_optimizer=None)
@@ -479,7 +481,7 @@ def _explain_time(case: ConfigCase) -> Explanation:
 def _time_text(case: ConfigCase) -> tuple[StepTime, str]:
     time, sent = predict_time(case.request), sent_bytes(case.request)
     sends = f" and {rounded(sent / 1e9)} GB sent by a rank" if sent else ""
-    return time, f"{rounded(1e3 * time.step_s.value)} ms{sends}"
+    return time, f"{rounded_seconds(time.step_s.value)}{sends}"
 
 
 def _explain_loading(case: ConfigCase) -> Iterator[Explanation]:
@@ -528,7 +530,7 @@ def _at_stage(case: ConfigCase, stage: int, ranks: int | None = None, **zero: An
 def _compare_stages(case: ConfigCase, lower: int, higher: int) -> Explanation:
     at_lower, at_higher = (_at_stage(case, stage, case.ranks).memory for stage in (lower, higher))
     before, after = device_bytes(at_lower), device_bytes(at_higher)
-    short = f"{'yes' if after >= before else 'no'}: {after / GIB:.1f} GiB, stage {lower} {before / GIB:.1f} GiB"
+    short = f"{'yes' if after >= before else 'no'}: {_about(after)}, stage {lower} {_about(before)}"
     short += _COMPARED * (case.offload("offload_param") is not None)
     figures: dict[str, float] = {f"stage_{lower}": before, f"stage_{higher}": after}
     count = case.ranks

@@ -7,13 +7,14 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from study.advisor.fitted import usual_weights
 from study.advisor.user_settings import OFFLOADS, ZERO, Finding, UserFile, known_settings
 from study.config.errors import UserError
 from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
 from study.predictor.memory import predict_memory
-from study.predictor.request import MemoryUse, OptimizerName, Request, auto_bucket_sizes
+from study.predictor.request import Attention, MemoryUse, OptimizerName, Request, auto_bucket_sizes
 from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 
@@ -34,6 +35,8 @@ class ProgramSettings:
     optimizer: OptimizerName = "adamw"
     reference_model: bool = False
     quantized: bool = False
+    attention: Attention = "sdpa"
+    chunked_loss: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +156,9 @@ def resolve(
     else:
         precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
         strategy = _strategy(file, file.deepspeed, zero)
+    is_pure = False
+    if file.deepspeed is None:
+        precision, is_pure = usual_weights(shape, strategy, precision)
     micro_batch, accumulation = _batch(file, ranks, work)
     # As Accelerate reads the variables that its launcher sets.
     checkpoints, offloads, loads_once = (
@@ -166,8 +172,8 @@ def resolve(
     request = Request(
         shape=shape, strategy=strategy, box=box, sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
-        gradient_checkpointing=work.gradient_checkpointing or checkpoints, attention="sdpa",
-        autocast=not strategy.is_fsdp,
+        gradient_checkpointing=work.gradient_checkpointing or checkpoints,
+        attention=work.attention, chunked_loss=work.chunked_loss, pure=is_pure, autocast=not strategy.is_fsdp,
         optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=offloads,
         fsdp_keeps_gathered=keeps_gathered,
         # Adapters and frozen weights are wrapped apart, as version 2 shards them.

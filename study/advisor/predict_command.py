@@ -9,20 +9,21 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor.explain_findings import request_notes
+from study.advisor.fitted import fit_settings, precision_under, usual_weights
 from study.advisor.user_settings import UserFile, check_deepspeed
 from study.config import strategies
 from study.config.errors import UserError, require_extra
 from study.config.flags import Precision, RunConfig
 from study.config.printing import TextTable, print_result
-from study.config.text import rounded
+from study.config.text import rounded, rounded_seconds
 from study.host.memory import GIB
 from study.predictor import shape as adapters
 from study.predictor.activations import has_fused
 from study.predictor.communication import predict_payload, sent_bytes
-from study.predictor.hardware import BOX_NAMES, Hardware, add_speed_arguments, box_from_args, parse_int
+from study.predictor.hardware import BOX_NAMES, Hardware, add_speed_arguments, box_from_args, parse_int, parse_tokens
 from study.predictor.memory import predict_memory
 from study.predictor.request import Attention, Estimate, MemoryUse, OptimizerName, Request, StepTime
-from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
+from study.predictor.shape import USUAL_LENGTH, ModelShape, model_shape, resolve_length
 from study.predictor.state import engine_refusal
 from study.predictor.time import device_bytes, estimate, fits, predict_time, usable_bytes, why
 from study.workloads.presets import PRESETS
@@ -50,11 +51,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model = f"a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes"
     add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=model)
     add("--model_name_or_path", metavar="M", help="the same as MODEL")
-    box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}"
+    box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}; another GPU by its"
+    box += " figures: 8xmemory=192GiB,tflops=1300,bandwidth=5300"
     add("--hardware", metavar="BOX", help=box)
-    add("--attn_implementation", choices=get_args(Attention), default="sdpa")
-    chunked = "compute the output layer and its loss in chunks of tokens, as Liger's kernel does"
-    add("--chunked_loss", action="store_true", help=chunked)
     add_program_arguments(parser)
 
 
@@ -62,7 +61,10 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `study explain` has, too."""
     add = parser.add_argument
     length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
-    add("--seq_length", type=parse_int, metavar="T", help=length)
+    add("--seq_length", type=parse_tokens, metavar="T", help=length)
+    add("--attn_implementation", choices=get_args(Attention), default="sdpa")
+    chunked = "compute the output layer and its loss in chunks of tokens, as Liger's kernel does"
+    add("--chunked_loss", action="store_true", help=chunked)
     adapters.add_arguments(parser)
     add_speed_arguments(parser)
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
@@ -84,14 +86,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add("--micro_batch", type=parse_int, default=1, metavar="B", help="samples of one forward pass on one rank")
     add("--accumulation", type=parse_int, default=1, metavar="A", help="micro-batches of an optimizer step")
-    default = "by default bf16, else fp16; under DeepSpeed with 16-bit weights; fp32 on a CPU"
+    default = "default: bf16, else fp16, with 16-bit weights under DeepSpeed (--autocast: fp32 weights); fp32 on a CPU"
     add("--precision", choices=get_args(Precision), help=default)
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
     add_optimizer(parser)
-    add("--autocast", action="store_true", help="under FSDP: gather fp32 weights, as study/train.py does")
+    add("--autocast", action="store_true", help="fp32 weights under autocast, as study/train.py has them")
     add("--dropout", action="store_true", help="the model's dropout is on")
-    pure = "without DeepSpeed: weights, gradients and moments in bf16, no masters"
-    add("--pure_bf16", action="store_true", help=pure)
+    pure = "without DeepSpeed: weights, gradients and moments in bf16, no masters; by default with --peft lora in bf16"
+    add("--pure_bf16", action=argparse.BooleanOptionalAction, help=pure)
+    fitted = "with the settings that `study advise` fits to model and hardware, not those of accelerate_configs/"
+    add("--fitted", action="store_true", help=fitted)
     add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
     add("--details", action="store_true", help="print every figure with its interval")
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
@@ -124,13 +128,6 @@ def run(options: argparse.Namespace) -> int:
     page = _page(request, memory, time, traced, options.details)
     print_result(options.json, lambda: _document(request, memory, time, traced), page, options.details)
     return 0
-
-
-def precision_under(strategy: strategies.Strategy, precision: str) -> Precision:
-    """Return the --precision of study/train.py that is mixed precision under this strategy."""
-    # DeepSpeed's fp16 does not train at stage 0.
-    has_own = strategy.deepspeed is not None and (strategy.zero_stage != 0 or precision != "fp16")
-    return cast(Precision, f"{precision}-engine" if has_own and precision != "fp32" else precision)
 
 
 def precision_name(request: Request) -> str:
@@ -176,44 +173,76 @@ def pair_notes(request: Request) -> Iterator[str]:
         yield f"DPO: micro-batch {request.micro_batch} is {count}: {counts}"
 
 
+def _adapted_notes(request: Request) -> Iterator[str]:
+    """Yield the settings of accelerate_configs/ that study/train.py adapts to model and ranks at its launch."""
+    strategy = request.strategy
+    if strategy.swap_buffers != (stock := strategies.read_strategy(strategy.name)).swap_buffers:
+        assert strategy.swap_buffers is not None
+        assert stock.swap_buffers is not None
+        sizes = f"{strategy.swap_buffers[1]:,} elements, in its file {stock.swap_buffers[1]:,}"
+        yield f"buffers for parameters on NVMe have {sizes}"
+    if request.ranks_per_replica is not None:
+        yield f"{request.ranks_per_replica} ranks share the weights, the file's number is adapted to {request.box.name}"
+
+
 def _request(options: argparse.Namespace) -> Request:
     check_required(options, "study predict llama-3.1-8b --strategy zero3 --hardware 8xH100")
     strategy = strategies.read_strategy(options.strategy)
     if strategy.group is not None:
         raise UserError(f"{strategy.name} is not predicted: its ranks share samples", "use another strategy")
     box = box_from_args(options)
-    precision: Precision = options.precision or precision_under(strategy, usual_precision(box))
+    shape = adapters.apply_lora_options(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
+    precision, is_pure = _precision(options, strategy, shape, box)
     config = RunConfig(precision=precision, engine_override=tuple(options.engine_override))
     strategy.check_engine_flags(config)
-    check_precision(box, "bf16" if options.pure_bf16 else precision)
+    check_precision(box, "bf16" if is_pure else precision)
     if strategy.name == "single":
         box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
     least = strategies.MIN_RANKS_WITH_REPLICAS
     if strategy.name in strategies.WITH_REPLICAS and (box.ranks < least or box.ranks % 2):
         problem = f"{strategy.name} needs an even number of ranks from {least} up, not {box.ranks}"
         raise UserError(problem, f"use {'fsdp2' if strategy.is_fsdp else 'zero3'}, which has one replica")
-    if options.pure_bf16 and strategy.deepspeed is not None:
+    if is_pure and strategy.deepspeed is not None:
         raise UserError(
             f"--pure_bf16 is for strategies without DeepSpeed, and {strategy.name} has it",
             "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
         )
-    shape = adapters.apply_lora_options(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     if strategy.is_fsdp and shape.fsdp_refusal:
         raise UserError(f"{strategy.name} does not train {shape.name}: {shape.fsdp_refusal}", "use zero3")
     request = Request(
         shape=shape, strategy=_overridden(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box),
         box=box, sequence_length=resolve_length(shape, options.seq_length), micro_batch=options.micro_batch,
-        accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else precision,
+        accumulation=options.accumulation, precision="bf16-engine" if is_pure else precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
-        pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
+        pure=is_pure, optimizer=options.optimizer, dropout=options.dropout,
         autocast=options.autocast or not strategy.is_fsdp, chunked_loss=options.chunked_loss,
         reference_model=options.with_reference, quantized=options.quantization == "4bit",
     )  # fmt: skip
+    if options.fitted:
+        stock = dataclasses.replace(request, strategy=strategy)
+        fitted = fit_settings(stock)
+        request = dataclasses.replace(request, strategy=_overridden(fitted.strategy, config, box))
     check_attention(request)
     if refusal := engine_refusal(request):
         fix = "use --optimizer adamw, or another strategy" if refusal[0] == "optimizer" else "leave it out"
         raise UserError(f"{refusal[0]}: {refusal[1]}", fix)
     return request
+
+
+def _precision(
+    options: argparse.Namespace, strategy: strategies.Strategy, shape: ModelShape, box: Hardware
+) -> tuple[Precision, bool]:
+    """Return the precision, and whether the weights are loaded in 16 bits without an engine, as advice assumes them."""
+    requested: str = options.precision or usual_precision(box)
+    if options.precision and options.autocast:
+        return options.precision, bool(options.pure_bf16)
+    if requested.endswith("-engine"):
+        return cast(Precision, requested), bool(options.pure_bf16)
+    if options.pure_bf16 is not None or options.autocast:
+        return precision_under(strategy, requested), bool(options.pure_bf16)
+    precision, is_pure = usual_weights(shape, strategy, requested)
+    # The request of a program that loads 16-bit weights has an engine's precision; its flag has not.
+    return cast(Precision, requested) if is_pure else precision, is_pure
 
 
 def _overridden(strategy: strategies.Strategy, config: RunConfig, box: Hardware) -> strategies.Strategy:
@@ -250,6 +279,22 @@ def _document(request: Request, memory: MemoryUse, time: StepTime, traced: float
     }  # fmt: skip
 
 
+def fitting_need(request: Request) -> str | None:
+    """Return the memory that a hint's request needs, as text; None if an upper bound exceeds the device or the host.
+
+    Host memory and NVMe that no flag limits are part of the text.
+    """
+    memory = predict_memory(request)
+    if not fits(memory, request.box, at_upper=True):
+        return None
+    needs = [f"{rounded(device_bytes(memory) / GIB)} GiB"]
+    if request.box.host_gib_per_node is None and (request.strategy.offloads or request.fsdp_offloads):
+        needs.append(f"{rounded(memory.host_peak.value / GIB)} GiB of host memory a node, unchecked")
+    if memory.nvme:
+        needs.append(f"{rounded(memory.nvme / GIB)} GiB of NVMe")
+    return ", ".join(needs)
+
+
 def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
     box, bound, is_fit = request.box, device_bytes(memory, at_upper=True), fits(memory, request.box)
     if memory.missing:
@@ -263,14 +308,16 @@ def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
     usable = rounded(usable_bytes(box) / GIB)
     need = f"{verdict}: {rounded(device_bytes(memory) / GIB)} of {usable} GiB (90 % bound {rounded(bound / GIB)})"
     if verdict != "Fits" and not request.gradient_checkpointing:
-        recomputed = predict_memory(dataclasses.replace(request, gradient_checkpointing=True))
-        if fits(recomputed, box, at_upper=is_fit):
-            return f"{need}; with --gradient_checkpointing {rounded(device_bytes(recomputed) / GIB)} GiB; predicted"
+        recomputed = fitting_need(dataclasses.replace(request, gradient_checkpointing=True))
+        if recomputed is not None:
+            return f"{need}; with --gradient_checkpointing {recomputed}; predicted"
+    if not is_fit:
+        return f"{need}; predicted"
     step, interval = time.step_s, ""
     if step.low is not None and step.high is not None:
-        interval = f" ({rounded(step.low * 1e3)} to {rounded(step.high * 1e3)})"
+        interval = f" ({rounded_seconds(step.low)} to {rounded_seconds(step.high)})"
     return (
-        f"{need}; about {rounded(step.value * 1e3)} ms a step{interval},"
+        f"{need}; about {rounded_seconds(step.value)} a step{interval},"
         f" {rounded(time.tokens_per_s_per_gpu.value)} tokens/s per {'rank' if box.is_cpu_only else 'GPU'}; predicted"
     )
 
@@ -291,17 +338,9 @@ def _page(
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
         f"{', chunked loss' * request.chunked_loss}{', resharded after forward' * request.strategy.is_fsdp}"
     )
-    yield f"\nmemory of one {'rank' if request.box.is_cpu_only else 'GPU'} at its peak, GiB"
-    largest = max(memory.device_parts.values())
-    digits = 1 if largest >= 10 * GIB else 2
-    parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
-    rows = [
-        (name, f"{size / GIB:.{digits}f}", "█" * max(1, round(_BAR * size / largest)))
-        for name, size in parts if size >= 0.005 * device_bytes(memory)
-    ]  # fmt: skip
-    if traced is not None:
-        rows.append(("activations on transformers' own code", f"{traced / GIB:.{digits}f}", ""))
-    yield TextTable(("", "", ""), rows, indent=2)
+    kind = "rank" if request.box.is_cpu_only else "GPU"
+    yield f"\nmemory of one {kind} at its peak, {memory.moment}, GiB"
+    yield TextTable(("", "", ""), _part_rows(memory, traced), indent=2)
     host = {_HOST_PARTS[name]: memory.host_parts.get(name, 0.0) for name in ("load", "train")}
     host |= {"on NVMe": memory.nvme} if memory.nvme else {}
     sent, payload = sent_bytes(request), predict_payload(request)
@@ -310,19 +349,43 @@ def _page(
     yield ""
     yield TextTable(("", ""), [
         ("host memory of one node", ", ".join(f"{rounded(size / GIB)} GiB {when}" for when, size in host.items())),
-        ("communication of one rank per step", f"{sent / unit:.2f} {name} in ring bytes (NCCL); payload: "
-         + (", ".join(f"{kind.replace('_', ' ')} {size / unit:.2f}" for kind, size in payload.items()) or "none")),
-        ("time of one step", ", ".join(f"{part.replace('_', ' ')} {rounded(seconds * 1e3)} ms"
+        ("communication of one rank per step", f"{rounded(sent / unit)} {name} in ring bytes (NCCL); payload: "
+         + (", ".join(f"{kind.replace('_', ' ')} {rounded(size / unit)}" for kind, size in payload.items()) or "none")),
+        ("time of one step", ", ".join(f"{part.replace('_', ' ')} {rounded_seconds(seconds)}"
                                        for part, seconds in time.parts.items() if seconds)),
     ])  # fmt: skip
     if details:
         yield "\nfigures with their interval, which covers 80 % of published measurements"
         yield _intervals(request, memory, time, name, unit)
     tokens_per_s = time.tokens_per_s_per_gpu.value * request.box.ranks
-    speed = [] if memory.missing else [f"{rounded(tokens_per_s)} tokens/s of all ranks"]
+    # The speed of an option that does not fit would be compared with others.
+    speed = (
+        [] if memory.missing or not fits(memory, request.box) else [f"{rounded(tokens_per_s)} tokens/s of all ranks"]
+    )
     speed += [f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"] if time.mfu and time.hfu else []
     yield ""
-    yield from ("; ".join(speed), *request_notes(request, details), *time.notes, *memory.notes)
+    yield from (
+        "; ".join(speed),
+        *request_notes(request, details),
+        *_adapted_notes(request),
+        *time.notes,
+        *memory.notes,
+    )
+
+
+def _part_rows(memory: MemoryUse, traced: float | None) -> list[tuple[str, str, str]]:
+    """Return a row per part of the peak, with a bar; activations and logits have one even if the peak has none."""
+    largest = max(memory.device_parts.values())
+    rows = []
+    for name, size in sorted(memory.device_parts.items(), key=lambda part: -part[1]):
+        most = memory.most_parts.get(name, size)
+        if size >= 0.005 * device_bytes(memory):
+            rows.append((name, rounded(size / GIB), "█" * max(1, round(_BAR * size / largest))))
+        elif name in ("activations", "logits") and most:
+            rows.append((name, rounded(size / GIB) if size else "0", f"at most {rounded(most / GIB)} at other moments"))
+    if traced is not None:
+        rows.append(("activations on transformers' own code", rounded(traced / GIB), ""))
+    return rows
 
 
 def _intervals(request: Request, memory: MemoryUse, time: StepTime, name_of_unit: str, unit: float) -> TextTable:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
+import re
 import sys
 import textwrap
 from collections import Counter
@@ -34,14 +36,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the claims of a document (S1) or one claim (S1-03); or check whether a published table of models,"
         " GPUs, strategies and GB is possible (CSV or markdown: model, gpus, strategy, gb, device, trains)",
     )  # fmt: skip
+    for flag, kinds, says in (
+        ("--finding", _PLURAL, "print the claims with this finding"),
+        ("--evidence", get_args(Basis), "print the claims whose strongest evidence is of this kind"),
+    ):  # fmt: skip
+        quoted = ", ".join(map(repr, kinds))
+        kind = functools.partial(_kind, tuple(kinds))
+        parser.add_argument(flag, type=kind, metavar="KIND", help=f"{says}: {quoted}")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--details", action="store_true", help="print every claim with its finding and its figure")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write all findings with plots as one HTML page")
 
 
+def _kind(kinds: Sequence[str], text: str) -> str:
+    """Return the kind with this name, as an argparse type; dashes and case do not matter."""
+    plain = re.sub(r"[\W_]", "", text).lower()
+    for kind in kinds:
+        if plain == re.sub(r"[\W_]", "", kind):
+            return kind
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is none of {', '.join(map(repr, kinds))}")
+
+
 def run(options: argparse.Namespace) -> int:
     """Print or write the result of `study claims`, and return the exit status."""
     names: list[str] = options.what
+    if (options.finding or options.evidence) and (options.page or _CHECK_TABLE in names):
+        raise UserError("--finding and --evidence choose claims to print", "leave them out")
     if options.page and (names or options.json):
         raise UserError(f"--page cannot be combined with --json, a claim or {_CHECK_TABLE}", "leave one of them out")
     with require_extra("report"):
@@ -56,13 +76,16 @@ def run(options: argparse.Namespace) -> int:
             _print_table(Path(names[1]), options.json)
         else:
             document = _judged(names)
-            document["claims"] = _select(document, names)
+            document["claims"] = _filtered(_select(document, names), options)
             if options.json:
                 print(json.dumps(document, indent=1))
             else:
                 documents = [name.upper() for name in names if name.upper() in document["findings"]]
                 head = [f"{first_line(document, name)}\n" for name in documents] if names else scoreboard_text(document)
-                print_page([*head, *(claim_lines(document) if names or options.details else [_MORE])])
+                is_filtered = options.finding is not None or options.evidence is not None
+                if is_filtered:
+                    head = [f"{_filter_line(document, options)}\n"]
+                print_page([*head, *(claim_lines(document) if names or options.details or is_filtered else [_MORE])])
     return 0
 
 
@@ -106,6 +129,27 @@ def _select(document: Mapping[str, Any], names: Sequence[str]) -> list[dict[str,
             raise UserError(f"{name!r} is neither a document nor a claim", f"{fix}; claims: study claims --details")
     chosen = {name.upper() for name in names}
     return [claim for claim in claims if not chosen or chosen & {claim["id"], claim["document"]}]
+
+
+def _filtered(claims: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the claims with the finding and the strongest evidence of the flags, as the scoreboard counts them."""
+    return [
+        claim for claim in claims
+        if options.finding in (None, claim["finding"]) and options.evidence in (None, _strongest(claim))
+    ]  # fmt: skip
+
+
+def _strongest(claim: Mapping[str, Any]) -> str:
+    evidence: list[str] = claim["evidence"]
+    return evidence[0] if evidence else "none"
+
+
+def _filter_line(document: Mapping[str, Any], options: argparse.Namespace) -> str:
+    """Return how many claims the flags leave, and the flags."""
+    count, total = len(document["claims"]), sum(document["findings"]["all"].values())
+    kinds = {"finding": options.finding, "strongest evidence": options.evidence}
+    filters = ", ".join(f"{what}: {kind}" for what, kind in kinds.items() if kind)
+    return f"{count} of {total} claims ({filters})"
 
 
 _PLURAL = {"holds": "hold", "holds in part": "hold in part", "does not hold": "do not hold",

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -277,7 +278,12 @@ def resolve_repository_path(path: str) -> Path:
 def read_strategy(name: str) -> Strategy:
     """Return a strategy by name; raise if its files do not have the settings of that name."""
     if name not in STRATEGY_NAMES:
-        fix = f"{did_you_mean(name, STRATEGY_NAMES)}{os.path.relpath(STRATEGY_DIRECTORY)}/ has a file for each strategy"
+        # DeepSpeed numbers stages, which people write as stage2, zero-stage-2 or z2.
+        stage = re.fullmatch(r"(?:deepspeed|ds|zero|stage|z|[\W_])*([0-3])", name, re.IGNORECASE)
+        likely = f"zero{stage[1]}" if stage else name
+        fix = (
+            f"{did_you_mean(likely, STRATEGY_NAMES)}{os.path.relpath(STRATEGY_DIRECTORY)}/ has a file for each strategy"
+        )
         raise UserError(f"there is no strategy {clip(name)}", fix)
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
     strategy = launched_strategy(exported_variables(document), document["distributed_type"] != "NO")

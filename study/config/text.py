@@ -26,10 +26,15 @@ def format_number(value: float, digits: int = 3) -> str:
     return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
 
 
-def rounded(value: float, digits: int = 2) -> str:
-    """Return a prediction with as many significant digits as it is certain, and an integer as a whole number."""
+def rounded(value: float, digits: int = 3) -> str:
+    """Return a prediction with this many significant digits: one rounding for a figure wherever it is printed."""
     number = float(f"{value:.{digits}g}")
     return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:#.{digits}g}"
+
+
+def rounded_seconds(seconds: float) -> str:
+    """Return a predicted time in the unit that fits it: milliseconds, and from 1,000 of them seconds."""
+    return f"{rounded(1e3 * seconds)} ms" if float(f"{1e3 * seconds:.3g}") < 1e3 else f"{rounded(seconds)} s"
 
 
 def power_of_ten(exponent: int) -> str:

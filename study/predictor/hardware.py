@@ -1,6 +1,8 @@
 """Hardware of a prediction: GPUs from study/predictor/hardware.yaml, their peak rates, and machines of them by name.
 
-`8xH100` is one node, `4x8xH100` four nodes of eight GPUs, `A100-40` one GPU, `this` the local machine.
+`8xH100` is one node, `4x8xH100` four nodes of eight GPUs, `A100-40` one GPU, `this` the local machine. The other forms
+that people write are read too, such as `A100 80GB x8` and `4 nodes x 8 H100`. A GPU outside the table is given by its
+figures: `8xmemory=192GiB,tflops=1300,bandwidth=5300`.
 """
 
 from __future__ import annotations
@@ -8,12 +10,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import math
 import re
+import sys
 import time
 from pathlib import Path
 
 from study.config.errors import UserError, clip, did_you_mean
+from study.config.places import install_command
 from study.config.strategies import DEFAULT_RANKS_PER_NODE
 from study.config.yaml_sections import load_package_yaml
 from study.host.machine import MEASUREMENT_ERRORS, detect_machine, gpu_names, matmul_rates, measured_rates
@@ -137,6 +142,21 @@ def parse_int(text: str, most: int = 10_000_000, what: str = "whole number") -> 
     return int(text)
 
 
+def parse_tokens(text: str) -> int:
+    """Parse a number of tokens, as an argparse type: 4096, or 4k, whose k is 1024."""
+    if match := re.fullmatch(r"([0-9]{1,5})k", text, re.IGNORECASE):
+        return parse_int(str(1024 * int(match[1])))
+    return parse_int(text)
+
+
+def parse_gib(text: str) -> float:
+    """Parse a size of memory in GiB, as an argparse type: 128, 128GB and 128GiB are the same, as machines are sold."""
+    match = re.fullmatch(r"([0-9.]+) *(?:(T)|G)?(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a size of memory such as 128, 128GB or 1.5TB")
+    return real(match[1]) * (1024 if match[2] else 1)
+
+
 def real(text: str, below: float = 1e9) -> float:
     """Parse a number above 0, as an argparse type."""
     try:
@@ -151,11 +171,25 @@ def real(text: str, below: float = 1e9) -> float:
 BOX_NAMES = (*(name for device in known_devices() for name in device.names), "this")
 _SPEED = functools.partial(real, below=1e6)
 _COUNT = r"([0-9]{1,99}) *x *"
+# Figures of a GPU that is not in the table, with their units; the first three are needed.
+_FIGURES = {
+    "memory": "GiB of device memory", "tflops": "dense TFLOP/s in 16 bits", "bandwidth": "GB/s of device memory",
+    "nvlink": "GB/s of one device to its node, one direction", "pcie": "GB/s to the host, one direction",
+    "network": "GB/s to other nodes", "fp32": "TFLOP/s in fp32",
+}  # fmt: skip
+_NEEDED = ("memory", "tflops", "bandwidth")
+CUSTOM_FORM = "--hardware 8xmemory=192GiB,tflops=1300,bandwidth=5300"
+# Makers and cards whose figures are not in the table.
+_OTHER_MAKERS = re.compile(r"\b(amd|instinct|radeon|intel|gaudi\w*|tpu|trn|trainium|mi\d{2,3}\w*)\b", re.IGNORECASE)
+# Larger machines exist, but a larger number is more often a cluster.
+_MAX_MACHINE_GPUS = 16
 
 
 def to_box(name: str) -> Hardware:
     """Return the hardware with a name; UserError suggests similar names if it is unknown."""
-    count = re.fullmatch(rf"(?:{_COUNT})?(?:{_COUNT})?(?!{_COUNT})(?P<device>\w[\w .-]*)", name.strip(), re.IGNORECASE)
+    count = re.fullmatch(
+        rf"(?:{_COUNT})?(?:{_COUNT})?(?!{_COUNT})(?P<device>\w[\w .=,/-]*)", _usual_form(name), re.IGNORECASE
+    )
     if count is None:
         raise _unknown(name)
     numbers = [int(number) for number in count.groups()[:2] if number is not None]
@@ -163,6 +197,9 @@ def to_box(name: str) -> Hardware:
     if not 0 < nodes * per_node <= MAX_JOB_GPUS:
         problem = f"{clip(name)} is not valid hardware: a count is out of range"
         raise UserError(problem, f"use 1 to {MAX_JOB_GPUS:,} GPUs")
+    if "=" in count["device"]:
+        custom = _custom_device(name, count["device"])
+        return Hardware(name, custom, per_node, nodes, network_gb_per_s=custom.network_gb_per_s)
     if count["device"].lower() == "this":
         if numbers:
             raise UserError(f"{clip(name)} is not valid hardware: `this` is the local machine", "leave the number out")
@@ -177,6 +214,51 @@ def to_box(name: str) -> Hardware:
     if (device := by_name or find_device(count["device"])) is None:
         raise _unknown(name)
     return Hardware(name, device, per_node, nodes, network_gb_per_s=device.network_gb_per_s)
+
+
+def _usual_form(name: str) -> str:
+    """Return a name in the form COUNTxDEVICE: `A100 80GB x8`, `8 A100`, `8x RTX 3090 (24GB)`, `4 nodes x 8 H100`."""
+    text = re.sub(r"[()]", " ", name.replace("\N{MULTIPLICATION SIGN}", "x")).strip()
+    text = re.sub(r"^([0-9]+) *(?:nodes?|machines?|servers?) *(?:x|of|with)? *", r"\1x", text, flags=re.IGNORECASE)
+    # The x of RTX 3090 is part of its name.
+    if not re.match(r"[0-9]+ *x", text, re.IGNORECASE):
+        text = re.sub(r"^(.*(?:[0-9]|[0-9]GI?B?|\s)) *x *([0-9]+)$", r"\2x\1", text, flags=re.IGNORECASE)
+    # A number and a name with a letter first: "8 A100", "4x8 H100"; "8 3090" stays unknown.
+    text = re.sub(r"^((?:[0-9]+ *x *)?[0-9]+) +(?=[a-z])(?!x)", r"\1x", text, flags=re.IGNORECASE)
+    return " ".join(text.split())
+
+
+def _custom_device(name: str, figures: str) -> Device:
+    """Return a GPU given by its figures, such as memory=192GiB,tflops=1300,bandwidth=5300."""
+    values: dict[str, float] = {}
+    for part in figures.split(","):
+        key, _, text = part.strip().partition("=")
+        number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *[a-z/]*", text.strip(), re.IGNORECASE)
+        if key not in _FIGURES or number is None or key in values or not 0 < float(number[1]) < 1e6:
+            supported = ", ".join(f"{key} ({unit})" for key, unit in _FIGURES.items())
+            raise UserError(f"{clip(name)}: {clip(part)} is not a figure of a GPU", f"use {supported}, each once")
+        values[key] = float(number[1])
+    if missing := [key for key in _NEEDED if key not in values]:
+        raise UserError(f"{clip(name)} does not set {', '.join(missing)}", f"write it as in {CUSTOM_FORM}")
+    half = values["tflops"]
+    # Without a figure for fp32, that of a data sheet is often a sixteenth (A100) of 16 bits.
+    rates = {"fp32": values.get("fp32", half / 16), "tf32": half / 2, "bf16": half, "fp16": half}
+    return Device(
+        name=f"GPU of {values['memory']:g} GiB", pattern="(?!)", peak_tflops=dict(rates),
+        memory_bandwidth_gb_per_s=values["bandwidth"], memory_gib=values["memory"],
+        pcie_gb_per_s=values.get("pcie", 31.0),
+        nvlink_gb_per_s=values.get("nvlink"), network_gb_per_s=values.get("network", Device.network_gb_per_s),
+    )  # fmt: skip
+
+
+def machine_notice(box: Hardware) -> str | None:
+    """Return a notice if one machine has more GPUs than most: a cluster was meant more often."""
+    if box.nodes > 1 or box.gpus_per_node <= _MAX_MACHINE_GPUS or box.is_cpu_only:
+        return None
+    nodes, rest = divmod(box.gpus_per_node, DEFAULT_RANKS_PER_NODE)
+    device = re.sub(r"^[0-9]+ *x *", "", box.name)
+    several = f"; {nodes}x{DEFAULT_RANKS_PER_NODE}x{device} is {nodes} nodes of {DEFAULT_RANKS_PER_NODE}" * (not rest)
+    return f"{box.name} is one machine with {box.gpus_per_node} GPUs{several}"
 
 
 def box_from_device_name(device_name: str, ranks: int, nodes: int) -> Hardware:
@@ -196,11 +278,18 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
     bus = "bus bandwidth within a node, as nccl-tests print it, such as with NCCL_P2P_DISABLE=1"
     add("--bus_gb_per_s", type=_SPEED, default=math.inf, metavar="X", help=bus)
     add("--host_gb_per_s", type=_SPEED, metavar="X", help="memory bandwidth of Adam on the host, all ranks of a node")
-    add("--host_memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
+    add(
+        "--host_memory",
+        type=parse_gib,
+        metavar="GIB",
+        help="host memory of each node; without it the host is not checked",
+    )
 
 
 def box_from_args(options: argparse.Namespace) -> Hardware:
     box, (read, write) = to_box(options.hardware), options.nvme_gb_per_s
+    if notice := machine_notice(box):
+        print(f"notice: {notice}", file=sys.stderr)
     return dataclasses.replace(
         box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write,
         bus_gb_per_s=options.bus_gb_per_s, host_memory_gb_per_s=options.host_gb_per_s or box.host_memory_gb_per_s,
@@ -222,18 +311,29 @@ def _spelled(text: str) -> str:
     """Normalize a device name: `a100-80gb` is A100-80, `H100 SXM5` is H100, and `GeForce RTX_4090` is 4090."""
     spelled = re.sub(r"[ _]+", "-", text.upper())
     spelled = re.sub(r"^(NVIDIA-)?(TESLA-)?(GEFORCE-)?(RTX-?)?|-GENERATION$", "", spelled)
-    return re.sub(r"-SXM\d?(?=-|$)|(?<=-\d\d)GB?$|(?<=-\d\d\d)GB?$", "", spelled)
+    return re.sub(r"-SXM\d?(?=-|$)|(?<=-\d\d)GI?B?$|(?<=-\d\d\d)GI?B?$", "", spelled)
 
 
 def _unknown(name: str) -> UserError:
     if re.search(r"\bMIG\b|\b\dg\.\d+gb", name, re.IGNORECASE):
         return UserError(f"{clip(name)}: the speed of a MIG slice is not known", "name a whole GPU")
-    counts = re.match(rf"(?:{_COUNT})*", name.strip(), flags=re.IGNORECASE)[0]  # type: ignore[index]
+    name = _usual_form(name)
+    counts = re.match(rf"(?:{_COUNT})*", name, flags=re.IGNORECASE)[0]  # type: ignore[index]
     # The letter O is often typed for a zero.
-    device = _spelled(name.strip()[len(counts) :]).replace("O", "0")
+    device = _spelled(name[len(counts) :]).replace("O", "0")
     similar = [counts + box for box in BOX_NAMES if box[0] == device[:1]]
+    figures_form = f"give its figures as in {CUSTOM_FORM}"
+    if size := re.fullmatch(r"([0-9]{2,3})GI?B?", device):
+        sized = [
+            f"{counts}{item.names[0]}" for item in known_devices() if item.names and item.memory_gib == float(size[1])
+        ]
+        choices = f"name one, as {', '.join(sized[:4])}; or " if sized else ""
+        return UserError(f"{clip(name)} names no GPU", f"{choices}{figures_form}")
+    if _OTHER_MAKERS.search(device):
+        return UserError(f"{clip(name)} is not in the table of GPUs", f"{figures_form} (data sheet, without sparsity)")
     suggestion = did_you_mean(counts + device, similar, cutoff=0.5)
-    fix = f"{suggestion}`study predict --help` lists the devices; the form is 8xH100, or 4x8xH100 (4 nodes)"
+    fix = f"{suggestion}`study predict --help` lists the devices; the form is 8xH100, or 4x8xH100 (4 nodes);"
+    fix += f" or {figures_form}"
     return UserError(f"unknown hardware {clip(name)}", fix)
 
 
@@ -259,6 +359,9 @@ def _this() -> Hardware:
         rates = device.matmul_tflops | matmul_rates(detect_machine()).get("tflops", {})
         device = dataclasses.replace(device, memory_gib=detect_machine().gpu_memory_gib[0], matmul_tflops=rates)
         return dataclasses.replace(box, device=device)
+    if importlib.util.find_spec("torch") is None:
+        problem = "torch is not installed here, and this machine's compute rate is measured with it"
+        raise UserError(problem, f"run: {install_command('train')}; or name the hardware")
     try:
         rates = dict(measured_rates(OMP_NUM_THREADS="1")["tflops"])
     except MEASUREMENT_ERRORS as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -134,6 +135,8 @@ class DeviceMemory(NamedTuple):
     """Device memory by part at one instant of a step."""
 
     parts: dict[str, float]
+    # Moment of a step, as text.
+    moment: str
     # In the optimizer step, after the backward pass.
     step: bool = False
 
@@ -145,6 +148,7 @@ class DeviceMemory(NamedTuple):
         return self.total - sum(self.parts[name] for name in names)
 
 
+@functools.lru_cache(maxsize=4096)
 def predict_memory(request: Request) -> MemoryUse:
     """Predict the memory of one GPU, its node's host, and NVMe."""
     state = model_state.predict_state(request)
@@ -162,7 +166,8 @@ def predict_memory(request: Request) -> MemoryUse:
     steady += _static_buffer_bytes(request)
     points = device_snapshots(request)
     highest = max(points, key=lambda point: point.total)
-    peak = DeviceMemory({**constant, **highest.parts}, highest.step)
+    peak = highest._replace(parts={**constant, **highest.parts})
+    most_parts = {name: max(point.parts.get(name, 0.0) for point in points) for name in PARTS if name not in constant}
     host_parts, nvme = predict_host_memory(request)
     # Outside stage 3 each process creates both models in host memory.
     loaded = float(FP32_BYTES * request.shape.parameters * request.reference_model * (request.strategy.zero_stage != 3))
@@ -190,8 +195,22 @@ def predict_memory(request: Request) -> MemoryUse:
         peak_reserved=pool, pool_with_room=_pool_with_room(request, points, exact, peak.total + reserved),
         process_peak=process, host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])), nvme=nvme,
-        notes=tuple(_notes(request, peak)),
+        notes=tuple(_notes(request, peak)), moment=peak.moment, most_parts=most_parts,
     )  # fmt: skip
+
+
+def least_device_bytes(request: Request) -> float:
+    """Return device bytes that a prediction has at least: weights, optimizer, and the activations at the loss.
+
+    It needs no gathers and no gradients, so a search for the largest micro-batch begins with it.
+    """
+    if request.box.is_cpu_only:
+        return 0.0
+    state, saved = model_state.predict_state(request), predict_activations(request)
+    stored = sum(_stored(request, saved, request.shape.layers).values())
+    logits = saved.logits + max(saved.logits_forward, saved.logits_backward)
+    allocated = state.params_device + state.optimizer_device + stored + logits
+    return allocated * (1 + FRAGMENTATION_FRACTION) + _cuda_context_bytes(request.box.ranks)
 
 
 def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: float, needed: float) -> float:
@@ -247,7 +266,8 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
         return
     settings = request.settings
     largest = max(shape.trained_params, key=lambda param: param.elements)
-    if largest.elements > settings.reduce_bucket_size:
+    # Stage 1 partitions no gradient.
+    if settings.stage > 1 and largest.elements > settings.reduce_bucket_size:
         yield f"gradient of {largest.name} ({largest.elements:,} elements) exceeds the bucket and stays unpartitioned"
     if has_tied_gradients(shape):
         yield f"{shape.embedding.name} is tied: the gradients of both uses and their sum are allocated at once"
@@ -290,27 +310,35 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     # autocast caches its weight copies until the forward pass ends.
     cached = saved.cast_cached / request.checkpoint_every if recomputed else 0.0
 
-    def point(live: int, **parts: float) -> DeviceMemory:
+    def point(moment: str, live: int, **parts: float) -> DeviceMemory:
         all_parts = {**stored, "gradients": accumulated, **parts}
-        return DeviceMemory({**all_parts, "buffers": all_parts.get("buffers", standing) + live * weight})
+        return DeviceMemory({**all_parts, "buffers": all_parts.get("buffers", standing) + live * weight}, moment)
 
     # The end of the forward pass, when the loss is computed from the logits.
     activations, logits = stored["activations"] + cached * layers, saved.logits + saved.logits_forward
-    points = [point(gathers.live_at_end, buffers=begun, activations=activations, logits=logits)]
+    points = [point("at the loss", gathers.live_at_end, buffers=begun, activations=activations, logits=logits)]
     if request.reference_model:
         # TRL runs it before the loss, and frees its logits before the backward pass.
         reference = reference_gathers(request)
         unsharded = (reference.max_live_elements - reference.live_at_end) * request.gathered_bytes
         logits = saved.logits + max(saved.logits_forward, saved.layer_forward)
-        points.append(point(gathers.live_at_end, buffers=begun + unsharded, logits=logits))
+        moment = "in the reference model's forward pass"
+        points.append(point(moment, gathers.live_at_end, buffers=begun + unsharded, logits=logits))
     # During the forward pass, with the temporaries of a layer whose tensors are not saved.
     for place, live in (gathers.live_forward or {layers - 1: 0}).items():
         so_far = min(layers, place + 1)
         before = _stored(request, saved, so_far)
         working = saved.layer_forward if recomputed and so_far else 0.0
-        points.append(point(live, **before | {"activations": before["activations"] + cached * so_far + working}))
+        points.append(
+            point(
+                "in the forward pass",
+                live,
+                **before | {"activations": before["activations"] + cached * so_far + working},
+            )
+        )
     # The loss's gradient.
-    points.append(point(gathers.live_at_end, buffers=begun, logits=saved.logits + saved.logits_backward))
+    gradient = saved.logits + saved.logits_backward
+    points.append(point("at the loss's gradient", gathers.live_at_end, buffers=begun, logits=gradient))
     for snapshot in _decisive_snapshots(request, recomputes=strategy.zero_stage == 3 and recomputed):
         parts = {"gradients": snapshot.grads, "buffers": snapshot.buffers}
         if not snapshot.step:
@@ -322,8 +350,14 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
                 # After the head's backward pass autograd has freed autocast's copy of its weight.
                 stored["activations"] -= saved.cast_head + saved.tail
             parts = {**stored, **parts}
-        points.append(DeviceMemory(parts, snapshot.step))
+        moment = "in the optimizer step" if snapshot.step else "in the backward pass"
+        points.append(DeviceMemory(parts, moment, snapshot.step))
     return points
+
+
+# Sum, gradients and buffers, which are the criteria of the largest, and the snapshot that they belong to.
+_Candidate = tuple[tuple[float, float, float], Snapshot]
+_CRITERIA = 3
 
 
 @cache_by_request
@@ -333,25 +367,65 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
     standing, weight, shape = _static_buffer_bytes(request), request.weight_bytes, request.shape
     request = dataclasses.replace(request, gradient_checkpointing=recomputes)
     gathers = simulate_gathers(request) if request.strategy.zero_stage == 3 else GatherTrace()
-    snapshots = list[Snapshot]()
+    phases = {param.index: phase(shape, param) for param in shape.trained_params}
+    # By layer, None for the optimizer step, and by part of a layer: the largest sum, gradients and buffers, each with
+    # its own gradients, buffers and snapshot.
+    largest: dict[tuple[int | None, bool, str], list[_Candidate]] = {}
+
+    def consider(snapshot: Snapshot, part: tuple[int | None, bool, str], grads: float, buffers: float) -> None:
+        candidate = ((grads + buffers, grads, buffers), snapshot)
+        rows = largest.setdefault(part, [candidate] * _CRITERIA)
+        for criterion, size in enumerate(candidate[0]):
+            if size > rows[criterion][0][criterion]:
+                rows[criterion] = candidate
+
     for snapshot in gradient_snapshots(request):
         param, buffers = snapshot.param, max(standing, snapshot.buffers)
         live = 0 if snapshot.step else gathers.live_backward.get(snapshot.place, 0)
         live = live if param is None else gathers.live_at.get(param.index, live)
-        snapshots.append(snapshot._replace(buffers=buffers + live * weight))
+        name = phases[param.index] if param is not None and 0 <= snapshot.place < shape.layers else ""
+        part = (None if snapshot.step else snapshot.place, snapshot.between, name)
+        consider(snapshot, part, snapshot.grads, buffers + live * weight)
         if snapshot.arrival and param is not None and param.index in gathers.live_before:
             # A tied embedding has both gradients and their sum; before that, only the head's.
-            count = 2 if param.index == request.shape.embedding.index and has_tied_gradients(request.shape) else 1
+            count = 2 if param.index == shape.embedding.index and has_tied_gradients(shape) else 1
             grads = snapshot.grads - float(count * param.elements * weight)
-            buffers += gathers.live_before[param.index] * weight
-            snapshots.append(snapshot._replace(grads=grads, buffers=buffers))
-    # By layer, and None for the optimizer step.
-    parts = defaultdict[tuple[int | None, bool, str], list[Snapshot]](list)
-    for snapshot in snapshots:
-        part = phase(shape, snapshot.param) if snapshot.param and 0 <= snapshot.place < shape.layers else ""
-        parts[None if snapshot.step else snapshot.place, snapshot.between, part].append(snapshot)
-    criteria = (lambda at: at.grads + at.buffers), (lambda at: at.grads), (lambda at: at.buffers)
-    return [max(part_snapshots, key=criterion) for part_snapshots in parts.values() for criterion in criteria]
+            consider(snapshot, part, grads, buffers + gathers.live_before[param.index] * weight)
+    chosen = [(part, criterion, row) for part, rows in largest.items() for criterion, row in enumerate(rows)]
+    # The same part of all layers.
+    by_part = defaultdict[tuple[bool, str, int], list[tuple[int, float, int]]](list)
+    decisive_indexes = set[int]()
+    for index, ((place, between, name), criterion, row) in enumerate(chosen):
+        if place is not None and 0 <= place < shape.layers:
+            by_part[between, name, criterion].append((place, row[0][criterion], index))
+        else:
+            decisive_indexes.add(index)
+    for points in by_part.values():
+        decisive_indexes.update(_upper_hull(points))
+    decisive = [row for index, (_, _, row) in enumerate(chosen) if index in decisive_indexes]
+    return [snapshot._replace(grads=grads, buffers=buffers) for (_, grads, buffers), snapshot in decisive]
+
+
+def _upper_hull(points: list[tuple[int, float, int]]) -> list[int]:
+    """Return the indexes of the points that are the largest for some slope of the memory that grows with the layer.
+
+    The activations of a part are linear in the layer for any batch: with a convex hull the points need no
+    activations, so that all micro-batches share them.
+    """
+    hull: list[tuple[int, float, int]] = []
+    for place, value, index in sorted(points):
+        if hull and hull[-1][0] == place:
+            # Of two at one place the larger, and of equal ones the first.
+            if hull[-1][1] >= value:
+                continue
+            hull.pop()
+        while len(hull) > 1:
+            (first, low, _), (second, middle, _) = hull[-2:]
+            if (middle - low) * (place - first) > (value - low) * (second - first):
+                break
+            hull.pop()
+        hull.append((place, value, index))
+    return [index for _, _, index in hull]
 
 
 def _stored(request: Request, saved: Activations, layers: int, working: bool = False) -> dict[str, float]:

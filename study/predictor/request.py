@@ -312,6 +312,9 @@ class MemoryUse:
     notes: tuple[str, ...] = ()
     # Parts that could not be traced, by name: with any of them there is no verdict.
     missing: str | None = None
+    # Moment of a step at which the device memory peaks, and the largest size of each part at any moment.
+    moment: str = ""
+    most_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

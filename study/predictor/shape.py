@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from study.config.errors import UserError, clip, did_you_mean, first_line
+from study.config.errors import UserError, clip, did_you_mean, first_line, require_extra
 from study.config.flags import RunConfig
 from study.host.folders import resolve_path
 from study.predictor.families import FAMILIES, OTHER_FAMILIES, ModelFamily
-from study.workloads.presets import PRESETS, Family, check_depth, find_preset, load_from
+from study.workloads.presets import PRESETS, Family, check_depth, find_base, find_preset, load_from
 
 # Place of parameters before the layers.
 BEFORE = -1
@@ -88,7 +88,7 @@ class ModelShape:
     def embedding(self) -> Parameter:
         return self.params[self.embedding_index]
 
-    @property
+    @functools.cached_property
     def layer_elements(self) -> int:
         """Elements of the largest layer."""
         sizes = collections.Counter[int]()
@@ -232,11 +232,16 @@ _WORDS = {word: keys[0] for word, keys in _KEYS.items()} | {
 }  # fmt: skip
 
 
+_SYNONYMS = {"vocab": "vocabulary", "intermediate": "inner", "kv_heads": "key_value_heads"}
+_SYNONYMS |= {key: word for word, keys in _KEYS.items() for key in keys}
+_SYNONYMS |= {key: word for word, key in _WORDS.items() if word not in _KEYS}
+
+
 def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     """Return the shape of a preset, a folder or file with config.json, a list of sizes, or with `ask_hub` a hub id."""
-    # A tuned model has its base's shape; the trainer would load other weights.
-    base = re.sub(r"-(instruct|chat|it)(?=(-hf)?$)", "", name, flags=re.IGNORECASE)
-    if (preset := find_preset(name) or find_preset(base.lower()) or find_preset(base)) is not None:
+    # A tuned model has its base's shape; the trainer would load other weights. A folder of that name comes first.
+    is_folder = resolve_path(name).exists()
+    if (preset := find_preset(name) or (None if is_folder else find_base(name))) is not None:
         return shape_of_architecture(preset.name, preset.model_type, preset.architecture)
     if "=" in name:
         return _shape_of_words(name)
@@ -245,7 +250,8 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     if file.is_file():
         return _shape_of_document(_read(file), name)
     if ask_hub and name.count("/") == 1:
-        from huggingface_hub import hf_hub_download
+        with require_extra("train"):
+            from huggingface_hub import hf_hub_download
 
         def download(repo_id: str, *, trust_remote_code: bool, **options: Any) -> dict[str, Any]:
             return _read(Path(hf_hub_download(repo_id, "config.json", **options)))
@@ -423,7 +429,8 @@ def _shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
 def _shape_of_words(text: str) -> ModelShape:
     """Parse layers=32,hidden=4096,heads=32,vocabulary=32000: a GPT-2, or a Llama if it has one of Llama's sizes."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
-    words = dict(pairs)
+    # A synonym of a size is that size.
+    words = {_SYNONYMS.get(word, word): value for word, value in pairs}
     if len(words) < len(pairs):
         raise UserError(f"{text[:80]} sets a size twice", "set each once")
     if unknown := [word for word in words if word not in _WORDS]:

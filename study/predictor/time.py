@@ -6,7 +6,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from study.config.text import rounded
+from study.config.text import rounded, rounded_seconds
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor import activations, live
@@ -59,20 +59,20 @@ def why(memory: MemoryUse, box: Hardware) -> str:
     """Explain in one line whether it fits: the free memory, or the part that is too large."""
     peak, usable = device_bytes(memory), usable_bytes(box)
     if memory.missing and excess_bytes(memory, box) <= 0:
-        return f"no verdict: {peak / GIB:.1f} GiB without {memory.missing}"
+        return f"no verdict: {rounded(peak / GIB)} GiB without {memory.missing}"
     if fits(memory, box):
         at_most = excess_bytes(memory, box, at_upper=True)
-        warning = f"; may not fit: up to {at_most / GIB:.1f} GiB too much" if at_most > 0 else ""
+        warning = f"; may not fit: up to {rounded(at_most / GIB)} GiB too much" if at_most > 0 else ""
         return f"{free_fraction(memory, box):.0%} of the {'memory' if box.is_cpu_only else 'device'} is left{warning}"
     if box.is_cpu_only and box.host_gib_per_node is not None:
         needed = box.host_gib_per_node + excess_bytes(memory, box) / GIB
-        return f"needs {needed:.1f} GiB of host memory for all ranks, of {box.host_gib_per_node:.1f}"
+        return f"needs {rounded(needed)} GiB of host memory for all ranks, of {box.host_gib_per_node:,.6g}"
     if peak > usable or box.host_gib_per_node is None:
         part, size = max(memory.device_parts.items(), key=lambda item: item[1])
-        return f"needs {peak / GIB:.1f} GiB of {usable / GIB:.1f}; {part} alone {size / GIB:.1f}"
+        return f"needs {rounded(peak / GIB)} GiB of {rounded(usable / GIB)}; {part} alone {rounded(size / GIB)}"
     when = max(_WHEN, key=memory.host_parts.__getitem__)
     needed = memory.host_peak.value / GIB
-    return f"needs {needed:.1f} GiB of host memory, of {box.host_gib_per_node:.1f}, {_WHEN[when]}"
+    return f"needs {rounded(needed)} GiB of host memory, of {box.host_gib_per_node:,.6g}, {_WHEN[when]}"
 
 
 def _upper_or_value(figure: Estimate, upper: bool) -> float:
@@ -279,6 +279,8 @@ def _fused_attention_s(request: Request, flops: float, rate: float) -> float:
 def _nvme_s(request: Request) -> float:
     """Return seconds of NVMe traffic. A node's ranks share its NVMe; half of the optimizer's traffic is reads. Swapped
     weights are read in every pass, and written after the optimizer step (_partitioned_params_swap_out in stage3.py)."""
+    if not request.strategy.uses_nvme:
+        return 0.0
     shape, box = request.shape, request.box
     state = bytes_per_parameter(request.strategy, request.precision, box.ranks)
     if not state.nvme:
@@ -309,8 +311,8 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
         notes.append(host_note)
         if row := _INTERVALS.get("offload_step_s"):
             low, high = row["low"], row["high"]
-            in_ms = f"here {rounded(1e3 * total * low)} to {rounded(1e3 * total * high)} ms"
-            notes.append(f"published offload steps took {low:.1f} to {high:.1f} times the prediction, {in_ms}")
+            bounds = f"here {rounded_seconds(total * low)} to {rounded_seconds(total * high)}"
+            notes.append(f"published offload steps took {low:.1f} to {high:.1f} times the prediction, {bounds}")
     if request.shape.lora_rank:
         notes.append(LORA_NOTE)
     if request.swapped:

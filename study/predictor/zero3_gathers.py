@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from study.predictor import live
@@ -197,10 +197,12 @@ class _Coordinator:
     """DeepSpeed's parameter coordinator: simulates gathers and releases of parameter indices over module calls."""
 
     def __init__(
-        self, trace: Sequence[Call], persistent: frozenset[int], limits: tuple[int, int, int], ranks: int, gloo: bool
+        self, trace: Sequence[Call], persistent: frozenset[int], limits: tuple[int, int, int], alone: bool, gloo: bool
     ) -> None:
         self.prefetch_bucket, self.max_live, self.max_reuse_distance = limits
-        self.ranks, self.gloo = ranks, gloo
+        self.alone, self.gloo = alone, gloo
+        # Gathers of each parameter.
+        self.counts = Counter[int]()
         self.elements = {param.index: param.elements for call in trace for param in call.params}
         self.sharded = [tuple(param.index for param in call.params if param.index not in persistent) for call in trace]
         self.released_after = [tuple(param.index for param in call.releases) for call in trace]
@@ -210,7 +212,7 @@ class _Coordinator:
         self.seen: dict[int, int] = {}
         self.live: set[int] = set()
         self.together: list[_Group] = []
-        self.total = self.gathered = self.gathered_at_once = 0
+        self.total = self.gathered_at_once = 0
         self.sums = [0, *itertools.accumulate(sum(param.elements for param in call.params) for call in trace)]
         # The calls that use each parameter, in order.
         self.uses = defaultdict[int, list[int]](list)
@@ -222,9 +224,9 @@ class _Coordinator:
         missing = [param for param in params if param not in self.live]
         size = sum(self.elements[param] for param in missing)
         self.live.update(missing)
-        self.gathered += sum(math.ceil(self.elements[param] / self.ranks) * self.ranks for param in missing)
+        self.counts.update(missing)
         # A single rank copies each parameter separately.
-        if len(missing) > 1 and self.ranks > 1:
+        if len(missing) > 1 and not self.alone:
             self.together.append(_Group(size, set(missing)))
         self.total += size
         self.gathered_at_once = max(self.gathered_at_once, self.total)
@@ -298,10 +300,23 @@ def _gathers(
     shape: ModelShape, trains: bool, recomputes: bool, ranks: int, gloo: bool, limits: tuple[int, int, int],
     persistent: frozenset[int],
 ) -> GatherTrace:  # fmt: skip
-    """Simulate the gathers; cached by the inputs that matter, which many strategies share."""
+    """Return the gathers, whose shards have padding that depends on the number of ranks."""
+    trace, counts = _simulated(shape, trains, recomputes, ranks == 1, gloo, limits, persistent)
+    elements = {param.index: param.elements for param in shape.params}
+    gathered = sum(count * math.ceil(elements[param] / ranks) * ranks for param, count in counts.items())
+    return dataclasses.replace(trace, elements=gathered)
+
+
+@functools.lru_cache(maxsize=512)
+def _simulated(
+    shape: ModelShape, trains: bool, recomputes: bool, alone: bool, gloo: bool, limits: tuple[int, int, int],
+    persistent: frozenset[int],
+) -> tuple[GatherTrace, Mapping[int, int]]:  # fmt: skip
+    """Simulate the gathers, and count those of each parameter; cached by the inputs that matter, which many strategies
+    and numbers of ranks share."""
     forward, backward = module_call_order(shape, recomputes)
     trace = (*forward, *backward) if trains else forward
-    coordinator = _Coordinator(trace, persistent, limits, ranks, gloo)
+    coordinator = _Coordinator(trace, persistent, limits, alone, gloo)
     live_forward, live_backward, live_before, live_at = (dict[int, int]() for _ in range(4))
     place, frozen_peak, at_end = BEFORE, 0, 0
     for at, call in enumerate(trace):
@@ -331,7 +346,8 @@ def _gathers(
         if live_forward[place] > most:
             decisive[place] = most = live_forward[place]
     at_once = coordinator.gathered_at_once
-    return GatherTrace(coordinator.gathered, decisive, live_backward, at_end, live_before, live_at, at_once)
+    simulated = GatherTrace(0, decisive, live_backward, at_end, live_before, live_at, at_once)
+    return simulated, dict(coordinator.counts)
 
 
 def reference_gathers(request: Request) -> GatherTrace:

@@ -70,6 +70,11 @@ class Cause:
     instead: str = ""
 
     @property
+    def ends_training(self) -> bool:
+        """Whether it ends a run with an error, and changes no gradient."""
+        return bool(self.differs) and set(self.differs) <= _NO_TRAINING
+
+    @property
     def where(self) -> str:
         return ", ".join(self.strategies) + ", with accumulation" * (self.accumulation == "several")
 
@@ -135,7 +140,7 @@ def least_sound_release(strategy: str, micro_steps: int, precision: str) -> str:
     fixed = [
         cause.left.release for cause in read_causes()
         if cause.optimizer == "adamw" and cause.gpu != "hidden" and cause.shows_in(strategy, micro_steps, precision)
-        and cause.left.release[:1].isdigit() and not (cause.differs and set(cause.differs) <= _NO_TRAINING)
+        and cause.left.release[:1].isdigit() and not cause.ends_training
     ]  # fmt: skip
     return max(fixed, key=Version, default="")
 

@@ -6,6 +6,7 @@ It reads the document that `make releases` writes from the records, and imports 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
 from study.config.strategies import read_strategy
-from study.host.stacks import package_version
+from study.host.stacks import package_version, release_key
 from study.releases import bisect
 from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_causes
 
@@ -22,21 +23,82 @@ from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_caus
 NOT_RUN = "not run"
 # Marks a verdict by DeepSpeed's source: a fault of CPUs crashed the run.
 DAGGER = "\N{DAGGER}"
-# Releases in README.md, and without --details.
+# Releases in README.md, and without a release on the command line.
 LATEST_RELEASES = 8
-EPILOG = "`study releases bisect STRATEGY` finds the release that introduced or fixed a fault, by training."
+# Rows around a release on the command line, with its own.
+_NEAREST_RELEASES = 5
+# Exit statuses, next to 0: no fault was found.
+_FAULTY, _UNTESTED = 1, 3
+# Precisions of the command line, as the records name them.
+_PRECISIONS = {"fp32": "fp32", "bf16": "bf16-engine"}
+_EVERY = "every tested strategy"
+# Packages besides DeepSpeed whose releases decide whether a stack was tested.
+_PAIRED = ("accelerate", "torch")
+EPILOG = """\
+`study releases bisect STRATEGY` finds the release that introduced or fixed a fault, by training. The exit status is 0
+if no fault was found, 1 with a known fault, and 3 if this was not tested.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedStack:
+    """The packages, the precision and the strategy that are judged; without a strategy every tested one."""
+
+    deepspeed: str
+    accelerate: str
+    torch: str
+    transformers: str
+    precision: str
+    strategy: str | None = None
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {name: getattr(self, name) for name in PACKAGES}
+
+    @property
+    def short_precision(self) -> str:
+        """The precision as the command line names it."""
+        return self.precision.removesuffix("-engine")
+
+    def known_faults(self, deepspeed: str) -> list[Cause]:
+        """Return the faults of a release of DeepSpeed, with the other packages of this stack."""
+        return [
+            cause for cause in known_faults(self.versions | {"deepspeed": deepspeed}, on_gpu=True)
+            if self.strategy in (None, *cause.strategies)
+            and (not cause.precisions or self.precision in cause.precisions)
+        ]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class ReleaseVerdict:
+    """The first line, the exit status, and the faults by letter."""
+
+    text: str
+    status: int
+    faults: Mapping[str, Cause]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("release", nargs="?", metavar="RELEASE", help="a DeepSpeed release such as 0.18.9; default: the installed one")
     add("strategy", nargs="?", metavar="STRATEGY", help="judge this strategy alone; after the word bisect: bisect it")
+    for package in ("accelerate", "torch"):
+        add(f"--{package}", type=_release, metavar="RELEASE", help="default: the installed one, or else the tested one")
+    bf16 = "bf16: DeepSpeed's bf16 section, 16-bit weights with fp32 masters; default: fp32"
+    add("--precision", choices=tuple(_PRECISIONS), default="fp32", help=bf16)
     add("--details", action="store_true", help="print all tested releases")
     bisect.add_arguments(parser.add_argument_group("options of bisect"))
 
 
+def _release(text: str) -> str:
+    """Parse the release of a package, as an argparse type."""
+    if not re.fullmatch(r"\d+(\.\d+)+(\+\w+)?", text):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a release such as 1.15.0")
+    return text
+
+
 def run(options: argparse.Namespace) -> int:
-    """Print the verdict, the grid and the causes; or bisect."""
+    """Print the verdict, the grid and the causes, and return the verdict's exit status; or bisect."""
     if options.release == "bisect":
         return bisect.run(options)
     if options.release and not re.fullmatch(r"\d+(\.\d+)+", options.release):
@@ -46,22 +108,39 @@ def run(options: argparse.Namespace) -> int:
     document = json.loads(GRID.read_text(encoding="utf-8"))
     if any(row["DeepSpeed"] == f"{options.release}.0" for row in document["releases"]):
         options.release += ".0"
-    print_page(releases_text(document, options.release, options.strategy, options.details))
-    return 0
+    stack = _stack(document, options)
+    verdict = judge(document, stack, is_default=not options.release)
+    print_page(releases_text(document, stack, verdict, options.release, options.details))
+    return verdict.status
+
+
+def _stack(document: Mapping[str, Any], options: argparse.Namespace) -> JudgedStack:
+    """Return the packages that the flags name, else the installed ones, else the tested ones."""
+    requested = {"deepspeed": options.release, "accelerate": options.accelerate, "torch": options.torch}
+    tested = {**document["versions"], "deepspeed": document["releases"][0]["DeepSpeed"]}
+    versions = {name: requested.get(name) or package_version(name) or tested[name] for name in PACKAGES}
+    versions["deepspeed"] = versions["deepspeed"].partition("+")[0]
+    return JudgedStack(**versions, precision=_PRECISIONS[options.precision], strategy=options.strategy)
 
 
 def releases_text(
-    document: Mapping[str, Any], release: str | None, strategy: str | None = None, details: bool = False
+    document: Mapping[str, Any], stack: JudgedStack, verdict: ReleaseVerdict, release: str | None, details: bool = False
 ) -> list[str | TextTable]:
-    """Return the verdict on a release, by default the installed one, then rows and causes."""
-    rows = document["releases"]
+    """Return the verdict, then rows and causes: those around a release that was asked for, else the latest."""
+    rows = document["releases" if stack.precision == "fp32" else "bf16"]
     if not details:
-        rows = [row for row in rows if row["DeepSpeed"] == release] or rows[:LATEST_RELEASES]
-    verdict, release_faults = _verdict(document, release, strategy)
+        rows = _nearest(rows, release) if release else rows[:LATEST_RELEASES]
     printed = {row["DeepSpeed"] for row in rows}
     muon = {name: faults.replace("`", "") for name, faults in document["muon"].items() if name in printed}
-    by_letter = dict(shown_causes(document, [*rows, muon])) | release_faults
+    by_letter = dict(shown_causes(document, [*rows, muon])) | dict(verdict.faults)
+    elsewhere, in_bf16 = _faults_of_other_pairs(stack), _faults_in_bf16(stack)
+    by_letter |= {document["letters"][cause.id]: cause for cause in (*elsewhere, *in_bf16)}
     notes = [
+        f"with accelerate {cause.releases['accelerate']} also {document['letters'][cause.id]}"
+        f" under {', '.join([stack.strategy] if stack.strategy else cause.strategies)}"
+        for cause in elsewhere
+    ]
+    notes += [
         "tested with AdamW and one backward call per micro-batch",
         *["bf16-engine: DeepSpeed's bf16 section, 16-bit weights with fp32 masters"]
         * any("bf16-engine" in cause.precisions for cause in by_letter.values()),
@@ -75,8 +154,27 @@ def releases_text(
         change = re.sub(r"https://github.com/([^/]+/[^/]+)/(?:pull|issues)/(\d+)", r" by \1#\2", cause.left.change)
         fixed = f" (fixed in {cause.left.release}{change})" if cause.left.release else ""
         causes.append(f"{letter}: {cause.title}{_precisions(cause)}{fixed}")
+    tested = document["tested" if stack.precision == "fp32" else "tested_in_bf16"]
     more = [] if details else ["--details prints all tested releases"]
-    return [verdict, "", table, "", *causes, *notes, document["tested"], *more]
+    return [verdict.text, "", table, "", *causes, *notes, tested, *more]
+
+
+def _nearest(rows: Sequence[Mapping[str, str]], release: str) -> Sequence[Mapping[str, str]]:
+    """Return the rows around a release, the newest first, whether or not it is one of them."""
+    newer = sum(release_key(row["DeepSpeed"]) > release_key(release) for row in rows)
+    first = max(0, min(newer - _NEAREST_RELEASES // 2, len(rows) - _NEAREST_RELEASES))
+    return rows[first : first + _NEAREST_RELEASES]
+
+
+def _faults_of_other_pairs(stack: JudgedStack) -> list[Cause]:
+    """Return the faults of this DeepSpeed that only other releases of Accelerate have."""
+    return [
+        cause for cause in read_causes()
+        if cause.optimizer == "adamw" and cause.gpu != "hidden" and "accelerate" in cause.releases
+        and not cause.is_in(stack.versions) and stack.strategy in (None, *cause.strategies)
+        and (not cause.precisions or stack.precision in cause.precisions)
+        and dataclasses.replace(cause, releases={"deepspeed": cause.releases["deepspeed"]}).is_in(stack.versions)
+    ]  # fmt: skip
 
 
 def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, Cause]]:
@@ -87,58 +185,90 @@ def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]])
             yield letter, cause
 
 
-def _verdict(document: Mapping[str, Any], release: str | None, strategy: str | None) -> tuple[str, dict[str, Cause]]:
-    """Return the first line, and the faults of the release by letter."""
-    tested = {row["DeepSpeed"]: set(list(row.values())[1:]) for row in document["releases"]}
-    installed = {name: package_version(name) for name in PACKAGES}
-    deepspeed = (release or installed["deepspeed"] or next(iter(tested))).partition("+")[0]
-    versions = {name: installed[name] or document["versions"].get(name) for name in PACKAGES} | {"deepspeed": deepspeed}
+def _faults_in_bf16(stack: JudgedStack) -> list[Cause]:
+    """Return the faults that a stack in fp32 would have in bf16 only."""
+    in_bf16 = dataclasses.replace(stack, precision=_PRECISIONS["bf16"])
+    faults = stack.known_faults(stack.deepspeed)
+    return [cause for cause in in_bf16.known_faults(stack.deepspeed) if cause not in faults]
 
-    def find_faults(name: str) -> dict[str, Cause]:
-        return {
-            document["letters"][cause.id]: cause
-            for cause in known_faults(versions | {"deepspeed": name}, on_gpu=True)
-            if strategy in (None, *cause.strategies)
-        }
 
-    faults = find_faults(deepspeed)
-    cells = tested.get(deepspeed)
-    printed = " ".join(cells or ()).replace("`", "")
-
-    def marked(text: str) -> str:
-        return text + DAGGER * (text + DAGGER in printed)
-
-    wrong: dict[str, list[str]] = {}
-    for letter, cause in sorted(faults.items()):
-        condition = f"{' with accumulation' * (cause.accumulation == 'several')}{_precisions(cause)}"
-        wrong.setdefault(condition, []).append(
-            f"{', '.join(map(marked, [strategy] if strategy else cause.strategies))} ({letter})"
-        )
-    notes = ["not tested"] if cells is None else ["does not run with the packages of the test"] * (NOT_RUN in cells)
-    if not release and not installed["deepspeed"]:
+def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = False) -> ReleaseVerdict:
+    """Judge a stack by the tests and the known faults; `is_default`: no release was asked for."""
+    letters, tested = document["letters"], [row["DeepSpeed"] for row in document["releases"]]
+    faults = {letters[cause.id]: cause for cause in stack.known_faults(stack.deepspeed)}
+    untested = _untested(document, stack)
+    notes = [untested] if untested else []
+    if is_default and not package_version("deepspeed"):
         notes.append("not installed here, but the newest tested")
-    # Faults of one precision alone come last.
-    in_order = sorted(wrong.items(), key=lambda item: (" in " in item[0], item[0]))
-    faulty = [f"{condition} under {', '.join(places)}".strip() for condition, places in in_order]
-    notes += [f"wrong gradients {'; '.join(faulty)}"] * bool(faulty)
-    if strategy and faults and all(cause.accumulation == "several" for cause in faults.values()):
-        notes.append("without accumulation no fault" + DAGGER * (DAGGER in marked(strategy)))
-    if cells is None or NOT_RUN in cells:
+    row: Mapping[str, str] = next((row for row in document["releases"] if row["DeepSpeed"] == stack.deepspeed), {})
+    daggered = set(re.findall(rf"(\w+)`{DAGGER}", " ".join(row.values())))
+    notes += _fault_notes(stack, faults, daggered)
+    for cause in _faults_in_bf16(stack):
+        notes.append(f"in bf16 also wrong under {', '.join(cause.strategies)} ({letters[cause.id]})")
+    if untested:
         notes.append("run: study verify --quick")
-    elif not wrong:
+    elif not faults:
         notes.append("no fault found")
         # An upgrade may stop at a release that is worse.
-        newer = list(tested)[: list(tested).index(deepspeed)]
-        if strategy and (worse := [name for name in newer if find_faults(name)]):
+        newer = tested[: tested.index(stack.deepspeed)]
+        if stack.strategy and (worse := [name for name in newer if stack.known_faults(name)]):
             notes.append(f"stay, or use {newer[0]}: wrong in {worse[-1]} to {worse[0]}")
-    muon = document["muon"].get(deepspeed, "not tested").replace("`", "")
+    muon = document["muon"].get(stack.deepspeed, "not tested").replace("`", "")
     muon = re.sub(r"(\w): ([^;]+)", r"\2 (\1)", muon).replace(";", ",")
-    if cells is not None and muon != "no fault":
+    if stack.deepspeed in tested and muon != "no fault":
         notes.append(f"Muon {muon if muon == 'not tested' else f'wrong under {muon}'}")
-    notes += [f"use {next(iter(tested))}"] * bool(wrong)
-    where = f", {strategy}" if strategy else ""
-    verdict = f"deepspeed {deepspeed} with accelerate {versions['accelerate']}{where}: {'; '.join(notes)}"
-    return verdict + f" ({DAGGER}: from its source, not from a run)" * (DAGGER in verdict), faults
+    notes += [f"use {tested[0]}"] * bool(faults)
+    packages = f"deepspeed {stack.deepspeed} with accelerate {stack.accelerate} and torch {stack.torch}"
+    text = f"{packages}, {stack.strategy or _EVERY}, {stack.short_precision}: {'; '.join(notes)}"
+    text += f" ({DAGGER}: from its source, not from a run)" * (DAGGER in text)
+    return ReleaseVerdict(text, _FAULTY if faults else _UNTESTED if untested else 0, faults)
+
+
+def _fault_notes(stack: JudgedStack, faults: Mapping[str, Cause], daggered: set[str]) -> Iterator[str]:
+    """Yield the strategies that compute wrong gradients, and those that end with an error, by condition."""
+    for outcome in ("wrong gradients", "an error"):
+        places: dict[str, list[str]] = {}
+        for letter, cause in sorted(faults.items()):
+            if cause.ends_training == (outcome == "an error"):
+                names = [stack.strategy] if stack.strategy else cause.strategies
+                marked = ", ".join(name + DAGGER * (name in daggered) for name in names)
+                condition = " with accumulation" * (cause.accumulation == "several")
+                places.setdefault(condition, []).append(f"{marked} ({letter})")
+        if places:
+            by_condition = (f"{condition} under {', '.join(where)}" for condition, where in sorted(places.items()))
+            yield f"{outcome}{';'.join(by_condition)}"
+    if stack.strategy and faults and all(cause.accumulation == "several" for cause in faults.values()):
+        yield "without accumulation no fault" + DAGGER * (stack.strategy in daggered)
+
+
+def _untested(document: Mapping[str, Any], stack: JudgedStack) -> str | None:
+    """Return what of a stack was not tested, and the nearest that was; None if it was tested."""
+    if stack.strategy and read_strategy(stack.strategy).deepspeed is None:
+        return f"not tested: {stack.strategy} runs without DeepSpeed"
+    trained = [case for case in document["trained"] if case["deepspeed"] == stack.deepspeed]
+    if not trained:
+        is_in_grid = any(row["DeepSpeed"] == stack.deepspeed for row in document["releases"])
+        return "does not run with the packages of the test" if is_in_grid else "not tested"
+    if stack.strategy:
+        trained = [case for case in trained if stack.strategy in case["strategies"]]
+    if not trained:
+        return f"{stack.strategy} was not tested"
+    same = [case for case in trained if all(_is_same(case[name], getattr(stack, name)) for name in _PAIRED)]
+    if not same:
+        pairs = dict.fromkeys(" and ".join(f"{name} {case[name]}" for name in _PAIRED) for case in trained)
+        return f"not tested with these packages, but with {', or '.join(pairs)}"
+    precisions = {case["precision"] for case in same}
+    if stack.precision not in precisions:
+        elsewhere = " and ".join(name for name, recorded in _PRECISIONS.items() if recorded in precisions)
+        return f"not tested in {stack.short_precision}, but in {elsewhere}"
+    return None
+
+
+def _is_same(tested: str, requested: str) -> bool:
+    """Whether two versions are of one release; a local label, such as +cu129, does not change it."""
+    from packaging.version import Version
+
+    return Version(tested).public == Version(requested).public
 
 
 def _precisions(cause: Cause) -> str:

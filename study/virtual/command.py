@@ -18,6 +18,7 @@ from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_bytes
 from study.host.folders import folder_argument, resolve_path
 from study.host.machine import Machine, detect_machine
+from study.host.stacks import check_training_packages
 from study.records import lock, outcome
 from study.records.directory import read_json, read_run
 from study.records.schema import STATE_KINDS, RecordError
@@ -167,6 +168,7 @@ class VirtualRunFailed(Exception):
 def run(options: argparse.Namespace) -> int:
     """Run the virtual ranks and print their figures; return exit status 1 if one of them failed."""
     request = read_request(options)
+    check_training_packages()
     summaries: list[Summary] = []
     failed: list[Summary] = []
     state: str

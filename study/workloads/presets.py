@@ -115,6 +115,25 @@ def find_preset(name: str) -> Preset | None:
     return None
 
 
+# Words of tuned and converted weights, whose shape is that of the base model.
+_TUNED = re.compile(r"-(instruct|chat|it|hf|base)(?=-|$)")
+
+
+def find_base(name: str) -> Preset | None:
+    """Return the preset of a model's shape by the name that people write, with or without its owner; None if there is
+    none: `Meta-Llama-3-8B-Instruct` is llama-3-8b, and `mistral-7b` the newest version of it.
+    """
+    owner, _, model = name.rpartition("/")
+    if owner and owner not in {(preset.hub_id or "").partition("/")[0] for preset in PRESETS.values()}:
+        return None
+    plain = _TUNED.sub("", model.lower()).removeprefix("meta-")
+    by_plain = {_TUNED.sub("", preset.name.lower()): preset for preset in PRESETS.values()}
+    if plain in by_plain:
+        return by_plain[plain]
+    versions = [base for base in by_plain if re.fullmatch(rf"{re.escape(plain)}-v\d+(\.\d+)*", base)]
+    return by_plain[max(versions)] if versions else None
+
+
 def preset_layers(name: str) -> int | None:
     """Return the published number of layers of a preset at any depth; None if it is not a preset."""
     preset = find_preset(name)

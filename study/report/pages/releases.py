@@ -125,30 +125,65 @@ def _letters(cell: ReleaseCell) -> str:
 def document(records: Records) -> dict[str, Any]:
     """Return what `study releases` prints: tested releases with the faults expected on a GPU, the newest first."""
     latest, muon = latest_cells(records), _muon_cells(records)
-    verdicts = releases.gpu_verdicts(latest_cells(records, 0))
-
-    def faults(release: str, several: bool) -> str:
-        return releases.faults_on_gpu(verdicts[(verdicts["release"] == release) & (verdicts["several"] == several)])
+    in_bf16 = [cell for cell in releases.clipped(release_cells(records))
+               if cell.precision == "bf16-engine" and not cell.is_contemporary]  # fmt: skip
 
     def faults_of_muon(release: str) -> str:
         wrong = [cell for cell in muon if cell.release == release and cell.verdict.kind != "equal"]
         return releases.by_letter((_letters(cell), f"`{cell.strategy}`") for cell in wrong) or "no fault"
 
-    runs = records.runs[records.runs["run"].isin({run for cell in latest for run in cell.runs})]
-    started = runs["status_started_at"].dropna().str[:10]
     versions = {name: cell.versions[name] for cell in latest for name in PACKAGES[1:]}
-    days = " to ".join(dict.fromkeys((started.min(), started.max())))
-    packages = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     return {
-        "tested": f"Tested {days} on two CPU ranks in fp32 with clipping, 1 and 4 micro-batches a step; {packages}",
+        "tested": _tested(records, latest, "fp32"), "tested_in_bf16": _tested(records, in_bf16, "bf16"),
         "versions": versions, "letters": {cause.id: letter for cause, letter in releases.lettered().items()},
-        "releases": [
-            {"DeepSpeed": name, "no accumulation": faults(name, False), "accumulation": faults(name, True)}
-            for name in sorted(set(verdicts["release"]), key=release_key, reverse=True)
-        ],
+        "releases": _rows_by_release(latest_cells(records, 0)), "bf16": _rows_by_release(in_bf16),
+        "trained": _trained(records),
         "muon": {name: faults_of_muon(name)
                  for name in sorted({cell.release for cell in muon}, key=release_key, reverse=True)},
     }  # fmt: skip
+
+
+def _tested(records: Records, cells: Sequence[ReleaseCell], precision: str) -> str:
+    """Return when and how cells of one stack were tested, in one line."""
+    runs = records.runs[records.runs["run"].isin({run for cell in cells for run in cell.runs})]
+    started = runs["status_started_at"].dropna().str[:10]
+    days = " to ".join(dict.fromkeys((started.min(), started.max())))
+    versions = {name: cell.versions[name] for cell in cells for name in PACKAGES[1:]}
+    packages = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    return f"Tested {days} on two CPU ranks in {precision} with clipping, 1 and 4 micro-batches a step; {packages}"
+
+
+def _rows_by_release(cells: Sequence[ReleaseCell]) -> list[dict[str, str]]:
+    """Return a row per release with the faults that a GPU shows, the newest release first."""
+    verdicts = releases.gpu_verdicts(cells)
+
+    def faults(release: str, several: bool) -> str:
+        return releases.faults_on_gpu(verdicts[(verdicts["release"] == release) & (verdicts["several"] == several)])
+
+    return [
+        {"DeepSpeed": name, "no accumulation": faults(name, False), "accumulation": faults(name, True)}
+        for name in sorted(set(verdicts["release"]), key=release_key, reverse=True)
+    ]
+
+
+def _trained(records: Records) -> list[dict[str, Any]]:
+    """Return which strategies were judged under which packages and precision, with and without accumulation.
+
+    A run that ended by a known fault counts: its verdict on GPUs is that of the source.
+    """
+    judged: dict[tuple[str, ...], dict[str, set[bool]]] = {}
+    for cell in releases.clipped(release_cells(records)):
+        if cell.precision not in ("fp32", "bf16-engine") or cell.strategy == "ddp":
+            continue
+        stack = (cell.release, str(cell.versions["accelerate"]), str(cell.versions["torch"]), cell.precision)
+        accumulates = judged.setdefault(stack, {}).setdefault(cell.strategy, set())
+        if cell.verdict.kind in ("equal", "different") or cell.causes:
+            accumulates.add(cell.micro_steps > 1)
+    both = {stack: [name for name in cells if len(cells[name]) == 2] for stack, cells in judged.items()}
+    return [
+        {"deepspeed": release, "accelerate": accelerate, "torch": torch, "precision": precision, "strategies": names}
+        for (release, accelerate, torch, precision), names in both.items() if names
+    ]  # fmt: skip
 
 
 def is_right(row: Row) -> bool | None:

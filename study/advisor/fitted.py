@@ -1,0 +1,105 @@
+"""Settings of a strategy that are fitted to a model and hardware, and the usual precision of its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, cast
+
+from study.config.flags import Precision
+from study.config.strategies import Strategy
+from study.predictor import time as timing
+from study.predictor.hardware import Hardware
+from study.predictor.memory import predict_memory
+from study.predictor.request import FP32_BYTES, MemoryUse, Request
+from study.predictor.shape import ModelShape
+from study.predictor.state import MIN_SWAPPED_BYTES, unswapped_kind
+
+# In elements; 16-bit buckets of 100 MB saturate a network.
+_SMALL_BUCKET = 50_000_000
+# Live parameters and reuse distance if memory is short, in layers.
+_LIVE_LAYERS = 2
+_FEWEST_SUB_GROUPS = 10
+
+
+def precision_under(strategy: Strategy, precision: str) -> Precision:
+    """Return the --precision of study/train.py that is mixed precision under this strategy."""
+    # DeepSpeed's fp16 does not train at stage 0.
+    has_own = strategy.deepspeed is not None and (strategy.zero_stage != 0 or precision != "fp16")
+    return cast(Precision, f"{precision}-engine" if has_own and precision != "fp32" else precision)
+
+
+def usual_weights(shape: ModelShape, strategy: Strategy, precision: str) -> tuple[Precision, bool]:
+    """Return the --precision of mixed precision, and whether the program loads the weights in 16 bits.
+
+    With adapters, programs without DeepSpeed load the frozen weights in bf16 too; fp16 would need scaled gradients.
+    """
+    if shape.lora_rank and precision == "bf16" and strategy.deepspeed is None:
+        return "bf16-engine", True
+    return precision_under(strategy, precision), False
+
+
+def rank_key(
+    memory: MemoryUse, tokens_per_s: float, box: Hardware, at_upper_bound: bool = True
+) -> tuple[bool, bool, float, float]:
+    """Return the sort key of a prediction: those whose bound fits come first, then those whose peak fits, the fastest
+    and the smallest.
+    """
+    is_uncertain = at_upper_bound and not timing.fits(memory, box, at_upper=True)
+    return is_uncertain, not tokens_per_s, -tokens_per_s, memory.peak_reserved.value
+
+
+def fit_settings(request: Request, at_upper_bound: bool = True) -> Request:
+    """Return the request with the fitted settings that serve it best, as advice and predictions use them."""
+    requests = [
+        dataclasses.replace(request, strategy=variant)
+        for variant in tuned_variants(request.strategy, request.shape, request.box)
+    ]
+    if len(requests) == 1:
+        return requests[0]
+
+    def key(candidate: Request) -> tuple[bool, bool, float, float]:
+        memory, speed = predict_memory(candidate), 0.0
+        if timing.fits(memory, request.box) and unswapped_kind(candidate) is None:
+            speed = timing.predict_time(candidate).tokens_per_s_per_gpu.value
+        return rank_key(memory, speed, request.box, at_upper_bound)
+
+    return min(requests, key=key)
+
+
+def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iterator[Strategy]:
+    """Yield variants with bucket sizes tuned to the model; for stage 3 also one with few live parameters."""
+    if strategy.deepspeed is None or not strategy.zero_stage:
+        yield strategy
+        return
+    layer = shape.layer_elements
+    small = min(_SMALL_BUCKET, shape.trained_parameters)
+    # A size between the two fits no more gradients of large tensors than the small one. If all tensors are smaller
+    # than the small bucket, a bucket of the largest tensor's size would need many calls.
+    for bucket in sorted({small, max(small, shape.largest_trained)}):
+        base = _with_zero(strategy, reduce_bucket_size=bucket, allgather_bucket_size=bucket)
+        if strategy.zero_stage == 3:
+            base = _with_zero(base, stage3_prefetch_bucket_size=min(_SMALL_BUCKET, layer))
+        if strategy.offload_device("param") == "nvme":
+            # Buffers for the largest shard.
+            offload = {**strategy.deepspeed["zero_optimization"]["offload_param"], "buffer_size": 1}
+            base = _with_zero(base, offload_param=offload).with_swap_buffers(-(-shape.largest * 11 // 10 // box.ranks))
+        if strategy.offload_device("optimizer") == "nvme":
+            shard, swapped = shape.largest_trained // box.ranks, MIN_SWAPPED_BYTES // FP32_BYTES
+            # Several sub-groups fit.
+            least = max(shape.trained_parameters // box.ranks // _FEWEST_SUB_GROUPS, shard, swapped)
+            base = _with_zero(base, sub_group_size=min(1_000_000_000, least))
+        if (ranks_per_replica := strategy.ranks_per_replica(box.ranks, box.gpus_per_node)) is not None:
+            base = _with_zero(base, zero_hpz_partition_size=ranks_per_replica)
+        live = _LIVE_LAYERS * layer
+        # The hpZ secondary partition is read only if parameters are released and gathered a second time.
+        if ranks_per_replica is None or live >= shape.parameters:
+            yield base
+        if strategy.zero_stage == 3 and live < shape.parameters and bucket == small:
+            yield _with_zero(base, stage3_max_live_parameters=live, stage3_max_reuse_distance=0)
+
+
+def _with_zero(strategy: Strategy, **settings: Any) -> Strategy:
+    assert strategy.deepspeed is not None
+    zero = {**strategy.deepspeed["zero_optimization"], **settings}
+    return dataclasses.replace(strategy, deepspeed={**strategy.deepspeed, "zero_optimization": zero})
