@@ -201,7 +201,10 @@ def _compare(which: str, requirements: list[str], extra: str = "") -> tuple[str,
     text = f"{right} of {len(applicable)} packages {which} are installed in the required version"
     text += f"; in another one: {_list(mismatched)}" if mismatched else ""
     text += f"; not installed: {_list(absent)}" if absent else ""
-    return text, INSTALL_ALL if extra and (mismatched or absent) else ""
+    if not extra or not (mismatched or absent):
+        return text, ""
+    # A build without isolation needs the torch of this environment.
+    return text, INSTALL if "torch" in absent else INSTALL_ALL
 
 
 def _list(packages: list[str]) -> str:

@@ -333,7 +333,7 @@ def host_adam_note(request: Request) -> str | None:
     if not request.strategy.offload_device("optimizer"):
         return None
     if (rate := request.box.host_memory_gb_per_s) is not None:
-        return f"the host's Adam reads and writes {rate:.0f} GB/s for all ranks of a node, as measured or given"
+        return f"the host's Adam reads and writes {rounded(rate)} GB/s for all ranks of a node, as measured or given"
     return (
         f"the host's Adam: {FITTED.host_gb_per_s:.0f} GB/s for all ranks of a node, as published for 128 cores; another"
         " machine reached 10. accelerate launch and torchrun give a rank one thread: set OMP_NUM_THREADS to its cores,"
