@@ -19,18 +19,31 @@ from typing import Any
 import pandas as pd
 
 from study.advisor import advise_command
+from study.advisor.fitted import precision_under
+from study.config.flags import Precision
 from study.config.places import REPOSITORY
+from study.config.strategies import read_strategy
+from study.predictor.communication import sent_bytes
+from study.predictor.hardware import to_box
+from study.predictor.request import Request
+from study.predictor.shape import model_shape
 from study.records.frames import read_parquet
 from study.releases.command import LATEST_RELEASES, shown_causes
 from study.report.document import render_markdown, table_markdown
+from study.report.pages.memory_figure import MEMORY_FIGURE, memory_svg
 from study.report.pages.prediction import HELD_OUT, LEAGUE, SCORES, headline, out_of
 from study.report.questions.virtual import state_by_stage
 from study.virtual.summaries import table1_rows
 
 # A block names its source: `<!-- releases: study/releases/grid.json -->` up to `<!-- end of releases -->`.
 _BLOCK = re.compile(r"(<!-- (?P<name>\w+): (?P<source>[^>]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
-# The lines of the answer and of the strategies without offload.
-_ADVISE_LINES = 11
+# The lines of the answer and of the two fastest strategies.
+_ADVISE_LINES = 9
+# Columns of the bytes sent. Programs load a model in 16 bits for the second.
+_SENDERS: dict[str, tuple[str, Precision | None]] = {
+    "DDP, fp32 gradients (autocast)": ("ddp", None), "16 bits: DDP": ("ddp", "bf16-engine"),
+    "ZeRO-1": ("zero1", None), "ZeRO-2": ("zero2", None), "ZeRO-3": ("zero3", None), "FSDP2": ("fsdp2", None),
+}  # fmt: skip
 # Documents with marked blocks.
 DOCUMENTS = ("README.md", "docs/method.md", "reports/README.md")
 
@@ -39,9 +52,38 @@ def releases_table(document: dict[str, Any]) -> str:
     """Return the latest releases with the faults expected on a GPU, then one line per fault with its fix."""
     latest = document["releases"][:LATEST_RELEASES]
     return render_markdown(
-        "readme_releases.md.j2", latest=pd.DataFrame(latest), causes=shown_causes(document, latest),
-        tested=document["tested"],
+        "readme_releases.md.j2", latest=_by_faults(pd.DataFrame(latest)), causes=shown_causes(document, latest),
+        tested=document["tested"], by_source="†" in json.dumps(latest, ensure_ascii=False),
     ).rstrip()  # fmt: skip
+
+
+def _by_faults(releases: pd.DataFrame) -> pd.DataFrame:
+    """Return one row for neighbouring releases with the same faults."""
+    name, faults = releases.columns[0], list(releases.columns[1:])
+    is_new = (releases[faults] != releases[faults].shift()).any(axis=1)
+    return releases.groupby(is_new.cumsum(), sort=False).agg({name: ", ".join, **dict.fromkeys(faults, "first")})
+
+
+def sent_table(model: str, hardware: str, *accumulations: str) -> str:
+    """Return the GB that one rank sends in a step by micro-batches and strategy, as `study advise` assumes them."""
+    shape, box = model_shape(model), to_box(hardware)
+
+    def gigabytes(name: str, precision: Precision | None, micro_batches: str) -> str:
+        strategy = read_strategy(name)
+        request = Request(
+            shape, strategy, box, 2048, 1, int(micro_batches), precision or precision_under(strategy, "bf16"),
+            False, "sdpa", pure=precision is not None, autocast=not strategy.is_fsdp,
+        )  # fmt: skip
+        return f"{sent_bytes(request) / 1e9:.0f}"
+
+    rows = [
+        {
+            "micro-batches": micro_batches,
+            **{title: gigabytes(name, precision, micro_batches) for title, (name, precision) in _SENDERS.items()},
+        }
+        for micro_batches in accumulations
+    ]
+    return table_markdown(pd.DataFrame(rows)).rstrip()
 
 
 def advise_output(model: str, hardware: str) -> str:
@@ -89,6 +131,7 @@ _BLOCKS: dict[str, Callable[[str, Path], str]] = {
     "errors": lambda folder, root: errors_table(root / folder),
     "reports": reports_list,
     "advise": lambda arguments, _root: advise_output(*arguments.split()),
+    "sent": lambda arguments, _root: sent_table(*arguments.split()),
 }
 
 
@@ -104,6 +147,9 @@ def main() -> int:
     options = parser.parse_args()
     texts = {REPOSITORY / name: (REPOSITORY / name).read_text(encoding="utf-8") for name in DOCUMENTS}
     stale = {file: new for file, text in texts.items() if (new := rewritten(text, REPOSITORY)) != text}
+    figure = REPOSITORY / MEMORY_FIGURE
+    if (drawn := memory_svg()) != figure.read_text(encoding="utf-8"):
+        stale[figure] = drawn
     for file, text in stale.items():
         if options.check:
             print(f"{file.name} is stale: run `make readme`", file=sys.stderr)
