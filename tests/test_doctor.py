@@ -163,7 +163,7 @@ def test_on_a_gpu_only_nvme_strategies_need_the_cuda_toolkit() -> None:
     assert on_four.endswith(f"; not {nvme}, missing: nvcc")
     without = f"without {nvme} (missing: nvcc); GPUs: "
     assert verdict(checks, ["nvcc", "strategies"]) == f"Ready for study run laptop {without}"
-    assert verdict(checks, ["nvcc", "host memory"]).startswith("Not ready for study run laptop: missing nvcc, host mem")
+    assert verdict(checks, ["nvcc", "host memory"]).startswith("Not ready for study run laptop: missing host memory; ")
     assert on_two.startswith(f"{total - 3 - len(WITH_REPLICAS)} of {total} train on its GPUs (single, ")
     assert on_two.endswith("missing: nvcc; from 4 GPUs: hsdp, zero3_hpz")
     assert alone.endswith(f"; from 2 GPUs: {', '.join(WITH_GROUPS)}; from 4 GPUs: hsdp, zero3_hpz")

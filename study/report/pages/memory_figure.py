@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -10,7 +11,7 @@ from typing import Any
 import matplotlib
 import pandas as pd
 
-from study.cli import main
+from study.advisor import predict_command
 from study.config.text import rounded
 from study.host.memory import GIB
 from study.predictor.hardware import to_box
@@ -34,7 +35,7 @@ MODEL, HARDWARE = "llama-3.1-8b", "8xH100"
 STRATEGIES = (
     "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu",
 )  # fmt: skip
-# The parts of a prediction in the order of the bar; the allocator and the context are what torch's tensors do not need.
+# Parts of a prediction in the order of the bar.
 _PARTS = {
     "parameters": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",),
     "buffers": ("buffers",), "activations": ("activations", "logits", "attention"),
@@ -57,14 +58,17 @@ def command(strategy: str) -> str:
 
 def predicted(strategy: str) -> dict[str, Any]:
     """Return the document that the command prints with --json."""
-    out = io.StringIO()
+    parser, out = argparse.ArgumentParser(), io.StringIO()
+    predict_command.add_arguments(parser)
+    # The program and the command have no flags here.
+    arguments = command(strategy).split()[2:]
     with contextlib.redirect_stdout(out):
-        assert main([*command(strategy).split()[1:], "--json"]) == 0
+        predict_command.run(parser.parse_args([*arguments, "--json"]))
     document: dict[str, Any] = json.loads(out.getvalue())
     return document
 
 
-def parts_of(document: dict[str, Any]) -> dict[str, float]:
+def combine_parts(document: dict[str, Any]) -> dict[str, float]:
     """Return the GiB of each part of a bar."""
     parts = document["memory"]["device_parts"]
     return {name: sum(parts[part] for part in names) / GIB for name, names in _PARTS.items()}
@@ -74,7 +78,7 @@ def parts_of(document: dict[str, Any]) -> dict[str, float]:
 def memory_figure() -> Drawing:
     """Draw one bar per strategy, and the memory that a program can use of the card."""
     documents = {strategy: predicted(strategy) for strategy in STRATEGIES}
-    parts = pd.DataFrame({strategy: parts_of(document) for strategy, document in documents.items()}).T
+    parts = pd.DataFrame({strategy: combine_parts(document) for strategy, document in documents.items()}).T
     peaks = {strategy: rounded(document["device_bytes"] / GIB) for strategy, document in documents.items()}
     usable = usable_bytes(to_box(HARDWARE)) / GIB
     figure, (axes,) = sheet_of_rows(len(STRATEGIES))
