@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
@@ -96,14 +97,17 @@ read_ledger_once = functools.cache(read_ledger)
 REPORTS = sorted(file.parent.name for file in (REPOSITORY / "reports").glob("*/runs.parquet"))
 
 
-def draw_in_process(records: Records, names: list[str], notebooks: Path, folder: Path, *_: Any) -> dict[str, str]:
-    """Run notebooks in this process, with images only of the figures that a summary may show."""
-    in_summary = {figure for question in QUESTIONS for figure in question.figures[:1]}
+def draw_in_process(
+    records: Records, in_summary: set[str], names: list[str], notebooks: Path, folder: Path, *_: Any
+) -> dict[str, str]:
+    """Run notebooks in this process, with images only of the figures that the summary shows."""
     for name in names:
+        counts: collections.Counter[str] = collections.Counter()
         document = read(notebooks / f"{name}.ipynb")
         cell = nbformat.v4.new_code_cell()
         for drawing in drawn(name, records):
-            svg = as_svg(drawing.figure) if drawing.name in in_summary else ""
+            counts[drawing.name] += 1
+            svg = as_svg(drawing.figure) if f"{drawing.name}_{counts[drawing.name]}" in in_summary else ""
             data = {"image/png": "", "image/svg+xml": svg, "text/plain": drawing.alt}
             metadata = {"figure": drawing.name}
             cell.outputs.append(nbformat.v4.new_output("display_data", data=data, metadata=metadata))
@@ -115,13 +119,15 @@ def draw_in_process(records: Records, names: list[str], notebooks: Path, folder:
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_summary_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     source, records = REPOSITORY / "reports" / name, read_parquet(REPOSITORY / "reports" / name)
-    monkeypatch.setattr("study.report.site.build.run_notebooks", functools.partial(draw_in_process, records))
+    listed = json.loads((source / "files.json").read_text())["files"]
+    in_summary = {Path(file).stem for file in listed if file.startswith("figures/")}
+    drawing = functools.partial(draw_in_process, records, in_summary)
+    monkeypatch.setattr("study.report.site.build.run_notebooks", drawing)
     monkeypatch.setattr("study.claims.ledger.read_ledger", read_ledger_once)
     claims = dependent_claims(records, name, source)
     build(records, name, tmp_path / name, claims=claims, title=command.title_of(name))
     advice = f"rebuild it: python tools/reports.py {name}"
     assert (tmp_path / name / "summary.md").read_text() == (source / "summary.md").read_text(), advice
-    listed = json.loads((source / "files.json").read_text())["files"]
     assert listed.keys() == json.loads((tmp_path / name / "files.json").read_text())["files"].keys(), advice
     assert listed == {file: sha256((source / file).read_bytes()).hexdigest() for file in listed}, advice
     for figure in sorted(file for file in listed if file.startswith("figures/")):
