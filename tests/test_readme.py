@@ -67,7 +67,7 @@ def unwrapped(page: str) -> str:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_the_blocks_of_a_document_match_the_records(document: str) -> None:
     text = read(document)
-    assert text.count("<!-- end of ") == {"README.md": 4, "docs/method.md": 1, "reports/README.md": 3}[document]
+    assert text.count("<!-- end of ") == {"README.md": 5, "docs/method.md": 1, "reports/README.md": 3}[document]
     assert rewritten(text, REPOSITORY) == text, "run `make readme`"
     stale = text.replace("0.19.6 | no fault | no fault |", "0.19.6 | safe | safe |").replace("1.871", "1.875")
     stale = stale.replace("](laptop/summary.md)", "](reviews/summary.md)")
@@ -83,8 +83,8 @@ def test_the_table_of_host_memory_around_checkpoints_is_that_of_its_measurements
 
 
 def test_the_readme_is_short_and_its_strategies_have_a_page() -> None:
-    lines = read("README.md").splitlines()
-    assert len(lines) <= 110
+    # A marker of a block is not shown.
+    assert len([line for line in read("README.md").splitlines() if not line.startswith("<!--")]) <= 112
     # Generated lines, images and rows of tables have the width that they need.
     own = re.sub(r"<!-- (\w+): .*?<!-- end of \1 -->", "", read("README.md"), flags=re.DOTALL).splitlines()
     assert [line for line in own if len(line) > 120 and not line.startswith(("|", "<img"))] == []
@@ -139,21 +139,29 @@ def test_the_findings_on_releases_match_the_records() -> None:
     assert {cell.release for cell in cells} == set(releases)
     struck = [release for release in releases if any(gpu_faults(cell) for cell in cells if cell.release == release)]
     assert struck == releases[: len(struck)]
-    newer, older = f"**{releases[len(struck)]} to {releases[-1]}", f"{struck[0]} to {struck[-1]}"
-    says = f"{newer}: yes** (with Muon only {releases[-1]}). **{older}: with gradient accumulation no**"
+    wrong_at = {
+        name: {cell.release for cell in clipped(release_cells(records)) if cell.strategy == name and gpu_faults(cell)
+               and not cell.is_contemporary and cell.precision == "fp32" and cell.micro_steps > 1}
+        for name in ("zero0", "zero1", "zero2", "zero3")
+    }  # fmt: skip
+    assert wrong_at.pop("zero3") == set()
+    first_wrong = min(set.intersection(*wrong_at.values()), key=release_key)
+    older = f"**{first_wrong} to {struck[-1]}: not under ZeRO-0, 1 and 2 with gradient accumulation.**"
+    says = f"**{releases[len(struck)]} to {releases[-1]}: yes** (with Muon take {releases[-1]}). {older}"
     assert says in unwrapped("README.md")
+    headline = (
+        f"**DeepSpeed {first_wrong} to {struck[-1]} computes wrong gradients with accumulation under ZeRO-0, 1 and 2**"
+    )
+    assert f"{headline}, not under ZeRO-3." in unwrapped("README.md")
 
     cells = [cell for cell in clipped(release_cells(records))
              if not cell.is_contemporary and cell.verdict.kind in ("equal", "different")]  # fmt: skip
     wrong = [cell for cell in cells if cell.precision == "fp32" and gpu_faults(cell)]
     releases = sorted({cell.release for cell in wrong}, key=release_key)
-    ran, hidden = {cell.release for cell in cells}, {cell.release for cell in cells if cell.verdict.kind == "different"}
+    ran = {cell.release for cell in cells}
     text = f"{len(releases)} ({releases[0]} to {releases[-1]})"
     sentence = f"Of {len(ran)} DeepSpeed releases that run here, {text} compute wrong"
     assert sentence in unwrapped("README.md")
-    assert f"[in {len(releases)} of {len(ran)} releases]" in unwrapped("README.md")
-    assert len(hidden - {*releases}) == 4
-    assert "Four more have faults that only CPUs show." in unwrapped("README.md")
     assert {cell.micro_steps for cell in wrong} == {4}, "with accumulation only"
     assert {cell.strategy for cell in wrong} == {"zero0", "zero1", "zero2", "zero2_cpu"}
 
@@ -163,7 +171,10 @@ def test_the_finding_on_communication_matches_the_records() -> None:
             if figure.figure == SENT and figure.measured > 1000]  # fmt: skip
     virtual = [row for row in sent if row[0].virtual and row[0].model_name_or_path.startswith("llama-3.1-8b")]
     accumulating = [row for row in sent if row[1].accumulation > 1]
-    assert f"({len(virtual) + len(accumulating)} records agree within 0.001 %)" in unwrapped("README.md")
+    assert (
+        f"({len(virtual) + len(accumulating)} records of virtual ranks and tiny models are predicted within 0.001 %)"
+        in unwrapped("README.md")
+    )
     assert 0 < max(abs(figure.error) for _, _, figure in [*virtual, *accumulating]) < 0.00001, "0.001 %"
 
 
