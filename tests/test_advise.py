@@ -451,3 +451,11 @@ def test_a_hint_holds_every_limit(model: str, host: list[str]) -> None:
     if not host:
         needed = read_json(*hinted)["memory"]["host_peak"]["value"] / 2**30
         assert f"{rounded(needed)} GiB of host memory a node, unchecked" in verdict
+
+
+def test_configs_prints_paths_alone_and_says_how_to_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs", str(tmp_path), "zero3", "ddp"]) == 0
+    printed = capsys.readouterr()
+    assert [Path(line).name for line in printed.out.splitlines()] == ["zero3.json", "zero3.yaml", "ddp.yaml"]
+    launch = printed.err.splitlines()[0].removeprefix("launch: ")
+    assert launch == f"accelerate launch --config_file {tmp_path / 'zero3.yaml'} --num_processes GPUS YOUR_PROGRAM.py"

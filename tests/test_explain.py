@@ -555,6 +555,7 @@ def test_settings_by_key_state_and_offloads_add_up_to_the_state_of_a_rank(name: 
         (zero(3, reduce_bucket_size=5_000_000), "bert-large-uncased", 2, "Does stage 3", "yes",
          ("stage_3", "stage_2"), 1.0, 2.0),
         (zero(3), "gpt-13b", 8, "Does stage 3", "no", ("stage_3", "stage_2"), 0.0, 0.8),
+        (zero(2), "bert-base-uncased", 2, "Does stage 2", "as much: ", ("stage_2", "stage_1"), 0.99, 1.01),
         (zero(2), "bert-base-uncased", 2, "more ranks", "", ("ranks_4", "ranks_2"), 0.8, 1.0),
         (zero(2, offload_optimizer=CPU), "gpt-7.5b", 8, "more host memory", "yes", ("stage_2", "stage_3"), 1.2, 9.0),
     ],

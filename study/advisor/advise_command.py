@@ -246,9 +246,18 @@ def _verdict(advice: Advice) -> str:
         least = best.tokens_per_s / max_offload_slowdown()
         figures.append(f"{rounded(least)} to {rounded(best.tokens_per_s)} tokens/s, predicted")
     else:
-        figures.append(f"about {rounded(best.tokens_per_s)} tokens/s, predicted")
+        figures.append(f"about {rounded(best.tokens_per_s)} tokens/s{_speed_range(best)}, predicted")
     one_line = f"{use} {', '.join(figures)}"
     return one_line if len(one_line) <= _WIDTH else f"{use}\n  {', '.join(figures)}"
+
+
+def _speed_range(option: Option) -> str:
+    """Return the interval of the speed of all ranks in brackets; nothing where no measurement validated it."""
+    assert option.time is not None
+    speed, ranks = option.time.tokens_per_s_per_gpu, option.request.box.ranks
+    if speed.low is None or speed.high is None:
+        return ""
+    return f" ({rounded(speed.low * ranks)} to {rounded(speed.high * ranks)})"
 
 
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
@@ -406,6 +415,11 @@ def write_configs(options: argparse.Namespace) -> int:
         texts |= _strategy_texts(name, folder / f"{name}.yaml", read_strategy(name).deepspeed, {})
     _write_texts(texts, folder, "DIR")
     print("\n".join(map(str, texts)))
+    launched = next(file for file in texts if file.suffix == ".yaml")
+    line = shlex.join(["accelerate", "launch", "--config_file", str(launched), "--num_processes", "GPUS"])
+    # Standard output has paths alone, for scripts.
+    print(f"launch: {line} YOUR_PROGRAM.py", file=sys.stderr)
+    print("The precision is that of your program: Accelerator(mixed_precision=...), or bf16=True", file=sys.stderr)
     return 0
 
 

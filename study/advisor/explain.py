@@ -530,7 +530,10 @@ def _at_stage(case: ConfigCase, stage: int, ranks: int | None = None, **zero: An
 def _compare_stages(case: ConfigCase, lower: int, higher: int) -> Explanation:
     at_lower, at_higher = (_at_stage(case, stage, case.ranks).memory for stage in (lower, higher))
     before, after = device_bytes(at_lower), device_bytes(at_higher)
-    short = f"{'yes' if after >= before else 'no'}: {_about(after)}, stage {lower} {_about(before)}"
+    if _about(after) == _about(before):
+        short = f"as much: {_about(after)}"
+    else:
+        short = f"{'yes' if after > before else 'no'}: {_about(after)}, stage {lower} {_about(before)}"
     short += _COMPARED * (case.offload("offload_param") is not None)
     figures: dict[str, float] = {f"stage_{lower}": before, f"stage_{higher}": after}
     count = case.ranks

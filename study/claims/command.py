@@ -184,8 +184,8 @@ def scoreboard_text(document: Mapping[str, Any]) -> list[str | TextTable]:
         "S0 to S3: the replicated documents; Z0: the ZeRO paper.",
         "In part: a part holds; another, on which the claim does"
         " not rest, is false, untested or depends on the reading.",
-        "at scale: the claim's model on virtual CPU ranks; published: others' GPU measurements; derived: arithmetic;"
-        " small-scale\nproxy: tiny models on CPU ranks, which alone decide nothing.",
+        "at scale: the claim's model on virtual CPU ranks, some extrapolated over layers; published: others' GPU"
+        " measurements;\nderived: arithmetic; small-scale proxy: tiny models on CPU ranks, which alone decide nothing.",
     ]  # fmt: skip
 
 

@@ -131,14 +131,34 @@ def _reducible_fraction(fraction: float, loss: float, floors: pd.Series) -> floa
     return fraction * loss / (loss - floor) if floor is not None and loss > floor else NAN
 
 
-def _by_run(row: _LossComparison, steps: Steps) -> tuple[list[StepDifference], list[float]]:
-    """Return the largest difference of each run, and how far norm and loss of the first differ in the first steps."""
+def _by_run(row: _LossComparison, steps: Steps) -> list[tuple[StepDifference, tuple[str, str]]]:
+    """Return the largest difference of each run and its reference, the largest first."""
     pairs = paired_runs(row.arm.workload_runs, row.arm.name, row.arm.baseline or "")
     differences = ((largest_step_difference([pair], steps), pair) for pair in pairs)
-    by_run = sorted((entry for entry in differences if entry[0].ratio >= 0), reverse=True)
-    run, reference = (steps[name].iloc[:_EARLY].reset_index() for name in by_run[0][1])
-    early = [(run[name] / reference[name] - 1).abs().max() for name in ("grad_norm", "loss")]
-    return [largest for largest, _ in by_run], early
+    return sorted((entry for entry in differences if entry[0].ratio >= 0), reverse=True)
+
+
+def _early_differences(pair: tuple[str, str], steps: Steps) -> list[float]:
+    """Return how far norm and loss of a run and its reference differ in the first steps."""
+    run, reference = (steps[name].iloc[:_EARLY].reset_index() for name in pair)
+    return [(run[name] / reference[name] - 1).abs().max() for name in ("grad_norm", "loss")]
+
+
+def _seed(row: _LossComparison, run: str) -> int:
+    runs = row.arm.workload_runs
+    return int(runs.loc[runs["run"] == run, "seed"].iloc[0])
+
+
+def _alike(largest: _LossComparison, rows: Iterable[_LossComparison], seed: int, steps: Steps) -> dict[str, str]:
+    """Return the largest difference of other strategies that differ as far from the baseline, in a run of this seed."""
+    alike = dict[str, str]()
+    for row in rows:
+        is_other = row is not largest and row.by == "steps" and row.arm.workload == largest.arm.workload
+        if is_other and row.difference > _NARROW * row.margin:
+            difference, (run, _) = _by_run(row, steps)[0]
+            if _seed(row, run) == seed:
+                alike[row.arm.name] = size_text(difference.ratio, row.margin)
+    return alike
 
 
 def answer(records: Records) -> Answer | None:
@@ -184,13 +204,18 @@ def answer(records: Records) -> Answer | None:
     # The margin of a test is in nats.
     differences = [abs(test.mean_difference or 0) / test.margin * LOSS_MARGIN for test in tests if test.margin]
     is_narrow = plain and largest.by == "steps" and largest.difference > _NARROW * largest.margin
-    by_run, early = _by_run(largest, steps) if is_narrow else ([], [])
+    runs = _by_run(largest, steps) if is_narrow else []
+    early = _early_differences(runs[0][1], steps) if runs else []
+    seed = _seed(largest, runs[0][1][0]) if runs else 0
+    alike = _alike(largest, plain, seed, steps) if runs else {}
     sentence, words, *notes = paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
         bases=lambda rows: format_names([row.arm.baseline for row in rows]).replace(" and ", " or "), others=others,
         diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [], largest=largest,
         size=size_text(largest.difference, largest.margin), size_eval=percent(max(differences, default=0)), tests=tests,
-        by_run=by_run, early=early, first_steps=_EARLY, plain_names=BASELINES, margin=LOSS_MARGIN,
+        by_run=[difference for difference, _ in runs], seed=seed, alike=alike, early=early,
+        most_seeds=max(row.arm.ok_runs["seed"].nunique() for row in comparisons), first_steps=_EARLY,
+        plain_names=BASELINES, margin=LOSS_MARGIN,
         claimed=CLAIMED_DIFFERENCE,
         reducible=[margin for row in comparisons if (margin := row.reducible_margin) > 0], min_sample=MIN_SAMPLE,
         scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}), bf16_spacing=BF16_SPACING,

@@ -70,9 +70,10 @@ def _memory_answer(records: Records) -> Answer | None:
     # A gathered weight is not state, but takes memory within a step.
     larger = [(arm.state_mib() + arm.median("forward_gathers_bytes") / MIB) / base.state_mib() for arm, base in pairs]
     excess = [_excess(arm, base) for arm, base in pairs]
+    peaks = [ratio for arm, base in pairs if (ratio := _peak_ratio(arm, base)) > 0]
     sentence, note, *tiles = paragraphs(
         "memory_answer.j2", leanest=leanest, ratios=ratios, names=compared.names, versus=document.versus_text,
-        peaks=[ratio for arm, base in pairs if (ratio := arm.peak_gib[0] / base.peak_gib[0]) > 0],
+        peaks=peaks, unclear=len(pairs) - len(peaks),
         larger=[] if math.isnan(sum(larger)) else larger, excess=[max(parts) for parts in zip(*excess, strict=True)],
         fsdp2=[ratio for ratio, arm in compared.ratios if arm.value("strategy") == "fsdp2"],
         share=percent(1 - 1 / leanest.ranks), scope=format_scope(compared.main),
@@ -80,6 +81,15 @@ def _memory_answer(records: Records) -> Answer | None:
     )  # fmt: skip
     numbers = [*zip(tiles[::2], tiles[1::2], strict=True)] if compared.has_largest else []
     return side_by_side(sentence, without_offload(compared.workloads), columns, note, numbers=numbers)
+
+
+def _peak_ratio(arm: StrategyRuns, base: StrategyRuns) -> float:
+    """Return the ratio of the peaks, seed by seed where there are enough; NaN if it is not significant or not known."""
+    figure = "host_peak_rss_gib" if arm.peak_gib[1] == "host process" else "peak_memory_gib_device"
+    difference = arm.differences(figure).get((arm.name, base.name))
+    if difference is None or difference.p is None:
+        return arm.peak_gib[0] / base.peak_gib[0]
+    return difference.ratio.center if difference.is_significant else NAN
 
 
 def _excess(arm: StrategyRuns, base: StrategyRuns) -> list[float]:

@@ -32,6 +32,7 @@ def answer(records: Records) -> Answer | None:
     sentence, *texts = paragraphs(
         "releases_answer.j2", verdicts=verdicts, table=table, cells=cells, grid=grid, no_gpu=no_gpu,
         right_releases=right_releases, faults=_FAULTS, letters=lettered(), spans=spans, names=format_names,
+        in_half=faults_in_half(grid),
         rounding=ROUNDING, percent=percent,
     )  # fmt: skip
     tiles = [(number, words) for number, _, words in (text.partition(" | ") for text in texts) if words]
@@ -51,6 +52,19 @@ def gpu_verdicts(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
         case = (cell.strategy, cell.release, cell.micro_steps > 1, kind == "crashes" and cell.hides_on_gpu)
         rows += [(*case, *fault) for fault in faults or [("", "right") if kind == "equal" else (NOT_RUN, NOT_RUN)]]
     return pd.DataFrame(rows, columns=["strategy", "release", "several", "from_source", "letter", "kind"])
+
+
+def faults_in_half(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
+    """Return a row per fault of DeepSpeed's bf16 without accumulation that is none in fp32, by the source."""
+    rows = []
+    for cell in cells:
+        for cause in known_faults(cell.versions, on_gpu=True):
+            is_of_half = cause.shows_in(cell.strategy, 1, "bf16-engine") and not cause.shows_in(
+                cell.strategy, 1, "fp32"
+            )
+            if is_of_half and cause.gpu != "hidden":
+                rows.append({"strategy": cell.strategy, "release": cell.release, "letter": lettered()[cause]})
+    return pd.DataFrame(rows, columns=["strategy", "release", "letter"]).drop_duplicates()
 
 
 def right_releases(verdicts: pd.DataFrame) -> tuple[list[str], list[str]]:
