@@ -88,7 +88,9 @@ def print_screen(command: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for stream in ("stdout", "stderr"):
             patch.setattr(sys, stream, screen)
         assert main(command.split()) == 0, screen.getvalue()
-    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", screen.getvalue()).splitlines()
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", screen.getvalue())
+    # A line that is written over shows what was written last.
+    return [line.rpartition("\r")[2] for line in text.split("\n")][: -text.endswith("\n") or None]
 
 
 def printed_json(result: subprocess.CompletedProcess[str], marker: str = "PROBE ") -> list[Any]:

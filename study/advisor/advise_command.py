@@ -109,18 +109,27 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
 
 @contextlib.contextmanager
 def _progress() -> Iterator[None]:
-    """Print a line on a terminal's stderr if the work takes longer than a second."""
+    """Show a line on a terminal's stderr while the work takes longer than a second."""
     if not sys.stderr.isatty():
         yield
         return
     message = "comparing strategies, micro-batches and settings ..."
-    timer = threading.Timer(_SILENT_S, print, [message], {"file": sys.stderr, "flush": True})
+    is_shown = threading.Event()
+
+    def show() -> None:
+        is_shown.set()
+        print(message, end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(_SILENT_S, show)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+        timer.join()
+        if is_shown.is_set():
+            print(f"\r{' ' * len(message)}\r", end="", file=sys.stderr, flush=True)
 
 
 def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
