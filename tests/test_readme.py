@@ -121,7 +121,7 @@ def test_the_finding_on_loss_matches_the_records_and_both_tasks_learn() -> None:
     text = (
         f"within {100 * from_plain:.3f} % of plain training for {on_reviews.shape[1]} strategies on"
         f" [film reviews](reports/reviews/summary.md), within {100 * largest_difference:.4f} % of DDP for"
-        f" {losses.shape[1]} on [built-in text]"
+        f" {losses.shape[1] - 1} on [built-in text]"
     )
     assert text in unwrapped("README.md")
     assert (set(steps["step"]), set(laptop.runs["precision"])) == (set(range(1, 81)), {"fp32"})
@@ -145,14 +145,17 @@ def test_the_findings_on_releases_match_the_records() -> None:
         for name in ("zero0", "zero1", "zero2", "zero3")
     }  # fmt: skip
     assert wrong_at.pop("zero3") == set()
-    first_wrong = min(set.intersection(*wrong_at.values()), key=release_key)
+    first = {name: min(wrong, key=release_key) for name, wrong in wrong_at.items()}
+    first_wrong = max(first.values(), key=release_key)
+    assert first["zero0"] == first["zero1"]
     older = f"**{first_wrong} to {struck[-1]}: not under ZeRO-0, 1 and 2 with gradient accumulation.**"
     says = f"**{releases[len(struck)]} to {releases[-1]}: yes** (with Muon take {releases[-1]}). {older}"
     assert says in unwrapped("README.md")
     headline = (
-        f"**DeepSpeed {first_wrong} to {struck[-1]} computes wrong gradients with accumulation under ZeRO-0, 1 and 2**"
+        "**With accumulation DeepSpeed computes wrong gradients under ZeRO-0 and 1 from"
+        f" {first['zero0']} to {struck[-1]}, under ZeRO-2 from {first['zero2']} to {struck[-1]}**, under ZeRO-3 in no tested release."
     )
-    assert f"{headline}, not under ZeRO-3." in unwrapped("README.md")
+    assert headline in unwrapped("README.md")
 
     cells = [cell for cell in clipped(release_cells(records))
              if not cell.is_contemporary and cell.verdict.kind in ("equal", "different")]  # fmt: skip

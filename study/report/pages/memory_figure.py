@@ -31,7 +31,7 @@ from study.report.canvas import (
 )  # fmt: skip
 
 MEMORY_FIGURE = "docs/memory.svg"
-MODEL, HARDWARE = "llama-3.1-8b", "8xH100"
+MODEL, HARDWARE = "llama-3.1-8b", "4xA100"
 STRATEGIES = (
     "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu",
 )  # fmt: skip
@@ -53,7 +53,7 @@ _WORDS = {
 
 def command(strategy: str) -> str:
     """Return the command whose answer is the bar of a strategy."""
-    return f"study predict {MODEL} --strategy {strategy} --hardware {HARDWARE} --gradient_checkpointing"
+    return f"study predict {MODEL} --strategy {strategy} --fitted --hardware {HARDWARE} --accumulation 16"
 
 
 def predicted(strategy: str) -> dict[str, Any]:
@@ -85,12 +85,13 @@ def memory_figure() -> Drawing:
     bars(axes, parts, _FILLS, peaks.values(), "GiB of one GPU at its peak, predicted", {})
     axes.axvline(usable, **GUIDE)
     axes.annotate(
-        f"an H100 has {rounded(usable)}", (usable, len(STRATEGIES) - 1), xytext=(4, 0), textcoords="offset points",
+        f"an A100 has {rounded(usable)}", (usable, len(STRATEGIES) - 1), xytext=(4, 0), textcoords="offset points",
         va="center", size=9,
     )  # fmt: skip
     return finish(
-        figure, "Memory of one GPU by strategy", "Llama 3.1 8B on 8 H100s, bf16, 2,048 tokens, AdamW",
-        "Micro-batch 1, gradient checkpointing.", ", ".join(f"{name} {peak} GiB" for name, peak in peaks.items()),
+        figure, "Memory of one GPU by strategy", "Llama 3.1 8B on 4 A100s of 80 GB, bf16, AdamW",
+        "Micro-batch 1 of 2,048 tokens, accumulation 16, no checkpointing.",
+        ", ".join(f"{name} {peak} GiB" for name, peak in peaks.items()),
         legend=legend_of_fills(_FILLS, _WORDS), legend_columns=2,
     )  # fmt: skip
 
