@@ -86,8 +86,8 @@ def test_the_readme_is_short_and_its_strategies_have_a_page() -> None:
     # A marker of a block is not shown.
     assert len([line for line in read("README.md").splitlines() if not line.startswith("<!--")]) <= 112
     # Generated lines, images and rows of tables have the width that they need.
-    own = re.sub(r"<!-- (\w+): .*?<!-- end of \1 -->", "", read("README.md"), flags=re.DOTALL).splitlines()
-    assert [line for line in own if len(line) > 120 and not line.startswith(("|", "<img"))] == []
+    lines_by_hand = re.sub(r"<!-- (\w+): .*?<!-- end of \1 -->", "", read("README.md"), flags=re.DOTALL).splitlines()
+    assert [line for line in lines_by_hand if len(line) > 120 and not line.startswith(("|", "<img"))] == []
     strategies = read("accelerate_configs/README.md")
     assert all(f"`{strategy}.yaml`" in strategies for strategy in STRATEGY_NAMES)
     assert f"[{len(STRATEGY_NAMES)} strategies](accelerate_configs/README.md)" in unwrapped("README.md")
@@ -96,9 +96,9 @@ def test_the_readme_is_short_and_its_strategies_have_a_page() -> None:
 def test_the_figure_of_memory_is_that_of_the_command_and_its_text_names_the_bars() -> None:
     assert (REPOSITORY / MEMORY_FIGURE).read_text(encoding="utf-8") == memory_svg(), "run `make readme`"
     (alt,) = re.findall(rf'<img src="{MEMORY_FIGURE}" [^>]*alt="Predicted memory[^:]*: ([^"]*)"', read("README.md"))
-    named = dict(part.removesuffix(" GiB").split(" ") for part in alt.split(", "))
-    assert named == {name: rounded(predicted(name)["device_bytes"] / GIB) for name in named}
-    assert set(named) == {"ddp", "zero1", "zero2", "zero3"}
+    in_text = dict(part.removesuffix(" GiB").split(" ") for part in alt.split(", "))
+    assert in_text == {name: rounded(predicted(name)["device_bytes"] / GIB) for name in in_text}
+    assert set(in_text) == {"ddp", "zero1", "zero2", "zero3"}
 
 
 def test_figures_of_other_pages_are_those_of_the_records() -> None:
@@ -153,7 +153,8 @@ def test_the_findings_on_releases_match_the_records() -> None:
     assert says in unwrapped("README.md")
     headline = (
         "**With accumulation DeepSpeed computes wrong gradients under ZeRO-0 and 1 from"
-        f" {first['zero0']} to {struck[-1]}, under ZeRO-2 from {first['zero2']} to {struck[-1]}**, under ZeRO-3 in no tested release."
+        f" {first['zero0']} to {struck[-1]}, under ZeRO-2 from {first['zero2']} to {struck[-1]}**,"
+        " under ZeRO-3 in no tested release."
     )
     assert headline in unwrapped("README.md")
 

@@ -261,7 +261,7 @@ def _verdict(advice: Advice) -> str:
 
 
 def _speed_range(option: Option) -> str:
-    """Return the interval of the speed of all ranks in brackets; nothing where no measurement validated it."""
+    """Return the interval of the speed of all ranks in brackets; nothing if no measurement validated it."""
     assert option.time is not None
     speed, ranks = option.time.tokens_per_s_per_gpu, option.request.box.ranks
     if speed.low is None or speed.high is None:

@@ -133,7 +133,7 @@ def releases_text(
     printed = {row["DeepSpeed"] for row in rows}
     muon = {name: faults.replace("`", "") for name, faults in document["muon"].items() if name in printed}
     by_letter = dict(shown_causes(document, [*rows, muon])) | dict(verdict.faults)
-    # They concern whoever asks for one release.
+    # These matter for one release.
     elsewhere = _faults_of_other_pairs(stack) if release or details else []
     in_bf16 = _faults_in_bf16(stack)
     by_letter |= {document["letters"][cause.id]: cause for cause in (*elsewhere, *in_bf16)}

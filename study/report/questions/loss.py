@@ -149,16 +149,16 @@ def _seed(row: _LossComparison, run: str) -> int:
     return int(runs.loc[runs["run"] == run, "seed"].iloc[0])
 
 
-def _alike(largest: _LossComparison, rows: Iterable[_LossComparison], seed: int, steps: Steps) -> dict[str, str]:
+def _similar(largest: _LossComparison, rows: Iterable[_LossComparison], seed: int, steps: Steps) -> dict[str, str]:
     """Return the largest difference of other strategies that differ as far from the baseline, in a run of this seed."""
-    alike = dict[str, str]()
+    similar = dict[str, str]()
     for row in rows:
         is_other = row is not largest and row.by == "steps" and row.arm.workload == largest.arm.workload
         if is_other and row.difference > _NARROW * row.margin:
             difference, (run, _) = _by_run(row, steps)[0]
             if _seed(row, run) == seed:
-                alike[row.arm.name] = size_text(difference.ratio, row.margin)
-    return alike
+                similar[row.arm.name] = size_text(difference.ratio, row.margin)
+    return similar
 
 
 def answer(records: Records) -> Answer | None:
@@ -207,13 +207,13 @@ def answer(records: Records) -> Answer | None:
     runs = _by_run(largest, steps) if is_narrow else []
     early = _early_differences(runs[0][1], steps) if runs else []
     seed = _seed(largest, runs[0][1][0]) if runs else 0
-    alike = _alike(largest, plain, seed, steps) if runs else {}
+    similar = _similar(largest, plain, seed, steps) if runs else {}
     sentence, words, *notes = paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
         bases=lambda rows: format_names([row.arm.baseline for row in rows]).replace(" and ", " or "), others=others,
         diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [], largest=largest,
         size=size_text(largest.difference, largest.margin), size_eval=percent(max(differences, default=0)), tests=tests,
-        by_run=[difference for difference, _ in runs], seed=seed, alike=alike, early=early,
+        by_run=[difference for difference, _ in runs], seed=seed, similar=similar, early=early,
         most_seeds=max(row.arm.ok_runs["seed"].nunique() for row in comparisons), first_steps=_EARLY,
         plain_names=BASELINES, margin=LOSS_MARGIN,
         claimed=CLAIMED_DIFFERENCE,

@@ -84,7 +84,7 @@ def _memory_answer(records: Records) -> Answer | None:
 
 
 def _peak_ratio(arm: StrategyRuns, base: StrategyRuns) -> float:
-    """Return the ratio of the peaks, seed by seed where there are enough; NaN if it is not significant or not known."""
+    """Return the ratio of the peaks, seed by seed if there are enough; NaN if it is not significant or not known."""
     figure = "host_peak_rss_gib" if arm.peak_gib[1] == "host process" else "peak_memory_gib_device"
     difference = arm.differences(figure).get((arm.name, base.name))
     if difference is None or difference.p is None:
