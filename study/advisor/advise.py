@@ -17,7 +17,7 @@ from study.host.memory import GIB
 from study.predictor import time as timing
 from study.predictor.hardware import Hardware
 from study.predictor.memory import least_device_bytes, predict_memory
-from study.predictor.request import Attention, MemoryUse, Request, StepTime
+from study.predictor.request import DEFAULT_TRAINER, Attention, MemoryUse, Request, StepTime, TrainerSettings
 from study.predictor.shape import ModelShape
 from study.predictor.state import unswapped_kind
 
@@ -60,6 +60,8 @@ class AdviceRequest:
     price_per_gpu_hour: float | None = None
     reference_model: bool = False
     quantized: bool = False
+    fsdp_version: int = 2
+    trainer: TrainerSettings = DEFAULT_TRAINER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +226,10 @@ def candidates(question: AdviceRequest) -> list[str]:
     if question.box.nodes == 1 or question.box.gpus_per_node == 1:
         # On one machine several replicas only need more memory.
         left_out |= set(WITH_REPLICAS)
-    if question.shape.fsdp_refusal:
+    if question.fsdp_version == 1:
+        # Its replica groups are HYBRID_SHARD, for which accelerate_configs/ has no file.
+        left_out |= {"hsdp"}
+    if question.shape.fsdp1_refusal if question.fsdp_version == 1 else question.shape.fsdp_refusal:
         left_out |= {name for name in _SIMPLICITY if read_strategy(name).is_fsdp}
     return [name for name in _SIMPLICITY if name not in left_out]
 
@@ -246,6 +251,7 @@ def _largest_option(question: AdviceRequest, strategy: Strategy, checkpointing: 
             # The files are for the user's program, not for study/train.py.
             attention=question.attention, chunked_loss=question.chunked_loss, autocast=not strategy.is_fsdp,
             reference_model=question.reference_model, quantized=question.quantized,
+            fsdp_version=question.fsdp_version if strategy.is_fsdp else 2, **vars(question.trainer),
         )  # fmt: skip
 
     def does_fit(micro_batch: int, at_upper_end: bool) -> bool:

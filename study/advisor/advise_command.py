@@ -57,6 +57,13 @@ micro-batch: samples of one forward pass on one rank; accumulation: micro-batche
 of one GPU; 90 % bound: upper bound of the peak; tokens/s: of all ranks, ≤ under offload, where steps took longer;
 host and NVMe: of one node.
 """
+# fsdp_config of version 1 that is what accelerate_configs/fsdp2.yaml is of version 2.
+_FSDP1 = {
+    "fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_use_orig_params": True, "fsdp_offload_params": False,
+    "fsdp_cpu_ram_efficient_loading": False, "fsdp_activation_checkpointing": False,
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+}  # fmt: skip
 _WIDTH = 120
 _SILENT_S = 1.0
 # Flags that `study predict` has, too, by their names in the options; those that are not at their default are repeated.
@@ -151,7 +158,8 @@ def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
         attention=options.attn_implementation, chunked_loss=options.chunked_loss, global_batch=batch,
         price_per_gpu_hour=options.price_per_gpu_hour, reference_model=options.with_reference,
-        quantized=options.quantization == "4bit",
+        quantized=options.quantization == "4bit", fsdp_version=predict_command.fsdp_version(options),
+        trainer=predict_command.trainer_settings(options),
     )  # fmt: skip
     predict_command.check_attention(question)
     return question
@@ -353,6 +361,9 @@ def predict_words(request: Request, options: argparse.Namespace) -> str:
             words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
     for name in _SHARED_SWITCHES:
         words += [f"--{name}"] * getattr(options, name)
+    if request.strategy.is_fsdp and request.fsdp_version != Request.fsdp_version:
+        words += ["--fsdp_version", f"{request.fsdp_version}"]
+        words += ["--reentrant_units"] * request.reentrant_units
     if options.nvme_gb_per_s != (Hardware.nvme_read_gb_per_s, Hardware.nvme_write_gb_per_s):
         words += ["--nvme_gb_per_s", ",".join(f"{rate:g}" for rate in options.nvme_gb_per_s)]
     words += ["--bus_gb_per_s", f"{options.bus_gb_per_s:g}"] * math.isfinite(options.bus_gb_per_s)
@@ -393,6 +404,9 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
             "parallelism_config_dp_replicate_size": request.box.ranks // shards,
             "parallelism_config_dp_shard_size": shards,
         }
+    if request.strategy.is_fsdp and request.fsdp_version == 1:
+        outer = folder / "fsdp1-fitted.yaml"
+        changes["fsdp_config"] = _FSDP1
     precision = predict_command.precision_name(request)
     if settings is None:
         changes["mixed_precision"] = "no" if precision == "fp32" else precision

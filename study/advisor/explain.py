@@ -17,8 +17,8 @@ from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
 from study.advisor.explain_findings import findings
 from study.advisor.fitted import precision_under
-from study.advisor.user_settings import ZERO, Finding, is_inside, known_settings, read_user_file
-from study.config.errors import UserError
+from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
+from study.config.errors import UserError, clip
 from study.config.printing import TextTable, print_result
 from study.config.text import format_number, rounded, rounded_seconds
 from study.host.folders import resolve_path
@@ -124,7 +124,9 @@ def run(options: argparse.Namespace) -> int:
     box_options = (options.bus_gb_per_s, options.host_gb_per_s, options.network_gb_per_s, options.host_memory)
     if not options.hardware and box_options != (math.inf, None, None, None):
         raise UserError("a speed or a host memory is one of the hardware", "add --hardware BOX")
-    file = read_user_file(options.config)
+    file = _with_fsdp_version(read_user_file(options.config), options.fsdp_version)
+    if options.reentrant_units and file.sharding is None:
+        raise UserError(f"--reentrant_units is for FSDP1, and {file.name} is not", "leave it out")
     shape = adapters.apply_lora_options(model_shape(options.model[0], ask_hub=options.hub), options)
     box = box_from_args(options) if options.hardware else None
     case = resolve(file, shape, options.world_size, _program_settings(options, shape), box)
@@ -135,12 +137,25 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 
+def _with_fsdp_version(file: UserFile, version: int | None) -> UserFile:
+    """Return the file with --fsdp_version, its default for an open version; raise UserError if it sets another."""
+    if version is None:
+        return file
+    if file.fsdp is None:
+        raise UserError(f"--fsdp_version {version}: {file.name} is not for FSDP", "leave --fsdp_version out")
+    set_version = file.fsdp.get("fsdp_version", version)
+    if str(set_version) != str(version):
+        problem = f"{file.name} sets fsdp_version: {clip(set_version)}, and --fsdp_version is {version}"
+        raise UserError(problem, "leave one of them out")
+    return dataclasses.replace(file, fsdp={**file.fsdp, "fsdp_version": version})
+
+
 def _program_settings(options: argparse.Namespace, shape: ModelShape | None) -> ProgramSettings:
     length = resolve_length(shape, options.seq_length) if shape else options.seq_length or USUAL_LENGTH
     return ProgramSettings(
         length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision,
         options.optimizer, options.with_reference, options.quantization == "4bit",
-        options.attn_implementation, options.chunked_loss,
+        options.attn_implementation, options.chunked_loss, predict_command.trainer_settings(options),
     )  # fmt: skip
 
 

@@ -14,7 +14,15 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
 from study.predictor.memory import predict_memory
-from study.predictor.request import Attention, MemoryUse, OptimizerName, Request, auto_bucket_sizes
+from study.predictor.request import (
+    DEFAULT_TRAINER,
+    Attention,
+    MemoryUse,
+    OptimizerName,
+    Request,
+    TrainerSettings,
+    auto_bucket_sizes,
+)
 from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 
@@ -37,6 +45,7 @@ class ProgramSettings:
     quantized: bool = False
     attention: Attention = "sdpa"
     chunked_loss: bool = False
+    trainer: TrainerSettings = DEFAULT_TRAINER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +185,8 @@ def resolve(
         attention=work.attention, chunked_loss=work.chunked_loss, pure=is_pure, autocast=not strategy.is_fsdp,
         optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=offloads,
         fsdp_keeps_gathered=keeps_gathered,
-        # Adapters and frozen weights are wrapped apart, as version 2 shards them.
-        fsdp_version=1 if file.sharding and not shape.lora_rank else 2,
-        reference_model=work.reference_model, quantized=work.quantized,
+        fsdp_version=1 if strategy.is_fsdp and file.sharding else 2,
+        reference_model=work.reference_model, quantized=work.quantized, **vars(work.trainer),
         # Accelerate leaves 4-bit weights as they are loaded.
         fsdp_loads_once=loads_once and not work.quantized,
     )  # fmt: skip

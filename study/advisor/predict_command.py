@@ -22,7 +22,15 @@ from study.predictor.activations import has_fused
 from study.predictor.communication import predict_payload, sent_bytes
 from study.predictor.hardware import BOX_NAMES, Hardware, add_speed_arguments, box_from_args, parse_int, parse_tokens
 from study.predictor.memory import predict_memory
-from study.predictor.request import Attention, Estimate, MemoryUse, OptimizerName, Request, StepTime
+from study.predictor.request import (
+    Attention,
+    Estimate,
+    MemoryUse,
+    OptimizerName,
+    Request,
+    StepTime,
+    TrainerSettings,
+)
 from study.predictor.shape import USUAL_LENGTH, ModelShape, model_shape, resolve_length
 from study.predictor.state import engine_refusal
 from study.predictor.time import device_bytes, estimate, fits, predict_time, usable_bytes, why
@@ -65,10 +73,31 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     chunked = "compute the output layer and its loss in chunks of tokens, as Liger's kernel does"
     add("--chunked_loss", action="store_true", help=chunked)
+    version = "of FSDP; by default 2, and for study explain that of the file, where Accelerate's default is 1"
+    add("--fsdp_version", type=int, choices=(1, 2), help=version)
+    around = "FSDP1 with adapters: reentrant checkpoints enclose its units, as in transformers before 4.52"
+    add("--reentrant_units", action="store_true", help=around)
     adapters.add_arguments(parser)
     add_speed_arguments(parser)
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+
+
+def fsdp_version(options: argparse.Namespace) -> int:
+    """Return the version of FSDP that the flags name; raise UserError for --reentrant_units with version 2."""
+    version: int = options.fsdp_version or Request.fsdp_version
+    if options.reentrant_units and version != 1:
+        raise UserError("--reentrant_units is for FSDP1", "add --fsdp_version 1")
+    return version
+
+
+def trainer_settings(options: argparse.Namespace) -> TrainerSettings:
+    """Return the settings of the user's trainer; raise UserError for a flag without an effect."""
+    if options.reentrant_units and options.peft != "lora":
+        raise UserError(
+            "--reentrant_units is about FSDP1's frozen units, and all weights are trained", "add --peft lora"
+        )
+    return TrainerSettings(reentrant_units=options.reentrant_units)
 
 
 def check_required(options: argparse.Namespace, example: str) -> None:
@@ -159,6 +188,12 @@ def check_attention(request: Request | AdviceRequest) -> None:
         raise UserError(f"flash_attention_2 is not modelled for {shape.model_type}", "use --attn_implementation eager")
 
 
+def strategy_text(request: Request) -> str:
+    """Return the strategy's name, with FSDP's version if it is not that of its file."""
+    version = request.fsdp_version
+    return f"{request.strategy.name} as FSDP{version}" if version != Request.fsdp_version else request.strategy.name
+
+
 def workload_text(request: Request) -> str:
     """Return micro-batch, accumulation and checkpointing of a rank as text."""
     checkpointing = "gradient checkpointing" if request.gradient_checkpointing else "no gradient checkpointing"
@@ -207,8 +242,9 @@ def _request(options: argparse.Namespace) -> Request:
             f"--pure_bf16 is for strategies without DeepSpeed, and {strategy.name} has it",
             "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
         )
-    if strategy.is_fsdp and shape.fsdp_refusal:
-        raise UserError(f"{strategy.name} does not train {shape.name}: {shape.fsdp_refusal}", "use zero3")
+    version = _fsdp_version(options, strategy)
+    if strategy.is_fsdp and (refusal := shape.fsdp1_refusal if version == 1 else shape.fsdp_refusal):
+        raise UserError(f"FSDP{version} does not train {shape.name}: {refusal}", "use zero3")
     request = Request(
         shape=shape, strategy=_overridden(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box),
         box=box, sequence_length=resolve_length(shape, options.seq_length), micro_batch=options.micro_batch,
@@ -216,17 +252,29 @@ def _request(options: argparse.Namespace) -> Request:
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         pure=is_pure, optimizer=options.optimizer, dropout=options.dropout,
         autocast=options.autocast or not strategy.is_fsdp, chunked_loss=options.chunked_loss,
-        reference_model=options.with_reference, quantized=options.quantization == "4bit",
+        reference_model=options.with_reference, quantized=options.quantization == "4bit", fsdp_version=version,
+        **vars(trainer_settings(options)),
     )  # fmt: skip
     if options.fitted:
         stock = dataclasses.replace(request, strategy=strategy)
         fitted = fit_settings(stock)
         request = dataclasses.replace(request, strategy=_overridden(fitted.strategy, config, box))
     check_attention(request)
-    if refusal := engine_refusal(request):
-        fix = "use --optimizer adamw, or another strategy" if refusal[0] == "optimizer" else "leave it out"
-        raise UserError(f"{refusal[0]}: {refusal[1]}", fix)
+    if reasons := engine_refusal(request):
+        fix = "use --optimizer adamw, or another strategy" if reasons[0] == "optimizer" else "leave it out"
+        raise UserError(f"{reasons[0]}: {reasons[1]}", fix)
     return request
+
+
+def _fsdp_version(options: argparse.Namespace, strategy: strategies.Strategy) -> int:
+    """Return the version of FSDP; raise UserError for a flag that has no effect on this strategy."""
+    version = fsdp_version(options)
+    for flag in ("fsdp_version", "reentrant_units"):
+        if getattr(options, flag) and not strategy.is_fsdp:
+            raise UserError(
+                f"--{flag} is for FSDP, and {strategy.name} is not", "use --strategy fsdp2, or leave it out"
+            )
+    return version
 
 
 def _precision(
@@ -267,8 +315,9 @@ def _document(request: Request, memory: MemoryUse, time: StepTime, traced: float
     return {
         "model": request.shape.name, "parameters": request.shape.parameters,
         "trained_parameters": request.shape.trained_parameters, "lora_rank": request.shape.lora_rank,
-        "strategy": request.strategy.name, "hardware": request.box.name, "ranks": request.box.ranks,
-        "precision": precision_name(request), "sequence_length": request.sequence_length,
+        "strategy": request.strategy.name, "fsdp_version": request.fsdp_version if request.strategy.is_fsdp else None,
+        "hardware": request.box.name, "ranks": request.box.ranks, "precision": precision_name(request),
+        "sequence_length": request.sequence_length,
         "micro_batch": request.micro_batch, "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing, "chunked_loss": request.chunked_loss,
         "fits": None if memory.missing else fits(memory, request.box), "missing": memory.missing,
@@ -333,7 +382,7 @@ def _page(
     yield from pair_notes(request)
     yield ""
     yield (
-        f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {request.strategy.name} on"
+        f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {strategy_text(request)} on"
         f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
         f"{', chunked loss' * request.chunked_loss}{', resharded after forward' * request.strategy.is_fsdp}"

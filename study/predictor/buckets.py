@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
 from study.predictor.shape import BEFORE, ModelShape, Parameter
-from study.predictor.state import accumulated_bytes, flat_elements, flat_units, rank0_shards, shard_elements, sub_groups
+from study.predictor.state import (
+    accumulated_bytes,
+    adapter_units,
+    flat_elements,
+    flat_units,
+    rank0_shards,
+    shard_elements,
+    sub_groups,
+)
 
 # deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE: elements that stage 0 reduces in one call.
 STAGE0_BUCKET = 500_000_000
@@ -40,7 +48,9 @@ class Snapshot(NamedTuple):
 def gradient_snapshots(request: Request) -> list[Snapshot]:
     """Return the snapshots of a step's last micro-batch, with the gradients accumulated so far."""
     if request.strategy.is_fsdp:
-        return list((_fsdp1 if request.fsdp_version == 1 else _fsdp)(request))
+        if request.fsdp_version == 2:
+            return list(_fsdp(request))
+        return list(_fsdp1(request) if request.shape.lora_rank is None else _fsdp1_adapters(request))
     by_stage = {None: _unsharded, 0: _unsharded, 1: _stage1, 2: _stage2, 3: _stage3}
     snapshots = by_stage[request.strategy.zero_stage](request)
     return list(_with_tied(request, snapshots) if has_tied_gradients(request.shape) else snapshots)
@@ -187,6 +197,32 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
     yield Snapshot(BEFORE, grads, weight * root.size + grads_of_root)
     yield Snapshot(BEFORE, grads, weight * (root.size + (1 + copies + 1 / ranks) * root.size))
     yield _torch_step(request, 0.0 if request.fsdp_offloads else sum(unit.size for unit in units.values()) / ranks, 0.0)
+
+
+def _fsdp1_adapters(request: Request) -> Iterator[Snapshot]:
+    """Snapshots of FSDP1 with adapters, each of which is a unit: gathered for its own product, and its gradient is
+    reduced as it arrives. A unit prefetches the one that was called before it (_get_handle_to_prefetch in torch's
+    _runtime_utils.py), so the next layer's frozen unit is gathered with the first adapter of a layer, its last."""
+    shape, units, adapters = request.shape, flat_units(request), adapter_units(request)
+    weight, top, copies = request.gathered_bytes, shape.layers, int(request.box.gloo_copies_gathers)
+    grads, arrivals, root = accumulated_bytes(request), _arrivals(shape, shape.find_layer), units[BEFORE].size
+    resident, following = _gathered(request, {place: unit.size for place, unit in units.items()}, range(top), root)
+    yield Snapshot(top, grads, float(weight * (resident[top] + (1 + copies) * following[top])))
+    for place in (*reversed(range(top)), BEFORE):
+        gathered = float(weight * root)
+        if place != BEFORE:
+            gathered = float(weight * (resident[place] + units[place].size))
+            yield Snapshot(place, grads, gathered)
+        arrived = [param for param, _ in arrivals[place] if param.index in adapters]
+        for param in arrived:
+            unit = adapters[param.index]
+            prefetched = (1 + copies) * following.get(place, 0) if param is arrived[-1] else 0
+            # The matrix, its gradient, and the input of the reduction.
+            elements = (2 + copies) * unit.size + prefetched
+            yield Snapshot(place, grads, gathered + weight * elements, param=param)
+            grads += 0 if request.fsdp_offloads else unit.size / request.fsdp_ranks * request.adapter_bytes
+    stepped = 0 if request.fsdp_offloads else sum(unit.size for unit in adapters.values())
+    yield _torch_step(request, stepped / request.fsdp_ranks, 0.0)
 
 
 def _unsharded(request: Request) -> Iterator[Snapshot]:

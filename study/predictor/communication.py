@@ -12,7 +12,7 @@ from study.config.yaml_sections import load_package_yaml
 from study.predictor.hardware import Hardware
 from study.predictor.request import Request
 from study.predictor.shape import BEFORE
-from study.predictor.state import flat_elements, flat_units, persistent_params, shard_elements
+from study.predictor.state import adapter_units, flat_elements, flat_units, persistent_params, shard_elements
 from study.predictor.zero3_gathers import reference_gathers, simulate_gathers
 
 # Time of a collective, interpolated in measured tables: no single latency and bandwidth fits them.
@@ -206,7 +206,9 @@ def _fsdp(request: Request) -> dict[str, float]:
     total, regathered = sum(size for _, size in padded), sum(size for param, size in padded if param.regathered)
     if request.fsdp_version == 1:
         sizes = {place: unit.size for place, unit in flat_units(request).items()}
-        reduced = total = sum(sizes.values())
+        adapters = sum(unit.size for unit in adapter_units(request).values())
+        total = sum(sizes.values()) + adapters
+        reduced = adapters or total
         regathered = total - sizes[BEFORE]
     gathered = total + (0 if request.fsdp_keeps_gathered else regathered)
     width = request.gathered_bytes

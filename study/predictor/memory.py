@@ -344,6 +344,7 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
         if not snapshot.step:
             is_working = 0 <= snapshot.place < layers and not snapshot.between
             stored = _stored(request, saved, min(layers, snapshot.place + 1), is_working)
+            stored["activations"] += _kept_inputs_bytes(request, saved, snapshot.place)
             if snapshot.param is not None and 0 <= snapshot.place < layers:
                 stored["activations"] -= saved.freed.get(phase(request.shape, snapshot.param), 0.0)
             if snapshot.place < layers:
@@ -353,6 +354,19 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
         moment = "in the optimizer step" if snapshot.step else "in the backward pass"
         points.append(DeviceMemory(parts, moment, snapshot.step))
     return points
+
+
+def _kept_inputs_bytes(request: Request, saved: Activations, place: int) -> float:
+    """Return the bytes of inputs and their gradients that FSDP1 keeps of the layers above `place`.
+
+    register_multi_grad_hook (_register_post_backward_reshard_only_hook in torch's _runtime_utils.py) has the input's
+    AccumulateGrad. In a reentrant recomputation that is a leaf, so that its gradient accumulates in it. The gradient of
+    the layer just above is the one that this layer's backward pass has anyway.
+    """
+    above = request.shape.layers - 1 - place
+    if not request.keeps_inputs or above < 1:
+        return 0.0
+    return saved.checkpoint / request.checkpoint_every * (above + (above - 1))
 
 
 # Sum, gradients and buffers, which are the criteria of the largest, and the snapshot that they belong to.

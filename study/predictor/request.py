@@ -98,6 +98,16 @@ def auto_bucket_sizes(hidden: int) -> dict[str, int]:
 
 
 @dataclasses.dataclass(frozen=True)
+class TrainerSettings:
+    """Settings of the user's trainer, as the fields of Request of the same names."""
+
+    reentrant_units: bool = False
+
+
+DEFAULT_TRAINER = TrainerSettings()
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """A configuration whose memory, communication and time are predicted."""
 
@@ -135,6 +145,9 @@ class Request:
     pure: bool = False
     # Version of FSDP: 1 has a flat parameter per layer, and one of all other parameters, which stays gathered.
     fsdp_version: int = 2
+    # With FSDP1 and adapters: checkpoints are reentrant and enclose the units of FSDP, as in transformers before 4.52.
+    # The hook of a frozen unit then keeps its layer's input and the gradient of that, until the pass has ended.
+    reentrant_units: bool = False
     # FSDP2's embedding and head are one group, as if the program shards its layers and the model alone.
     fsdp_whole_root: bool = False
     # FSDP frees gathered weights only after the backward pass (fsdp_reshard_after_forward: false, SHARD_GRAD_OP).
@@ -245,6 +258,12 @@ class Request:
         strategy = self.strategy
         return [what for what in ("optimizer", "param")
                 if strategy.zero_stage == 3 and strategy.offload_device(what) == "nvme"]  # fmt: skip
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether hooks of FSDP1's frozen units keep the inputs of recomputed layers, and their gradients."""
+        has_frozen_units = self.strategy.is_fsdp and self.fsdp_version == 1 and self.shape.lora_rank is not None
+        return has_frozen_units and self.gradient_checkpointing and self.reentrant_units
 
     @property
     def idle_loaders(self) -> int:

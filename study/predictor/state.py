@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -75,24 +76,37 @@ class FlatUnit:
 
 @cache_by_request
 def flat_units(request: Request) -> dict[int, FlatUnit]:
-    """Return FSDP1's flat parameters: by layer, and under BEFORE the root's, of all others. Each tensor begins at 16
-    bytes, and the ranks divide the whole (_init_flat_param_and_metadata in torch's _flat_param.py)."""
-    ranks, tensors = request.fsdp_ranks, dict[int, list[Parameter]]()
-    aligned = 16 // request.gathered_bytes
-    for param in request.shape.params:
-        tensors.setdefault(request.shape.find_layer(param), []).append(param)
-    units = dict[int, FlatUnit]()
-    for place, params in tensors.items():
-        starts, end = list[int](), 0
-        for param in params:
-            starts.append(math.ceil(end / aligned) * aligned)
-            end = starts[-1] + param.elements
-        shard = math.ceil(end / ranks)
-        local = (
-            min(param.elements, shard - start) for param, start in zip(params, starts, strict=True) if start < shard
-        )
-        units[place] = FlatUnit(shard * ranks, sum(param.elements for param in params if param.trained), tuple(local))
-    return units
+    """Return FSDP1's flat parameters: by layer, and under BEFORE the root's, of all others; with adapters only their
+    frozen tensors."""
+    tensors = dict[int, list[Parameter]]()
+    for param in request.stored.params:
+        if request.shape.lora_rank is None or not param.trained:
+            tensors.setdefault(request.shape.find_layer(param), []).append(param)
+    return {place: _flat_unit(request, params) for place, params in tensors.items()}
+
+
+@cache_by_request
+def adapter_units(request: Request) -> dict[int, FlatUnit]:
+    """Return FSDP1's flat parameters of adapters, by the index of their first tensor: peft's fsdp_auto_wrap_policy
+    makes a unit of each module whose own weight is trained."""
+    if request.shape.lora_rank is None:
+        return {}
+    modules = itertools.groupby(request.shape.trained_params, key=lambda at: (at.place, at.name.rpartition(".")[0]))
+    tensors = (list(params) for _, params in modules)
+    return {params[0].index: _flat_unit(request, params) for params in tensors}
+
+
+def _flat_unit(request: Request, params: Sequence[Parameter]) -> FlatUnit:
+    """Return the flat parameter of tensors. Each begins at 16 bytes, and the ranks divide the whole
+    (_init_flat_param_and_metadata in torch's _flat_param.py)."""
+    aligned, starts, end = 16 // request.gathered_bytes, list[int](), 0
+    for param in params:
+        starts.append(math.ceil(end / aligned) * aligned)
+        end = starts[-1] + param.elements
+    shard = math.ceil(end / request.fsdp_ranks)
+    local = (min(param.elements, shard - start) for param, start in zip(params, starts, strict=True) if start < shard)
+    trained = sum(param.elements for param in params if param.trained)
+    return FlatUnit(shard * request.fsdp_ranks, trained, tuple(local))
 
 
 def _unsharded(request: Request, waiting: bool) -> State:
@@ -111,6 +125,10 @@ def _unsharded(request: Request, waiting: bool) -> State:
         # The optimizer has the parts of tensors in rank 0's shards, without their padding (fsdp_use_orig_params).
         units = flat_units(request).values()
         stored = trained = sum(unit.size for unit in units) // ranks
+        if shape.lora_rank is not None:
+            units = adapter_units(request).values()
+            trained = sum(unit.size for unit in units) // ranks
+            stored += trained
         local = [size for unit in units for size in unit.local]
         stepped, steps = sum(local), len(local)
     optimizer = stepped * (master + request.moments_bytes) + STEP_BYTES * steps

@@ -1,0 +1,127 @@
+"""Adapters (LoRA, QLoRA): what FSDP1 keeps, their targets and dropout, 4-bit scales, and losses by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forked import fork_script
+from study.cli import main
+from study.config.places import REPOSITORY
+from study.config.strategies import read_strategy
+from study.predictor.communication import predict_payload
+from study.predictor.hardware import ANY_DEVICE, box_of_ranks
+from study.predictor.memory import predict_memory
+from study.predictor.request import Request
+from study.predictor.shape import model_shape, with_adapters
+from study.predictor.state import adapter_units, flat_units, predict_state
+
+TINY = "layers={},hidden=64,heads=2,key_value_heads=2,vocabulary=64,inner=128"
+
+
+def fsdp1(layers: int, tokens: int, **changed: Any) -> Request:
+    return Request(
+        with_adapters(model_shape(TINY.format(layers)), 4), read_strategy("fsdp2"), box_of_ranks("2", ANY_DEVICE, 2),
+        tokens, 1, 1, "fp32", True, "sdpa", autocast=False, fsdp_version=1, **changed,
+    )  # fmt: skip
+
+
+def measured_by(probe: str, cases: list[Any]) -> list[int]:
+    script = REPOSITORY / "tests/probes" / probe
+    done = fork_script(script, json.dumps(cases), folder=REPOSITORY, environment=os.environ, read_at_import={})
+    figures = [int(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS")]
+    assert len(figures) == len(cases), done.stderr[-2000:]
+    return figures
+
+
+def test_fsdp1_keeps_each_input_and_its_gradient_where_reentrant_checkpoints_enclose_its_units() -> None:
+    """A virtual rank has them to the byte: an input and a gradient of all layers but two more than it otherwise has."""
+    sizes = ((4, 128), (6, 64))
+    cases = [[*size, place, True] for size in sizes for place in ("around", "inside")]
+    peaks = iter(measured_by("fsdp1_adapters.py", cases))
+    for layers, tokens in sizes:
+        around, inside = next(peaks), next(peaks)
+        predicted = [predict_memory(fsdp1(layers, tokens, reentrant_units=is_so)) for is_so in (True, False)]
+        more = predicted[0].peak_allocated.value - predicted[1].peak_allocated.value
+        assert around - inside == more
+        # At the first layer the shards of all adapters' gradients are there, too, and at the last those of one matrix.
+        gradients = [memory.device_parts["gradients"] for memory in predicted]
+        assert more - (gradients[0] - gradients[1]) == (layers - 2) * tokens * 64 * 4
+        # The table of families has 6 % less of these layers, whose feed-forward block is narrow.
+        constant = sum(predicted[0].device_parts[part] for part in ("parameters", "optimizer"))
+        assert predicted[0].peak_allocated.value - constant == pytest.approx(around, rel=0.07)
+
+
+def test_fsdp1_has_a_unit_of_each_adapter_beside_the_frozen_one_of_its_layer() -> None:
+    request = fsdp1(4, 64)
+    units, adapters = flat_units(request), adapter_units(request)
+    assert len(adapters) == 4 * 7 * 2
+    assert sum(unit.size for unit in units.values()) == request.shape.frozen_parameters
+    assert sum(unit.size for unit in adapters.values()) == request.shape.trained_parameters
+    state = predict_state(request)
+    assert state.params_device == 4 * request.shape.parameters / 2
+    # Each part of an adapter's matrix has a step counter; frozen weights have no moments.
+    assert state.optimizer_device == 8 * request.shape.trained_parameters / 2 + 4 * len(adapters)
+    payload = predict_payload(request)
+    assert payload["reduce_scatter"] == 4 * request.shape.trained_parameters
+    outside = units[-1].size
+    assert payload["all_gather"] == 4 * (2 * request.shape.parameters - outside)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["predict", "gpt2", "--strategy", "zero3", "--fsdp_version", "1"], "--fsdp_version is for FSDP"),
+        (["predict", "gpt2", "--strategy", "fsdp2", "--peft", "lora", "--reentrant_units"], "--fsdp_version 1"),
+        (["predict", "gpt2", "--strategy", "fsdp2", "--fsdp_version", "1", "--reentrant_units"], "--peft lora"),
+        (["advise", "gpt2", "--peft", "lora", "--reentrant_units"], "--fsdp_version 1"),
+    ],
+)
+def test_a_flag_of_fsdp1_without_an_effect_is_refused(flags: list[str], says: str, capsys: Any) -> None:
+    assert main([*flags, "--hardware", "2xA100"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_fsdp1_is_asked_for_by_a_flag_or_a_file(tmp_path: Path, capsys: Any) -> None:
+    def device_bytes(*command: str) -> float:
+        assert main([*command, "--peft", "lora", "--gradient_checkpointing", "--seq_length", "1024", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        return float(document["memory"]["peak_allocated"]["value"])
+
+    file = tmp_path / "fsdp.yaml"
+    settings = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+    file.write_text(f"distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {{{settings}}}\n", encoding="utf-8")
+    model = "layers=32,hidden=4096,heads=32,vocabulary=8000,inner=11008"
+    predict = ["predict", model, "--strategy", "fsdp2", "--hardware", "2xA100", "--micro_batch", "4"]
+    explain = ["explain", str(file), model, "--hardware", "2xA100", "--micro_batch", "4"]
+    first = ["--fsdp_version", "1"]
+    assert device_bytes(*explain) == device_bytes(*predict, *first) != device_bytes(*predict)
+    assert device_bytes(*explain, "--fsdp_version", "2") == device_bytes(*predict)
+    kept = device_bytes(*predict, *first, "--reentrant_units")
+    assert device_bytes(*explain, "--reentrant_units") == kept > device_bytes(*explain)
+    file.write_text(f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2, {settings}}}\n", encoding="utf-8")
+    assert main([*explain, *first]) == 2
+    assert "sets fsdp_version: 2" in capsys.readouterr().err
+
+
+def test_advice_for_fsdp1_writes_a_file_that_explain_reads_as_fsdp1(tmp_path: Path, capsys: Any) -> None:
+    model = "layers=40,hidden=5120,heads=40,vocabulary=32000,inner=13824"
+    command = ["advise", model, "--hardware", "2xRTX3090", "--peft", "lora", "--global_batch_size", "2"]
+    assert main([*command, "--fsdp_version", "1", "--output", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["recommended"] == "fsdp2"
+    best = document["strategies"][0]
+    words = ["explain", document["files"]["accelerate"], model, "--peft", "lora", "--hardware", "2xRTX3090", "--json"]
+    words += ["--gradient_checkpointing"] * best["gradient_checkpointing"]
+    assert main(words) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["memory"]["peak_allocated"]["value"] == pytest.approx(sum(
+        size for name, size in best["device_parts"].items() if name not in ("context", "fragmentation")
+    ))  # fmt: skip
+    # The command for study predict repeats the version.
+    assert main([*command, "--fsdp_version", "1"]) == 0
+    assert "--fsdp_version 1" in capsys.readouterr().out
