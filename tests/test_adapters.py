@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
 from forked import fork_script
 from study.cli import main
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
+from study.predictor.activations import predict_activations
 from study.predictor.communication import predict_payload
-from study.predictor.hardware import ANY_DEVICE, box_of_ranks
-from study.predictor.memory import predict_memory
+from study.predictor.hardware import ANY_DEVICE, CPU_CORE, Hardware, box_of_ranks, to_box
+from study.predictor.live_trace import build_meta_model, trace_activations
+from study.predictor.lora_targets import DEFAULT_TARGETS
+from study.predictor.memory import device_snapshots, predict_memory
 from study.predictor.request import Request
-from study.predictor.shape import model_shape, with_adapters
+from study.predictor.shape import model_shape, shape_of_architecture, with_adapters
 from study.predictor.state import adapter_units, flat_units, predict_state
 
 TINY = "layers={},hidden=64,heads=2,key_value_heads=2,vocabulary=64,inner=128"
@@ -101,8 +107,8 @@ def test_fsdp1_is_asked_for_by_a_flag_or_a_file(tmp_path: Path, capsys: Any) -> 
     first = ["--fsdp_version", "1"]
     assert device_bytes(*explain) == device_bytes(*predict, *first) != device_bytes(*predict)
     assert device_bytes(*explain, "--fsdp_version", "2") == device_bytes(*predict)
-    kept = device_bytes(*predict, *first, "--reentrant_units")
-    assert device_bytes(*explain, "--reentrant_units") == kept > device_bytes(*explain)
+    reentrant = device_bytes(*predict, *first, "--reentrant_units")
+    assert device_bytes(*explain, "--reentrant_units") == reentrant > device_bytes(*explain)
     file.write_text(f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2, {settings}}}\n", encoding="utf-8")
     assert main([*explain, *first]) == 2
     assert "sets fsdp_version: 2" in capsys.readouterr().err
@@ -125,3 +131,99 @@ def test_advice_for_fsdp1_writes_a_file_that_explain_reads_as_fsdp1(tmp_path: Pa
     # The command for study predict repeats the version.
     assert main([*command, "--fsdp_version", "1"]) == 0
     assert "--fsdp_version 1" in capsys.readouterr().out
+
+
+SIZES = {
+    "vocab_size": 3000, "hidden_size": 256, "n_embd": 256, "intermediate_size": 704, "n_inner": 704, "n_positions": 512,
+    "num_attention_heads": 8, "n_head": 8, "num_heads": 8, "n_layer": 4, "num_layers": 4, "num_hidden_layers": 4,
+    "max_position_embeddings": 512, "type_vocab_size": 2, "rotary_dim": 32,
+}  # fmt: skip
+
+
+def test_the_default_targets_are_those_defaults() -> None:
+    defaults = {name: tuple(names) for name, names in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()
+               if not isinstance(names, str)}  # fmt: skip
+    assert defaults == DEFAULT_TARGETS
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets"),
+    [*((name, DEFAULT_TARGETS[name]) for name in ("bert", "gpt2", "gpt_neo", "gptj", "gpt_neox", "llama", "qwen3")),
+     ("gpt2", ("c_proj",)), ("gpt2", ("attn.c_proj",)), ("bert", ("dense",)), ("bert", ("output.dense",)),
+     ("llama", ("self_attn.o_proj", "down_proj"))],
+)  # fmt: skip
+def test_targets_have_the_adapters_that_peft_makes(model_type: str, targets: tuple[str, ...]) -> None:
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 32} if model_type == "qwen3" else SIZES
+    shape = with_adapters(shape_of_architecture(model_type, model_type, sizes), 4, targets)
+    request = Request(shape, read_strategy("single"), to_box("1xH100"), 64, 1, 1, "fp32", False, "eager")
+    with torch.device("meta"):
+        model = build_meta_model(request)
+    tensors = [(tensor.numel(), tensor.shape[0], tensor.requires_grad) for tensor in model.parameters()]
+    assert [(param.elements, param.rows, param.trained) for param in shape.params] == tensors
+    assert any(param.trained for param in shape.params)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "gemma"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_activations_of_some_targets_and_their_dropout_are_those_of_the_traced_code(
+    model_type: str, dropout: float
+) -> None:
+    """A frozen layer without an adapter saves nothing; with dropout each adapter saves its own input, and a mask."""
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 32} if model_type != "gpt2" else SIZES
+    shape = with_adapters(shape_of_architecture(model_type, model_type, sizes), 8, DEFAULT_TARGETS[model_type])
+    # On a CPU the mask is as wide as the tensor.
+    box = Hardware("1", CPU_CORE, 1) if dropout else to_box("1xH100")
+    cases = (("fp32", "sdpa"), ("bf16-engine", "sdpa"), ("bf16", "eager"))
+    for (precision, attention), checkpointing in itertools.product(cases, (False, True)):
+        request = Request(
+            shape, read_strategy("single"), box, 512, 4, 1, precision, checkpointing, attention,  # type: ignore[arg-type]
+            lora_dropout=dropout,
+        )  # fmt: skip
+        trace, estimate = trace_activations(request), predict_activations(request)
+        points = [point.total for point in device_snapshots(request) if not point.step]
+        stored = points[0] - estimate.logits_forward - (estimate.cast_cached * 4 if checkpointing else 0)
+        assert stored == pytest.approx(trace.saved_bytes, rel=0.035), request
+        assert max(points) == pytest.approx(trace.backward_peak, rel=0.08), request
+
+
+def test_dropout_of_adapters_takes_three_bytes_an_element_on_a_gpu() -> None:
+    """The tensor that the layers read is no longer saved, since no adapter reads it."""
+    shape = with_adapters(model_shape("llama-3.1-8b"), 8, ("q_proj", "v_proj", "down_proj"))
+    box = to_box("1xH100")
+    plain, dropped = (
+        predict_activations(
+            Request(shape, read_strategy("single"), box, 512, 2, 1, "bf16-engine", True, "sdpa", lora_dropout=rate)
+        ).layer for rate in (0.0, 0.05)
+    )  # fmt: skip
+    assert dropped - plain == 2 * 512 * ((2 * 3 - 2) * shape.hidden + (3 - 2) * shape.inner)
+
+
+def test_a_wrong_target_is_refused_with_those_of_the_model_and_the_default_is_peft_s(
+    tmp_path: Path, capsys: Any
+) -> None:
+    command = ["predict", "gpt2", "--strategy", "ddp", "--hardware", "2xA100", "--peft", "lora"]
+    assert main([*command, "--lora_targets", "q_proj,v_proj"]) == 2
+    refusal = capsys.readouterr().err
+    assert "no layer 'q_proj'" in refusal
+    assert "c_attn, c_proj, c_fc" in refusal
+    trained = []
+    for targets in (["c_attn"], ["all-linear"], []):
+        assert main([*command, *(["--lora_targets", *targets] if targets else []), "--json"]) == 0
+        trained.append(json.loads(capsys.readouterr().out)["trained_parameters"])
+    assert trained[0] == trained[2] == 12 * 8 * (768 + 3 * 768) < trained[1]
+    assert main([*command, "--lora_dropout", "1"]) == 2
+    assert "less than 1" in capsys.readouterr().err
+    assert main([*command[:-2], "--lora_targets", "c_attn"]) == 2
+    assert "--peft lora" in capsys.readouterr().err
+    # A class outside the table of families.
+    config = {"model_type": "olmo2", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+              "num_attention_heads": 2, "vocab_size": 100}  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    live = ["predict", str(tmp_path), *command[2:], "--seq_length", "64"]
+    assert main(live) == 2
+    assert "--lora_targets all-linear" in capsys.readouterr().err
+    assert main([*live, "--lora_targets", "query"]) == 2
+    assert "q_proj, k_proj, v_proj, o_proj" in capsys.readouterr().err
+    assert main([*live, "--lora_targets", "q_proj,v_proj", "--lora_dropout", "0.1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trained_parameters"] == 2 * 2 * 8 * (64 + 64)

@@ -67,8 +67,8 @@ _FSDP1 = {
 _WIDTH = 120
 _SILENT_S = 1.0
 # Flags that `study predict` has, too, by their names in the options; those that are not at their default are repeated.
-_SHARED_FLAGS = ("seq_length", "precision", "attn_implementation", "peft", "lora_rank", "quantization", "host_memory",
-                 "network_gb_per_s", "host_gb_per_s")  # fmt: skip
+_SHARED_FLAGS = ("seq_length", "precision", "attn_implementation", "peft", "lora_rank", "lora_targets", "lora_dropout",
+                 "quantization", "host_memory", "network_gb_per_s", "host_gb_per_s")  # fmt: skip
 _SHARED_SWITCHES = ("chunked_loss", "with_reference", "hub")
 
 
@@ -172,6 +172,7 @@ def _document(
     return {
         "model": question.shape.name, "parameters": question.shape.parameters,
         "trained_parameters": question.shape.trained_parameters, "lora_rank": question.shape.lora_rank,
+        "lora_targets": question.shape.lora_targets,
         "hardware": question.box.name, "ranks": question.box.ranks,
         "sequence_length": question.sequence_length, "precision": question.precision,
         "chunked_loss": question.chunked_loss,
@@ -358,7 +359,7 @@ def predict_words(request: Request, options: argparse.Namespace) -> str:
     for name in _SHARED_FLAGS:
         value = getattr(options, name)
         if value is not None and value != defaults.get(name):
-            words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [f"--{name}", _flag_text(value)]
     for name in _SHARED_SWITCHES:
         words += [f"--{name}"] * getattr(options, name)
     if request.strategy.is_fsdp and request.fsdp_version != Request.fsdp_version:
@@ -368,6 +369,13 @@ def predict_words(request: Request, options: argparse.Namespace) -> str:
         words += ["--nvme_gb_per_s", ",".join(f"{rate:g}" for rate in options.nvme_gb_per_s)]
     words += ["--bus_gb_per_s", f"{options.bus_gb_per_s:g}"] * math.isfinite(options.bus_gb_per_s)
     return shlex.join(words)
+
+
+def _flag_text(value: Any) -> str:
+    """Return a flag's value as text."""
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _named(option: Option) -> str:
@@ -476,8 +484,10 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     """Return the command that trains this with study/train.py; None if that would train something else.
 
     study/train.py has no chunked loss, cannot load a model given by its sizes, and gathers fp32 weights under FSDP. It
-    keeps fp32 weights without DeepSpeed.
+    keeps fp32 weights without DeepSpeed, and adds adapters to all linear layers, without dropout.
     """
+    if request.shape.lora_targets or request.lora_dropout:
+        return None
     preset, is_loaded = find_preset(model), "=" not in model and not Path(model).expanduser().is_file()
     if request.chunked_loss or request.pure or request.fsdp_gathers_16_bits or not is_loaded:
         return None

@@ -97,7 +97,10 @@ def trainer_settings(options: argparse.Namespace) -> TrainerSettings:
         raise UserError(
             "--reentrant_units is about FSDP1's frozen units, and all weights are trained", "add --peft lora"
         )
-    return TrainerSettings(reentrant_units=options.reentrant_units)
+    dropout = options.lora_dropout or 0.0
+    if not 0 <= dropout < 1:
+        raise UserError(f"--lora_dropout {dropout:g} is out of range", "use 0 or more, and less than 1")
+    return TrainerSettings(reentrant_units=options.reentrant_units, lora_dropout=dropout)
 
 
 def check_required(options: argparse.Namespace, example: str) -> None:
@@ -315,6 +318,7 @@ def _document(request: Request, memory: MemoryUse, time: StepTime, traced: float
     return {
         "model": request.shape.name, "parameters": request.shape.parameters,
         "trained_parameters": request.shape.trained_parameters, "lora_rank": request.shape.lora_rank,
+        "lora_targets": request.shape.lora_targets,
         "strategy": request.strategy.name, "fsdp_version": request.fsdp_version if request.strategy.is_fsdp else None,
         "hardware": request.box.name, "ranks": request.box.ranks, "precision": precision_name(request),
         "sequence_length": request.sequence_length,

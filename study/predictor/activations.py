@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from study.predictor import live
@@ -188,7 +188,7 @@ def predict_activations(request: Request) -> Activations:
     adapted, adapted_tail, adapted_first = _adapted(request, mode)
     per_token += adapted
     # peft casts a 16-bit input to fp32 for its adapter, and autocast casts it back to 16 bits.
-    widened = (4 + 2) * shape.inner if shape.lora_rank and mode == "autocast" else 0
+    widened = (4 + 2) * shape.inner if mode == "autocast" and family.block[-1] in adapted_modules(shape) else 0
     has_dropout = request.dropout and family.has_dropout
     # Dropout masks: one byte per element of two outputs of a layer.
     per_token += 2 * shape.hidden if has_dropout else 0
@@ -233,6 +233,7 @@ def predict_activations(request: Request) -> Activations:
     in_block = tokens * width * passing * shape.inner + hidden_bytes + tokens * widened
     norm = tokens * _NORM_GRADIENTS * (4 if wide else width) * shape.hidden
     block_saved = tokens * (width * (inner * shape.inner + narrow / 2 * shape.hidden) + 2 * wide * shape.hidden)
+    block_saved += tokens * _adapter_inputs(request)[1]
     in_attention = max(norm, largest_scores + pairs * width) - block_saved
     working = max(in_block, in_attention)
     block = family.block
@@ -279,6 +280,7 @@ def trace(request: Request) -> Trace:
     answer = live.measure(
         shape, mode=_mode(request), dropout=request.dropout, fused=is_fused(request),
         cuda=not request.box.is_cpu_only, length=request.sequence_length,
+        **({"lora_dropout": 0.1} if request.lora_dropout else {}),
     )  # fmt: skip
     if isinstance(answer, str):
         return Trace(missing=f"activations and FLOPs ({answer})")
@@ -361,8 +363,8 @@ def _adapted(request: Request, mode: str) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     stream = 4 if mode == "autocast" else width
     # Output of the adapter's A matrix.
-    layer = float(width * shape.lora_rank * len(adapter_products(shape)) // 2)
-    if mode == "autocast" and is_fused(request) and family.keeps_output:
+    layer = float(width * shape.lora_rank * len(adapter_products(shape)) // 2) + sum(_adapter_inputs(request))
+    if mode == "autocast" and is_fused(request) and family.keeps_output and _adapts_output(shape):
         # The attention output is cast to fp32 for the adapter and back to 16 bits, which makes a second tensor.
         layer += width * shape.heads * shape.head_dim
     multiplied = 4 if family.norm_in_fp32 else stream
@@ -373,7 +375,52 @@ def _adapted(request: Request, mode: str) -> tuple[float, float, float]:
     first = -(4 if family.multiplying_norms else stream)
     if request.gradient_checkpointing:
         first = stream if family.sums_embeddings else 0
+    if shape.family == "sequence-classification" and not any(param.trained for param in _pooler_params(shape)):
+        # Nothing else saves the last layer's output.
+        first -= 0 if stream > width else width
     return layer, tail * shape.hidden, first * shape.hidden
+
+
+def _pooler_params(shape: ModelShape) -> list[Parameter]:
+    return [param for param in shape.params if param.name.startswith("pooler")]
+
+
+@functools.lru_cache(maxsize=64)
+def adapted_modules(shape: ModelShape) -> frozenset[str]:
+    """Return the modules of a layer that have adapters."""
+    inside = (param.name for param in shape.params if param.place == 0)
+    return frozenset(name.partition(INFIX)[0] for name in inside if INFIX in name)
+
+
+def _adapts_output(shape: ModelShape) -> bool:
+    """Whether the matrix that reads the attention's output has an adapter."""
+    return any(module not in READS_INPUT and module not in shape.table.block for module in adapted_modules(shape))
+
+
+def _adapter_inputs(request: Request) -> tuple[float, float]:
+    """Return the bytes of adapters' inputs per token and layer, in attention and in the feed-forward block, above those
+    of adapters on all linear layers without dropout, which share the tensor that their layers read."""
+    shape, family, width = request.shape, request.shape.table, request.computing_bytes
+    if shape.lora_rank is None:
+        return 0.0, 0.0
+    adapted = adapted_modules(shape)
+    matrices = [param for param in shape.params if param.place == 0 and param.elements > param.rows]
+    block, inside = family.block, (param.name.removesuffix(".weight") for param in matrices if INFIX not in param.name)
+    modules = [module for module in inside if module not in block]
+    reads_input = [module for module in modules if module in READS_INPUT]
+    query, is_kept = shape.heads * shape.head_dim, is_fused(request) and family.keeps_output
+    outputs = [module for module in modules if module not in reads_input]
+    # Dropout saves its output and a mask: a byte an element on a GPU, and on a CPU the factors (Dropout.cpp).
+    dropped = width + (width if request.box.is_cpu_only else 1)
+
+    def difference(names: Iterable[str], size: int, is_saved: bool) -> float:
+        count = len(adapted.intersection(names))
+        if not request.lora_dropout:
+            return 0.0 if count or is_saved else -float(width * size)
+        return float(size * (dropped * count - (0 if is_saved else width)))
+
+    in_attention = difference(reads_input, shape.hidden, False) + difference(outputs, query, is_kept)
+    return in_attention, difference(block[:-1], shape.hidden, False) + difference(block[-1:], shape.inner, False)
 
 
 def _loss(request: Request, logits: float, width: int) -> tuple[float, float, float]:

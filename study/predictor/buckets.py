@@ -47,13 +47,25 @@ class Snapshot(NamedTuple):
 @cache_by_request
 def gradient_snapshots(request: Request) -> list[Snapshot]:
     """Return the snapshots of a step's last micro-batch, with the gradients accumulated so far."""
-    if request.strategy.is_fsdp:
-        if request.fsdp_version == 2:
-            return list(_fsdp(request))
-        return list(_fsdp1(request) if request.shape.lora_rank is None else _fsdp1_adapters(request))
     by_stage = {None: _unsharded, 0: _unsharded, 1: _stage1, 2: _stage2, 3: _stage3}
-    snapshots = by_stage[request.strategy.zero_stage](request)
-    return list(_with_tied(request, snapshots) if has_tied_gradients(request.shape) else snapshots)
+    if request.strategy.is_fsdp:
+        first_version = _fsdp1 if request.shape.lora_rank is None else _fsdp1_adapters
+        snapshots = (first_version if request.fsdp_version == 1 else _fsdp)(request)
+    else:
+        snapshots = by_stage[request.strategy.zero_stage](request)
+        snapshots = _with_tied(request, snapshots) if has_tied_gradients(request.shape) else snapshots
+    return list(_before_gradients(snapshots) if request.shape.lora_targets else snapshots)
+
+
+def _before_gradients(snapshots: Iterator[Snapshot]) -> Iterator[Snapshot]:
+    """Add the beginning of each layer's backward pass: with adapters on some modules no gradient arrives until it has
+    passed the others."""
+    reached = None
+    for snapshot in snapshots:
+        if snapshot.param is not None and snapshot.place != reached:
+            yield Snapshot(snapshot.place, snapshot.grads, snapshot.buffers)
+            reached = snapshot.place
+        yield snapshot
 
 
 def has_tied_gradients(shape: ModelShape) -> bool:

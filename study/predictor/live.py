@@ -45,7 +45,9 @@ def live_notes(shape: ModelShape) -> Iterator[str]:
             yield f"experts are grouped products without capacity: {reach}"
 
 
-def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) -> LiveShape:
+def live_shape(
+    name: str, document: Mapping[str, Any], rank: int | None = None, targets: tuple[str, ...] = ()
+) -> LiveShape:
     """Return the shape of the model that a config.json describes; UserError if transformers does not build it."""
     # Of Qwen's Omni models the thinker is trained, not what speaks. Names and places of files change nothing.
     document = document.get("thinker_config", document)
@@ -55,11 +57,16 @@ def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) 
         for key in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):
             if isinstance(part.get(key), int):
                 check_depth(part[key], name)
-    survey = answer("survey", text, rank)
+    survey = answer("survey", text, rank, _with_targets({}, targets))
     return LiveShape(
         name=name, model_type=str(document["model_type"]), params=tuple(Parameter(*row) for row in survey["params"]),
-        gated=True, lora_rank=rank, document=text, survey=survey, **survey["shape"],
+        gated=True, lora_rank=rank, lora_targets=targets, document=text, survey=survey, **survey["shape"],
     )  # fmt: skip
+
+
+def _with_targets(options: Mapping[str, Any], targets: tuple[str, ...]) -> str:
+    """Return the options of an answer as JSON, with the modules that have adapters unless all linear layers have."""
+    return json.dumps({**options, "targets": targets} if targets else options, sort_keys=True)
 
 
 @functools.lru_cache(maxsize=64)
@@ -70,7 +77,7 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
     if work in _loops:
         return _loops[work]
     try:
-        return answer("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
+        return answer("measure", shape.document, shape.lora_rank, _with_targets(options, shape.lora_targets))
     except UserError:
         raise
     except Exception as error:  # Any class of transformers, on tensors without data.

@@ -18,7 +18,7 @@ import re
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
@@ -60,10 +60,10 @@ _SIZES = {
 }  # fmt: skip
 
 
-def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
+def survey(document: Mapping[str, Any], rank: int | None, targets: Sequence[str] = ()) -> dict[str, Any]:
     """Return layers, owners, parameters and shape of the model that a config.json describes, with LoRA of a rank."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build_model(document, rank, "eager", dropout=True)
+        model = build_model(document, rank, "eager", dropout=True, targets=targets)
     units, text = _units(model), model.config.get_text_config()
     index = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     owners = {
@@ -130,12 +130,21 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
 
 
 def measure(
-    document: Mapping[str, Any], rank: int | None, mode: str, fused: bool, cuda: bool, dropout: bool, length: int
+    document: Mapping[str, Any],
+    rank: int | None,
+    mode: str,
+    fused: bool,
+    cuda: bool,
+    dropout: bool,
+    length: int,
+    targets: Sequence[str] = (),
+    lora_dropout: float = 0.0,
 ) -> dict[str, Any]:
     """Return bytes and FLOPs of a forward and backward pass of few and of twice as many samples, by kind of layer, and
     the module calls; raise the class's own error if it cannot be traced."""
     with fake_tensors(torch.bfloat16 if mode == "engine" else torch.float32):
-        model = build_model(document, rank, register_fused() if fused else "eager", dropout=dropout)
+        attention = register_fused() if fused else "eager"
+        model = build_model(document, rank, attention, dropout=dropout, targets=targets, lora_dropout=lora_dropout)
         names = {module: name for name, module in model.named_modules()}
         kinds, counts = _prune(model, _units(model))
         passes = [_Pass(model, names, counts, mode, cuda, length, batch) for batch in (SAMPLES, 2 * SAMPLES)]
@@ -201,7 +210,15 @@ def _config_class(document: Mapping[str, Any]) -> Any:
     raise UserError(f"transformers {transformers.__version__} has no model_type {kind!s:.40}{code}", fix)
 
 
-def build_model(document: Mapping[str, Any], rank: int | None, attention: str, *, dropout: bool) -> Any:
+def build_model(
+    document: Mapping[str, Any],
+    rank: int | None,
+    attention: str,
+    *,
+    dropout: bool,
+    targets: Sequence[str] = (),
+    lora_dropout: float = 0.0,
+) -> Any:
     """Create the model; UserError if transformers does not support the config. No code of the model runs."""
     try:
         model_class, is_language_model = _head(document)
@@ -237,7 +254,7 @@ def build_model(document: Mapping[str, Any], rank: int | None, attention: str, *
         problem = f"transformers {transformers.__version__} does not build this {document['model_type']!s:.40}"
         raise UserError(f"{problem} ({type(error).__name__}: {first_line(error)})", "correct config.json") from error
     if rank is not None:
-        add_fake_adapters(model, rank, is_language_model)
+        add_fake_adapters(model, rank, is_language_model, targets, lora_dropout)
     return model
 
 
@@ -252,13 +269,16 @@ def _create(model_class: Any, config: Any) -> Any:
         return model.to_empty(device="cpu")
 
 
-def add_fake_adapters(model: Any, rank: int, is_language_model: bool) -> None:
+def add_fake_adapters(
+    model: Any, rank: int, is_language_model: bool, targets: Sequence[str] = (), dropout: float = 0.0
+) -> None:
     """Add LoRA's adapters. peft moves them to the device of the model, but fake tensors cannot move."""
     moves = torch.nn.Module.to
     torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
     try:
         task = "gpt-wikitext" if is_language_model else "bert-imdb"
-        add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=rank))  # type: ignore[arg-type]
+        config = RunConfig(task=task, peft="lora", lora_rank=rank)  # type: ignore[arg-type]
+        add_adapters(model, config, targets, dropout)
     finally:
         torch.nn.Module.to = moves  # type: ignore[method-assign]
 
@@ -653,4 +673,12 @@ def build_meta_model(request: Request) -> Any:
         # One type for each layer.
         document["attention_types"] = [[["global"], request.shape.layers]]
     attention = register_fused() if is_fused(request) else "eager"
-    return build_model(document, request.shape.lora_rank, attention, dropout=False)
+    shape = request.shape
+    return build_model(
+        document,
+        shape.lora_rank,
+        attention,
+        dropout=False,
+        targets=shape.lora_targets,
+        lora_dropout=request.lora_dropout,
+    )

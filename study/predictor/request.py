@@ -102,6 +102,7 @@ class TrainerSettings:
     """Settings of the user's trainer, as the fields of Request of the same names."""
 
     reentrant_units: bool = False
+    lora_dropout: float = 0.0
 
 
 DEFAULT_TRAINER = TrainerSettings()
@@ -148,6 +149,8 @@ class Request:
     # With FSDP1 and adapters: checkpoints are reentrant and enclose the units of FSDP, as in transformers before 4.52.
     # The hook of a frozen unit then keeps its layer's input and the gradient of that, until the pass has ended.
     reentrant_units: bool = False
+    # LoRA's dropout: an adapter saves its own input after dropout, and a mask.
+    lora_dropout: float = 0.0
     # FSDP2's embedding and head are one group, as if the program shards its layers and the model alone.
     fsdp_whole_root: bool = False
     # FSDP frees gathered weights only after the backward pass (fsdp_reshard_after_forward: false, SHARD_GRAD_OP).

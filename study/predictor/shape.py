@@ -21,6 +21,7 @@ from study.config.errors import UserError, clip, did_you_mean, first_line, requi
 from study.config.flags import RunConfig
 from study.host.folders import resolve_path
 from study.predictor.families import FAMILIES, OTHER_FAMILIES, ModelFamily
+from study.predictor.lora_targets import ALL_LINEAR, DEFAULT_TARGETS, is_target, module_name
 from study.workloads.presets import PRESETS, Family, check_depth, find_base, find_preset, load_from
 
 # Place of parameters before the layers.
@@ -72,6 +73,8 @@ class ModelShape:
     positions: int | None = None
     # Rank of the LoRA adapters, which are among the tensors; None: full training.
     lora_rank: int | None = None
+    # Names of the modules with adapters, as peft's target_modules; none: all linear layers.
+    lora_targets: tuple[str, ...] = ()
     # Content of config.json, as JSON.
     document: str = ""
     # Integer buffers, which DDP broadcasts: BERT's positions and types.
@@ -137,14 +140,21 @@ INFIX = ".lora_"
 
 
 @functools.lru_cache(maxsize=64)
-def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
-    """Return the shape with LoRA adapters of a rank and frozen base weights; UserError if the rank is below 1."""
+def with_adapters(shape: ModelShape, rank: int, targets: tuple[str, ...] = ()) -> ModelShape:
+    """Return the shape with frozen base weights and LoRA adapters of a rank, by default on all linear layers; UserError
+    if the rank is below 1, or if the model has no module of such a name."""
     if rank < 1:
         raise UserError(f"--lora_rank {rank} is out of range", "use 1 or more")
+    modules = dict.fromkeys(param.name.rpartition(".")[0] for param in shape.params if _can_adapt(shape, param))
+    for target in targets:
+        if not any(is_target(module, [target]) for module in modules):
+            names = dict.fromkeys(module_name(module).rpartition(".")[2] for module in modules)
+            fix = f"{did_you_mean(target, names)}its linear layers are {', '.join(names)}; or {ALL_LINEAR}"
+            raise UserError(f"{shape.name[:80]} has no layer {clip(target)} for --lora_targets", fix)
     if shape.model_type not in FAMILIES:
         from study.predictor.live import live_shape
 
-        live = live_shape(shape.name, json.loads(shape.document), rank)
+        live = live_shape(shape.name, json.loads(shape.document), rank, targets)
         return dataclasses.replace(live, quantized_by=shape.quantized_by)
     params = list[Parameter]()
     # Each module's adapters follow its parameters.
@@ -156,8 +166,7 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
             for number, param in enumerate(group)
         )
         params += [matrix, *biases]
-        # Outside the layers only BERT's pooler is a linear layer with adapters.
-        if matrix.elements == matrix.rows or not (0 <= place < shape.layers or module == "pooler"):
+        if not _can_adapt(shape, matrix) or (targets and not is_target(module, targets)):
             continue
         out, columns_in = matrix.rows, matrix.elements // matrix.rows
         if shape.table.transposed:
@@ -165,7 +174,12 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
         for letter, rows, columns in (("A", rank, columns_in), ("B", out, rank)):
             name = f"{module}{INFIX}{letter}.weight"
             params.append(Parameter(len(params), name, rows * columns, rows, place, regathered=matrix.regathered))
-    return dataclasses.replace(shape, params=tuple(params), lora_rank=rank)
+    return dataclasses.replace(shape, params=tuple(params), lora_rank=rank, lora_targets=targets)
+
+
+def _can_adapt(shape: ModelShape, param: Parameter) -> bool:
+    """Whether it is the matrix of a linear layer with adapters: outside the layers only BERT's pooler is one."""
+    return param.elements > param.rows and (0 <= param.place < shape.layers or param.name.startswith("pooler."))
 
 
 @functools.lru_cache(maxsize=64)
@@ -185,8 +199,12 @@ def in_4_bits(shape: ModelShape, width: int) -> ModelShape:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     qlora = "lora: train only adapters (QLoRA: with --quantization 4bit)"
     parser.add_argument("--peft", choices=("none", "lora"), default="none", help=qlora)
+    dropout = "LoRA's dropout: with more than 0 each adapter keeps its own input and a mask; by default 0"
+    parser.add_argument("--lora_dropout", type=float, metavar="P", help=dropout)
     rank = f"rank of the LoRA adapters; by default {RunConfig.lora_rank}"
     parser.add_argument("--lora_rank", type=int, metavar="R", help=rank)
+    targets = f"modules with adapters, as peft's target_modules: q_proj,v_proj, or {ALL_LINEAR}; by default peft's own"
+    parser.add_argument("--lora_targets", type=parse_targets, metavar="NAMES", help=targets)
     parser.add_argument("--quantization", choices=("none", "4bit"), default="none", help="4bit: QLoRA")
     parser.add_argument("--with_reference", action="store_true", help="a frozen copy, as in DPO and GRPO")
 
@@ -195,7 +213,8 @@ def lora_text(shape: ModelShape) -> str:
     """Format LoRA's rank and trainable parameters, with a leading comma; empty without LoRA."""
     if shape.lora_rank is None:
         return ""
-    return f", LoRA of rank {shape.lora_rank} on all linear layers: {shape.trained_parameters / 1e6:,.3g} M trained"
+    where = ", ".join(shape.lora_targets) or "all linear layers"
+    return f", LoRA of rank {shape.lora_rank} on {where}: {shape.trained_parameters / 1e6:,.3g} M trained"
 
 
 def apply_lora_options(shape: ModelShape, options: argparse.Namespace) -> ModelShape:
@@ -208,10 +227,30 @@ def apply_lora_options(shape: ModelShape, options: argparse.Namespace) -> ModelS
     if options.with_reference and options.peft == "lora":
         raise UserError("--with_reference: with LoRA the model without adapters is the reference", "leave it out")
     if options.peft == "lora":
-        return with_adapters(shape, RunConfig.lora_rank if options.lora_rank is None else options.lora_rank)
-    if options.lora_rank is not None:
-        raise UserError(f"--lora_rank {options.lora_rank} has no effect without adapters", "add --peft lora")
+        rank = RunConfig.lora_rank if options.lora_rank is None else options.lora_rank
+        return with_adapters(shape, rank, _resolve_targets(shape, options.lora_targets))
+    for flag in ("lora_rank", "lora_targets", "lora_dropout"):
+        if (value := getattr(options, flag)) is not None:
+            text = ",".join(value) if isinstance(value, tuple) else value
+            raise UserError(f"--{flag} {text} has no effect without adapters", "add --peft lora")
     return shape
+
+
+def parse_targets(text: str) -> tuple[str, ...]:
+    """Return the names of --lora_targets; raise ArgumentTypeError without any."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names such as q_proj,v_proj")
+    return names
+
+
+def _resolve_targets(shape: ModelShape, targets: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the modules with adapters: by default peft's own of this model type; none for all linear layers."""
+    if targets is None and shape.model_type not in DEFAULT_TARGETS:
+        fix = f"add --lora_targets {ALL_LINEAR}, or the names of modules"
+        raise UserError(f"peft has no default targets for adapters of a {shape.model_type}", fix)
+    names = DEFAULT_TARGETS[shape.model_type] if targets is None else targets
+    return () if ALL_LINEAR in names else names
 
 
 # Keys of transformers for each size, the most common one first.

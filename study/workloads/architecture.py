@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from study.config.errors import UserError, first_line
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def add_adapters(model: PreTrainedModel, config: RunConfig) -> None:
-    """Add the adapters in place. They are equal for every strategy: initialized on the host from the seed."""
+def add_adapters(model: PreTrainedModel, config: RunConfig, targets: Sequence[str] = (), dropout: float = 0.0) -> None:
+    """Add the adapters in place, by default to all linear layers. They are equal for every strategy: initialized on the
+    host from the seed."""
     if config.peft == "none":
         return
     import torch
@@ -25,9 +27,9 @@ def add_adapters(model: PreTrainedModel, config: RunConfig) -> None:
     settings = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
-        lora_dropout=0.0,
+        lora_dropout=dropout,
         # peft excludes the output layer: it is a language model's embedding, or a classifier's new layer.
-        target_modules="all-linear",
+        target_modules=list(targets) or "all-linear",
         task_type=TaskType.SEQ_CLS if is_classifier else TaskType.CAUSAL_LM,
     )
     with torch.random.fork_rng(devices=[]):
