@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from forked import fork_script
 from study.cli import main
@@ -21,6 +24,7 @@ from study.predictor.communication import predict_payload
 from study.predictor.hardware import ANY_DEVICE, CPU_CORE, Hardware, box_of_ranks, to_box
 from study.predictor.live_trace import build_meta_model, trace_activations
 from study.predictor.lora_targets import DEFAULT_TARGETS
+from study.predictor.losses import LossKernel, logit_bytes
 from study.predictor.memory import device_snapshots, predict_memory
 from study.predictor.request import Request
 from study.predictor.shape import model_shape, shape_of_architecture, with_adapters
@@ -227,3 +231,76 @@ def test_a_wrong_target_is_refused_with_those_of_the_model_and_the_default_is_pe
     assert "q_proj, k_proj, v_proj, o_proj" in capsys.readouterr().err
     assert main([*live, "--lora_targets", "q_proj,v_proj", "--lora_dropout", "0.1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trained_parameters"] == 2 * 2 * 8 * (64 + 64)
+
+
+def test_scales_of_4_bit_weights_take_half_a_bit_and_an_eighth_if_they_are_quantized_too(capsys: Any) -> None:
+    shape = with_adapters(model_shape("llama-3.1-8b"), 8)
+    request = Request(
+        shape, read_strategy("fsdp2"), to_box("8xH100"), 512, 1, 1, "bf16-engine", True, "sdpa", pure=True,
+        quantized=True,
+    )  # fmt: skip
+    packed = [param for param, stored in zip(shape.params, request.stored.params, strict=True) if param is not stored]
+    weights = sum(param.elements for param in packed)
+    sizes = [predict_memory(dataclasses.replace(request, double_quantized=is_so)).device_parts["parameters"]
+             for is_so in (False, True)]  # fmt: skip
+    assert (sizes[0] - sizes[1]) * 8 / weights == pytest.approx(0.5 - 0.127, abs=1e-4)
+    # All matrices of layers are packed, and neither the embedding nor the output layer nor an adapter.
+    matrices = 32 * (4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336)
+    assert weights == matrices
+    command = ["predict", "llama-3.1-8b", "--strategy", "ddp", "--hardware", "2xA100", "--peft", "lora"]
+    assert main([*command, "--double_quant"]) == 2
+    assert "--quantization 4bit" in capsys.readouterr().err
+    assert main([*command, "--double_quant", "--quantization", "4bit"]) == 0
+
+
+def test_losses_take_the_bytes_that_torch_allocates() -> None:
+    tokens, vocabulary, hidden = 64, 4096, 8
+    weight = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, requires_grad=True)
+    inputs = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (tokens,))
+
+    def upcast_loss() -> torch.Tensor:
+        logits = torch.nn.functional.linear(inputs, weight)[None]
+        loss: torch.Tensor = ForCausalLMLoss(logits, labels[None], vocabulary)
+        return loss
+
+    def plain_loss() -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(torch.nn.functional.linear(inputs, weight), labels)
+
+    losses: list[tuple[LossKernel, Callable[[], torch.Tensor]]] = [
+        ("transformers", upcast_loss), ("same_type", plain_loss)
+    ]  # fmt: skip
+    for kernel, compute in losses:
+        # The gradients of inputs and weights are allocated before.
+        compute().backward()
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            compute().backward()
+        changes = sorted((event.start_ns(), event.nbytes()) for event in profile.kineto_results.events()
+                         if event.name() == "[memory]")  # fmt: skip
+        peak = max(itertools.accumulate(size for _, size in changes))
+        row = logit_bytes(kernel, 2)
+        assert row is not None
+        predicted = (row.saved + max(row.forward, row.backward)) * tokens * vocabulary
+        assert peak == pytest.approx(predicted, rel=0.05), kernel
+
+
+def test_a_loss_is_named_and_the_older_flags_are_two_of_the_names(capsys: Any) -> None:
+    command = ["predict", "llama-3.1-8b", "--strategy", "ddp", "--hardware", "2xA100-80", "--seq_length", "8192"]
+    command += ["--peft", "lora", "--gradient_checkpointing"]
+
+    def peak(*flags: str) -> float:
+        assert main([*command, *flags, "--json"]) == 0
+        return float(json.loads(capsys.readouterr().out)["device_bytes"])
+
+    assert peak("--loss_kernel", "liger") == peak("--chunked_loss")
+    assert peak("--loss_kernel", "unsloth") == peak("--loss_kernel", "flash")
+    order = ["cut", "liger", "flash", "same_type", "fast", "transformers"]
+    peaks = [peak("--loss_kernel", name) for name in order]
+    assert peaks == sorted(peaks)
+    assert peaks[-1] > peaks[-2] > peaks[1]
+    assert main([*command, "--chunked_loss", "--loss_kernel", "cut"]) == 2
+    assert "leave one of them out" in capsys.readouterr().err
+    assert main(["advise", *command[1:2], "--hardware", "2xA100-80", "--loss_kernel", "fast"]) == 0
+    page = capsys.readouterr().out
+    assert "loss: fast" in page
+    assert "--loss_kernel fast" in page

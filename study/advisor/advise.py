@@ -346,7 +346,7 @@ def _why_nothing_fits(advice: Advice) -> str:
     helps = ["fewer tokens per sample"]
     if not request.gradient_checkpointing:
         helps.append("gradient checkpointing")
-    if parts["logits"] and not request.chunked_loss:
+    if parts["logits"] and request.loss == "transformers":
         helps.append("a chunked loss (--chunked_loss)")
     needed = rounded(sum(undivided.values()) / GIB)
     return (

@@ -68,8 +68,8 @@ _WIDTH = 120
 _SILENT_S = 1.0
 # Flags that `study predict` has, too, by their names in the options; those that are not at their default are repeated.
 _SHARED_FLAGS = ("seq_length", "precision", "attn_implementation", "peft", "lora_rank", "lora_targets", "lora_dropout",
-                 "quantization", "host_memory", "network_gb_per_s", "host_gb_per_s")  # fmt: skip
-_SHARED_SWITCHES = ("chunked_loss", "with_reference", "hub")
+                 "loss_kernel", "quantization", "host_memory", "network_gb_per_s", "host_gb_per_s")  # fmt: skip
+_SHARED_SWITCHES = ("chunked_loss", "double_quant", "with_reference", "hub")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +205,7 @@ def _page(
 ) -> Iterator[str | TextTable]:
     question, best, details = advice.question, advice.best, options.details
     shape, box = question.shape, question.box
+    loss = predict_command.kernel_text(question.trainer.loss_kernel, question.chunked_loss)
     yield _verdict(advice)
     yield from predict_command.pair_notes(best.request) if best else ()
     yield ""
@@ -212,7 +213,7 @@ def _page(
     yield (
         f"{shape.name} ({count} parameters{adapters.lora_text(shape)}) on {box.name}:"
         f" {box.ranks} x {box.device.name}, global batch {question.global_batch}, {question.sequence_length} tokens per"
-        f" sample, {question.precision}{', chunked loss' * question.chunked_loss}\n"
+        f" sample, {question.precision}{loss}\n"
     )
     listed = [option for option in advice.options if option.fits or details or best is None]
     rows = [_row(option, best) for option in listed]
@@ -355,7 +356,7 @@ def predict_words(request: Request, options: argparse.Namespace) -> str:
     words += ["--hardware", options.hardware, "--micro_batch", f"{request.micro_batch}"]
     words += ["--accumulation", f"{request.accumulation}"] * (request.accumulation > 1)
     words += ["--gradient_checkpointing"] * request.gradient_checkpointing
-    defaults = {"attn_implementation": "sdpa", "peft": "none", "quantization": "none"}
+    defaults = {"attn_implementation": "sdpa", "peft": "none", "quantization": "none", "loss_kernel": "transformers"}
     for name in _SHARED_FLAGS:
         value = getattr(options, name)
         if value is not None and value != defaults.get(name):
@@ -385,7 +386,7 @@ def _named(option: Option) -> str:
 def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterator[str]:
     yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
     # Settings that the prediction assumes and that no file contains.
-    yield f"  {files.command}    ({predict_command.workload_text(request)}{', chunked loss' * request.chunked_loss})"
+    yield f"  {files.command}    ({predict_command.workload_text(request)}{predict_command.loss_text(request)})"
     if files.of_study is not None:
         yield f"  {files.of_study}"
     if request.strategy.uses_nvme and not Path(nvme_path).is_absolute():
@@ -486,7 +487,7 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     study/train.py has no chunked loss, cannot load a model given by its sizes, and gathers fp32 weights under FSDP. It
     keeps fp32 weights without DeepSpeed, and adds adapters to all linear layers, without dropout.
     """
-    if request.shape.lora_targets or request.lora_dropout:
+    if request.shape.lora_targets or request.lora_dropout or request.loss != "transformers":
         return None
     preset, is_loaded = find_preset(model), "=" not in model and not Path(model).expanduser().is_file()
     if request.chunked_loss or request.pure or request.fsdp_gathers_16_bits or not is_loaded:

@@ -21,6 +21,7 @@ from study.predictor import shape as adapters
 from study.predictor.activations import has_fused
 from study.predictor.communication import predict_payload, sent_bytes
 from study.predictor.hardware import BOX_NAMES, Hardware, add_speed_arguments, box_from_args, parse_int, parse_tokens
+from study.predictor.losses import LossKernel
 from study.predictor.memory import predict_memory
 from study.predictor.request import (
     Attention,
@@ -73,6 +74,8 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     chunked = "compute the output layer and its loss in chunks of tokens, as Liger's kernel does"
     add("--chunked_loss", action="store_true", help=chunked)
+    kernel = "the loss: transformers' (logits in fp32), torch's in the logits' type, or a fused kernel; docs/advice.md"
+    add("--loss_kernel", choices=get_args(LossKernel), default="transformers", help=kernel)
     version = "of FSDP; by default 2, and for study explain that of the file, where Accelerate's default is 1"
     add("--fsdp_version", type=int, choices=(1, 2), help=version)
     around = "FSDP1 with adapters: reentrant checkpoints enclose its units, as in transformers before 4.52"
@@ -100,7 +103,11 @@ def trainer_settings(options: argparse.Namespace) -> TrainerSettings:
     dropout = options.lora_dropout or 0.0
     if not 0 <= dropout < 1:
         raise UserError(f"--lora_dropout {dropout:g} is out of range", "use 0 or more, and less than 1")
-    return TrainerSettings(reentrant_units=options.reentrant_units, lora_dropout=dropout)
+    if options.double_quant and options.quantization != "4bit":
+        raise UserError("--double_quant is about the scales of 4-bit weights", "add --quantization 4bit")
+    if options.chunked_loss and options.loss_kernel not in ("transformers", "liger"):
+        raise UserError(f"--chunked_loss is liger, and --loss_kernel is {options.loss_kernel}", "leave one of them out")
+    return TrainerSettings(options.reentrant_units, dropout, options.double_quant, options.loss_kernel)
 
 
 def check_required(options: argparse.Namespace, example: str) -> None:
@@ -195,6 +202,18 @@ def strategy_text(request: Request) -> str:
     """Return the strategy's name, with FSDP's version if it is not that of its file."""
     version = request.fsdp_version
     return f"{request.strategy.name} as FSDP{version}" if version != Request.fsdp_version else request.strategy.name
+
+
+def loss_text(request: Request) -> str:
+    """Return the request's loss with a leading comma; empty for transformers' own."""
+    return kernel_text(request.loss_kernel, request.chunked_loss)
+
+
+def kernel_text(kernel: LossKernel, is_chunked: bool) -> str:
+    """Return a loss with a leading comma; empty for transformers' own."""
+    if is_chunked:
+        return ", chunked loss"
+    return "" if kernel == "transformers" else f", loss: {kernel}"
 
 
 def workload_text(request: Request) -> str:
@@ -324,6 +343,7 @@ def _document(request: Request, memory: MemoryUse, time: StepTime, traced: float
         "sequence_length": request.sequence_length,
         "micro_batch": request.micro_batch, "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing, "chunked_loss": request.chunked_loss,
+        "loss_kernel": request.loss,
         "fits": None if memory.missing else fits(memory, request.box), "missing": memory.missing,
         "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced, "time": dataclasses.asdict(time),
@@ -389,7 +409,7 @@ def _page(
         f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {strategy_text(request)} on"
         f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
-        f"{', chunked loss' * request.chunked_loss}{', resharded after forward' * request.strategy.is_fsdp}"
+        f"{loss_text(request)}{', resharded after forward' * request.strategy.is_fsdp}"
     )
     kind = "rank" if request.box.is_cpu_only else "GPU"
     yield f"\nmemory of one {kind} at its peak, {memory.moment}, GiB"

@@ -13,6 +13,7 @@ from typing import Any
 
 from study.predictor import live
 from study.predictor.families import READS_INPUT
+from study.predictor.losses import bytes_without_logits, logit_bytes
 from study.predictor.request import Request
 from study.predictor.shape import INFIX, ModelShape, Parameter
 
@@ -334,7 +335,7 @@ def trace(request: Request) -> Trace:
         max(0.0, tail), max(0.0, growth(first_pass["tail_forward"], second_pass["tail_forward"])),
         max(0.0, working(first_pass["tail_backward"], second_pass["tail_backward"], first_pass["gradient"])),
     )  # fmt: skip
-    if request.chunked_loss and shape.family == "causal-lm":
+    if request.loss != "transformers" and shape.family == "causal-lm":
         tokens = request.micro_batch * request.sequence_length
         logits = _loss(request, tokens * shape.vocabulary, request.computing_bytes)
     activations = Activations(
@@ -425,16 +426,15 @@ def _adapter_inputs(request: Request) -> tuple[float, float]:
 
 def _loss(request: Request, logits: float, width: int) -> tuple[float, float, float]:
     """Bytes saved until the loss is computed, and its peak temporaries forward and backward; `logits`: elements."""
-    if request.fused_loss:
-        return logits * width, logits * width, logits * width
-    if request.chunked_loss and logits:
-        # Liger's fused_linear_cross_entropy.py computes the gradients of its input and of a trained matrix in the
-        # forward pass. Temporaries are the logits of one chunk, about as large as the input, and the chunk's matrix
-        # gradient.
+    if not logits:
+        return 0.0, 0.0, 0.0
+    per_logit = logit_bytes(request.loss, width)
+    if per_logit is None:
         shape, tokens = request.shape, request.micro_batch * request.sequence_length
         matrix = 0 if shape.lora_rank else shape.vocabulary * shape.hidden * width
-        stream = tokens * shape.hidden * width
-        return float(matrix + stream), float(matrix + 2 * stream), 0.0
-    capped = width if request.shape.table.caps_logits else 0
-    # The logits, in fp32 for the loss; then the gradient of the loss and that of its input.
-    return logits * (4 + capped), logits * (width + (4 if width == 2 else 0) + capped), logits * 8
+        saved, forward, backward = bytes_without_logits(request.loss, tokens, tokens * shape.hidden * width, matrix)
+        return float(saved), float(forward), float(backward)
+    is_traced = isinstance(request.shape, live.LiveShape)
+    has_cap = request.loss == "transformers" and not is_traced and request.shape.table.caps_logits
+    capped = width if has_cap else 0
+    return logits * (per_logit.saved + capped), logits * (per_logit.forward + capped), logits * per_logit.backward

@@ -15,6 +15,7 @@ from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import DEFAULT_RANKS_PER_NODE, WITH_GROUPS, Strategy, read_strategy
 from study.predictor.hardware import Hardware
+from study.predictor.losses import LossKernel
 from study.predictor.shape import ModelShape, in_4_bits, model_shape, with_adapters
 
 Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
@@ -103,6 +104,8 @@ class TrainerSettings:
 
     reentrant_units: bool = False
     lora_dropout: float = 0.0
+    double_quantized: bool = False
+    loss_kernel: LossKernel = "transformers"
 
 
 DEFAULT_TRAINER = TrainerSettings()
@@ -139,6 +142,8 @@ class Request:
     fused_loss: bool = False
     # The output layer and its loss run in chunks of tokens: Liger's fused linear cross entropy.
     chunked_loss: bool = False
+    # Its loss by name, of which these two are older names: flash and liger.
+    loss_kernel: LossKernel = "transformers"
     # Temporary copies that torch's AdamW makes: 0 if fused, as in this study; 1 for the root if foreach
     # (torch/optim/adamw.py, _multi_tensor_adamw), and 2 before torch 2.1, which adds eps out of place.
     step_copies: int = 0
@@ -162,6 +167,8 @@ class Request:
     # A frozen copy of the model in addition to it (DPO, GRPO); 4-bit frozen matrices in the layers (QLoRA).
     reference_model: bool = False
     quantized: bool = False
+    # The scales of 4-bit weights are quantized, too (bnb_4bit_use_double_quant).
+    double_quantized: bool = False
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
     expandable_segments: bool = False
 
@@ -261,6 +268,15 @@ class Request:
         strategy = self.strategy
         return [what for what in ("optimizer", "param")
                 if strategy.zero_stage == 3 and strategy.offload_device(what) == "nvme"]  # fmt: skip
+
+    @property
+    def loss(self) -> LossKernel:
+        """The loss by name."""
+        if self.loss_kernel != "transformers":
+            return self.loss_kernel
+        if self.fused_loss:
+            return "flash"
+        return "liger" if self.chunked_loss else "transformers"
 
     @property
     def keeps_inputs(self) -> bool:

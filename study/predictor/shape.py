@@ -206,6 +206,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     targets = f"modules with adapters, as peft's target_modules: q_proj,v_proj, or {ALL_LINEAR}; by default peft's own"
     parser.add_argument("--lora_targets", type=parse_targets, metavar="NAMES", help=targets)
     parser.add_argument("--quantization", choices=("none", "4bit"), default="none", help="4bit: QLoRA")
+    double = "with 4bit: bnb_4bit_use_double_quant, 0.127 and not 0.5 bits of scales a weight"
+    parser.add_argument("--double_quant", action="store_true", help=double)
     parser.add_argument("--with_reference", action="store_true", help="a frozen copy, as in DPO and GRPO")
 
 

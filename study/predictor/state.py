@@ -256,12 +256,14 @@ def forces_cpu_adam(strategy: Strategy) -> bool:
 
 
 def frozen_bytes(request: Request) -> tuple[float, float]:
-    """Return the bytes on the device and in host memory outside the engine's state: 4 bits' fp32 scales of 64 weights
-    each, whole on each rank (Linear4bit.quant_state), and a reference model, which TRL shards at stage 3 and under
-    FSDP, with offloads."""
+    """Return the bytes on the device and in host memory outside the engine's state: 4 bits' scales of 64 weights each,
+    whole on each rank (Linear4bit.quant_state), and a reference model, which TRL shards at stage 3 and under FSDP, with
+    offloads. Scales are fp32, or a byte each and an fp32 number for 256 (quantize_4bit in bitsandbytes' functional.py).
+    """
     shape, is_stage3 = request.shape, request.strategy.zero_stage == 3
     pairs = zip(shape.params, request.stored.params, strict=True)
-    scales = 4 / 64 * sum(param.elements for param, stored in pairs if param is not stored)
+    per_scale = 1 + FP32_BYTES / 256 if request.double_quantized else FP32_BYTES
+    scales = per_scale / 64 * sum(param.elements for param, stored in pairs if param is not stored)
     ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.box.ranks if is_stage3 else 1
     size = float(request.weight_bytes * shape.parameters * request.reference_model) / ranks
     offloads = request.fsdp_offloads or (is_stage3 and request.settings.parameters is not None)

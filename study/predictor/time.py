@@ -13,6 +13,7 @@ from study.predictor import activations, live
 from study.predictor.activations import is_fused
 from study.predictor.communication import communication_time
 from study.predictor.hardware import Hardware
+from study.predictor.losses import IN_PLACE
 from study.predictor.request import Estimate, MemoryUse, Request, StepTime
 from study.predictor.state import bytes_per_parameter
 
@@ -211,7 +212,7 @@ def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: fl
     traffic *= shape.layers * (hidden * shape.hidden + inner * shape.inner)
     head = casts = logits = 0.0
     if shape.family == "causal-lm":
-        logits = (3 * width if request.fused_loss else _LOGIT_BYTES) * tokens * shape.vocabulary / bandwidth
+        logits = (3 * width if request.loss in IN_PLACE else _LOGIT_BYTES) * tokens * shape.vocabulary / bandwidth
     if isinstance(shape, live.LiveShape):
         # All traced products; a fused attention has twice its forward FLOPs in the convention of the trace.
         traced = activations.trace(request)
