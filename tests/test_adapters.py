@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -29,6 +30,8 @@ from study.predictor.memory import device_snapshots, predict_memory
 from study.predictor.request import Request
 from study.predictor.shape import model_shape, shape_of_architecture, with_adapters
 from study.predictor.state import adapter_units, flat_units, predict_state
+from study.predictor.validation import describe_nearest, fit, published_rows
+from study.report.pages import prediction as report
 
 TINY = "layers={},hidden=64,heads=2,key_value_heads=2,vocabulary=64,inner=128"
 
@@ -304,3 +307,37 @@ def test_a_loss_is_named_and_the_older_flags_are_two_of_the_names(capsys: Any) -
     page = capsys.readouterr().out
     assert "loss: fast" in page
     assert "--loss_kernel fast" in page
+
+
+def test_published_adapters_have_the_predicted_peaks_and_count_in_no_interval_and_no_constant() -> None:
+    rows = published_rows()
+    frame = report.scores_frame(rows)
+    adapted = report.by_origin(frame)[report.ADAPTERS]
+    assert adapted["source"].value_counts().to_dict() == {"fms-qlora": 29, "fms-lora": 16}
+    assert adapted["peak_error"].abs().max() < 0.09
+    assert (adapted["peak_error"].abs() < 0.02).sum() > len(adapted) / 2
+    # A row's address names its line.
+    assert adapted["url"].str.contains(r"#L\d+$").all()
+    assert adapted["url"].is_unique
+    assert not any(row.request.shape.lora_rank for row in fit.fit_rows())
+    both, without = (yaml.safe_load(report.intervals_text(rows)) for rows in (frame, frame[~frame["adapters"]]))
+    extremes = both.pop("adapters_step_s")
+    assert both == without
+    assert extremes["low"] < 1 < extremes["high"]
+    kinds = report.kinds_table(frame).set_index(["kind", "figure"])
+    assert kinds.loc[("QLoRA, FSDP1", "peak memory"), "rows"] == 15
+    assert kinds.xs("peak memory", level="figure")["rows"].sum() == frame[
+        frame["peak_error"].notna() & (frame["use_memory"] == "score")
+    ].shape[0]  # fmt: skip
+
+
+def test_a_request_with_adapters_is_near_published_runs_with_adapters() -> None:
+    shape = with_adapters(model_shape("mistral-7b"), 8, ("q_proj", "v_proj"))
+    request = Request(
+        shape, read_strategy("single"), to_box("A100-80"), 4096, 4, 1, "bf16-engine", True, "flash_attention_2",
+        pure=True,
+    )  # fmt: skip
+    lines = list(describe_nearest(request))
+    assert len([line for line in lines if line.startswith("similar measurement") and "LoRA" in line]) == 3
+    plain = dataclasses.replace(request, shape=model_shape("mistral-7b"))
+    assert not any("LoRA" in line for line in describe_nearest(plain))

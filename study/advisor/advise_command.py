@@ -32,7 +32,7 @@ from study.predictor.hardware import Hardware, box_from_args, parse_int, real
 from study.predictor.live import live_notes
 from study.predictor.request import Request
 from study.predictor.shape import model_shape, resolve_length
-from study.predictor.time import LORA_NOTE, device_bytes, host_adam_note, max_offload_slowdown, usable_bytes
+from study.predictor.time import device_bytes, host_adam_note, lora_note, max_offload_slowdown, usable_bytes
 from study.releases.causes import least_sound_release
 from study.workloads.presets import find_preset
 
@@ -315,7 +315,7 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
         how = "BitsAndBytesConfig(load_in_4bit=True)" if best.request.quantized else "dtype=torch.bfloat16"
         yield f"load the model with {how}; peft keeps the adapters in fp32"
     if shape.lora_rank:
-        yield LORA_NOTE
+        yield lora_note()
     yield from live_notes(shape)
     yield from request_notes(best.request)
 

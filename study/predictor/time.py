@@ -315,7 +315,7 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
             bounds = f"here {rounded_seconds(total * low)} to {rounded_seconds(total * high)}"
             notes.append(f"published offload steps took {low:.1f} to {high:.1f} times the prediction, {bounds}")
     if request.shape.lora_rank:
-        notes.append(LORA_NOTE)
+        notes.append(lora_note())
     if request.swapped:
         notes.append(f"NVMe reads {request.box.nvme_read_gb_per_s} and writes {request.box.nvme_write_gb_per_s} GB/s")
     if request.box.nodes > 1:
@@ -323,10 +323,15 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
     return tuple(notes)
 
 
-LORA_NOTE = (
-    "the time with LoRA uses the constants of full training and is not validated: no weight-gradient products of frozen"
-    " weights, the adapters' products, and no extra CPU time per layer"
-)
+def lora_note() -> str:
+    """Return the assumptions of a step time with adapters, and the range of published ones."""
+    note = (
+        "the time with LoRA uses the constants of full training: no weight-gradient products of frozen weights, the"
+        " adapters' products, and no extra CPU time per layer"
+    )
+    if row := _INTERVALS.get("adapters_step_s"):
+        note += f"; {row['rows']} published steps, of one project, took {row['low']:.1f} to {row['high']:.1f} times it"
+    return note
 
 
 def host_adam_note(request: Request) -> str | None:

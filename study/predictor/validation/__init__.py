@@ -1,14 +1,16 @@
 """Measurements that validate predictions, published and of this project, and checks that they are possible.
 
 Keys of published.yaml: a group has `common` keys that each of its rows inherits. model, box, strategy, precision,
-attention, sequence, micro_batch, accumulation and checkpointing make the request; `override` holds DeepSpeed's settings
-as --engine_override takes them; dropout, compiled, torch_gate, fused_loss, chunked_loss, optimizer, step_copies, pure,
-expandable_segments, checkpoint_every, fsdp_version, fsdp_whole_root and autocast (false where FSDP alone computes in 16
-bits) describe the page's trainer, as in Request. `device` replaces figures of the box's device, network_gb_per_s its
-network. One of tokens_per_s_per_gpu, samples_per_s (of all GPUs), step_s and mfu is the time; memory_gib, memory_mib or
-memory_bytes is the memory, memory_kind its kind, and context_mib the driver's memory that the page reports before any
-tensor. A row with a time or with `fits` did fit, one with out_of_memory did not, and one with `refuse` is excluded for
-that reason. With `use: fit` it scores no time, with `use_memory: fit` no memory.
+attention, sequence, micro_batch, accumulation and checkpointing make the request; `override` holds DeepSpeed's
+settings as --engine_override takes them; dropout, compiled, torch_gate, fused_loss, chunked_loss, optimizer,
+step_copies, pure, expandable_segments, checkpoint_every, fsdp_version, fsdp_whole_root and autocast (false where FSDP
+alone computes in 16 bits) describe the page's trainer, as in Request, and so do reentrant_units, lora_dropout,
+loss_kernel, quantized and double_quantized; lora_rank and lora_targets make the shape's adapters. `device` replaces
+figures of the box's device, network_gb_per_s its network. One of tokens_per_s_per_gpu, samples_per_s (of all GPUs),
+step_s and mfu is the time; memory_gib, memory_mib or memory_bytes is the memory, memory_kind its kind, and
+context_mib the driver's memory that the page reports before any tensor. A row with a time or with `fits` did fit, one
+with out_of_memory did not, and one with `refuse` is excluded for that reason. With `use: fit` it scores no time, with
+`use_memory: fit` no memory.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from study.predictor.activations import model_flops
 from study.predictor.hardware import to_box
 from study.predictor.memory import EVALUATION_BYTES, predict_memory
 from study.predictor.request import Request
-from study.predictor.shape import lora_text, model_shape
+from study.predictor.shape import lora_text, model_shape, with_adapters
 from study.predictor.state import predict_state
 from study.predictor.time import FITTED, Constants, device_bytes, predict_time, usable_bytes
 
@@ -123,7 +125,8 @@ def score(row: Measurement) -> dict[str, Any]:
     predicted_gib, step_s = predicted_peak(row) / GIB if is_peak else None, predicted_step_s(row) if is_step else None
     return {
         "source": row.source, "name": row.name, "strategy": request.strategy.name,
-        "offloads": request.strategy.offloads, "precision": request.precision, "device": request.box.device.name,
+        "offloads": request.strategy.offloads, "adapters": bool(request.shape.lora_rank),
+        "precision": request.precision, "device": request.box.device.name,
         "ranks": request.box.ranks, "use": row.use, "use_memory": row.use_memory, "refused": refused,
         "peak_kind": row.peak_kind, "peak_gib": peak_gib, "predicted_peak_gib": predicted_gib,
         # The exact part of it: weights and optimizer.
@@ -140,7 +143,7 @@ FILE = Path(__file__).with_name("published.yaml")
 _CONVERTED = {
     "model", "box", "strategy", "sequence", "checkpointing", "override", "device", "network_gb_per_s",
     "tokens_per_s_per_gpu", "samples_per_s", "step_s", "mfu", "memory_gib", "memory_mib", "memory_bytes", "memory_kind",
-    "context_mib", "fits", "out_of_memory", "use", "use_memory", "url", "refuse",
+    "context_mib", "lora_rank", "lora_targets", "fits", "out_of_memory", "use", "use_memory", "url", "refuse",
 }  # fmt: skip
 
 
@@ -175,8 +178,11 @@ def _measured(source: str, row: Mapping[str, Any]) -> Measurement:
     if "override" in row:
         assert strategy.deepspeed is not None
         strategy = dataclasses.replace(strategy, deepspeed=apply_overrides(strategy.deepspeed, row["override"]))
+    shape = model_shape(_document()["models"][row["model"]])
+    if "lora_rank" in row:
+        shape = with_adapters(shape, row["lora_rank"], tuple(row["lora_targets"]))
     request = Request(
-        shape=model_shape(_document()["models"][row["model"]]), strategy=strategy, box=box,
+        shape=shape, strategy=strategy, box=box,
         sequence_length=row["sequence"], gradient_checkpointing=row["checkpointing"] is True,
         **{name: value for name, value in row.items() if name not in _CONVERTED},
     )  # fmt: skip
@@ -184,6 +190,7 @@ def _measured(source: str, row: Mapping[str, Any]) -> Measurement:
     selective = row["checkpointing"] == "selective"
     words = [
         f"{row['model']} {row['box']} {row['strategy']} {request.micro_batch}x{request.sequence_length}",
+        *["QLoRA" if request.quantized else "LoRA"] * bool(shape.lora_rank),
         *[request.precision] * (request.precision != "bf16"), *["compiled"] * bool(row.get("compiled")),
         *["selective" if selective else "checkpointing"] * bool(row["checkpointing"]),
     ]  # fmt: skip
@@ -230,9 +237,11 @@ def distance(first: Request, second: Request) -> float:
 
 def describe_nearest(request: Request) -> Iterator[str]:
     """Yield lines about the most similar measurements: published ones to which no constant was fitted, then this
-    project's. A request with LoRA is compared only with records of LoRA, since no published row has it."""
+    project's. A request with LoRA is compared only with rows and records of LoRA, and one without only with others."""
+    has_adapters = bool(request.shape.lora_rank)
+    same_kind = [row for row in published_rows() if bool(row.request.shape.lora_rank) == has_adapters]
     usable = [
-        row for row in (published_rows() if not request.shape.lora_rank else [])
+        row for row in same_kind
         if (row.step_s is not None or row.peak_bytes is not None) and row.use == "score" and implausibility(row) is None
     ]  # fmt: skip
     for row in sorted(usable, key=lambda row: distance(request, row.request))[:3]:

@@ -32,6 +32,7 @@ FORETOLD = "foretold.csv"
 # Aimed errors of published rows, and of own records.
 AIMS = {"peak": 0.10, "step": 0.15, "own peak": 0.05}
 OWN = "own"
+ADAPTERS = "published, adapters"
 # Errors of runs that others published.
 HELD_OUT = ("peak memory, published", "step time, published, rows that fitted nothing",
             "step time, published, offload: no interval")  # fmt: skip
@@ -47,9 +48,13 @@ def counted(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_origin(scores: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the counted rows by whether others published them."""
+    """Return the counted rows by whether others published them; published rows of adapters are a third kind."""
     rows = counted(scores)
-    return {"published": rows[rows["source"] != OWN], "own records": rows[rows["source"] == OWN]}
+    is_own, has_adapters = rows["source"] == OWN, rows["adapters"]
+    return {
+        "published": rows[~is_own & ~has_adapters], "own records": rows[is_own],
+        ADAPTERS: rows[~is_own & has_adapters],
+    }  # fmt: skip
 
 
 def page(rows: pd.DataFrame) -> pd.Series:
@@ -72,7 +77,7 @@ def preregistered_table(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
 
 def headline(scores: pd.DataFrame) -> pd.DataFrame:
     """Return the errors of peak memory and step time over published and own rows, next to their aims."""
-    rows, published, study_rows = counted(scores), *by_origin(scores).values()
+    rows, (published, study_rows, _) = counted(scores), by_origin(scores).values()
     study_peaks = [
         (f"peak memory, {what}", study_rows[study_rows["peak_kind"] == kind]["peak_error"], AIMS["own peak"])
         for kind, what in OWN_KINDS.items()
@@ -116,6 +121,25 @@ def fits(scores: pd.DataFrame) -> pd.DataFrame:
                 "said not to fit, and did": int((~predicted & measured).sum()),
             })  # fmt: skip
     return pd.DataFrame(counts)
+
+
+def kinds_table(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return the errors of published rows by the kind of training, without rows that fitted or chose anything."""
+    published, _, adapters = by_origin(scores).values()
+    offloads, sharded = published["offloads"], adapters["strategy"] != "single"
+    quantized = adapters["name"].str.contains("QLoRA")
+    kinds = {
+        "full training": published[~offloads], "full training, offload": published[offloads],
+        **{f"{name}, {where}": adapters[is_kind & is_sharded]
+           for name, is_kind in (("LoRA", ~quantized), ("QLoRA", quantized))
+           for where, is_sharded in (("one GPU", ~sharded), ("FSDP1", sharded))},
+    }  # fmt: skip
+    return pd.DataFrame([
+        {"kind": kind, **_line(what, rows[rows[use] == "score"][error], None)}
+        for kind, rows in kinds.items()
+        for what, use, error in (("peak memory", "use_memory", "peak_error"), ("step time", "use", "step_error"))
+        if rows[rows[use] == "score"][error].notna().any()
+    ])  # fmt: skip
 
 
 def errors_by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -257,8 +281,9 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str) -> str:
     impossible = frame[frame["refused"].notna()][["source", "name", "refused"]]
     return render_markdown(
         "prediction.md.j2", peaks=peaks, steps=steps, offload=offload, figure=Markup(FIGURE),
-        alt=Markup.escape(alt), headline=errors, preregistered=preregistered_table(FOLDER, frame),
-        fits=fits(frame), estimators=estimators, state=own_table(), saving=saving_table(),
+        alt=Markup.escape(alt), headline=errors, kinds=kinds_table(frame),
+        preregistered=preregistered_table(FOLDER, frame), fits=fits(frame), estimators=estimators,
+        state=own_table(), saving=saving_table(),
         groups={column: errors_by(frame, column) for column in ("source", "strategy", "device")},
         sources=sources(), refused_sources=refused_sources(), rows=all_rows_table(frame),
         refused=impossible.rename(columns={"name": "run", "refused": "why"}),
@@ -283,7 +308,8 @@ def _interval(ratios: pd.Series, pages: pd.Series | None = None) -> dict[str, An
 
 def intervals_text(frame: pd.DataFrame) -> str:
     """Return the intervals of study/predictor/time.py as YAML: measured values as fractions of the predicted."""
-    rows, published, study_rows = counted(frame), *by_origin(frame).values()
+    # Rows of adapters are all of one repository: in no interval, but as their minimum and maximum.
+    rows, (published, study_rows, adapters) = counted(frame), by_origin(frame).values()
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
     timed, offloaded = (steps[scored["offloads"] == is_so].dropna() for is_so in (False, True))
@@ -302,10 +328,12 @@ def intervals_text(frame: pd.DataFrame) -> str:
         shares = [row.measured / row.predicted for row in matches if row.predicted]
         ratios[what] = pd.Series(shares, dtype="float64"), None
     table = {what: _interval(values, pages) for what, (values, pages) in ratios.items() if values.notna().any()}
-    if len(offloaded):
-        # Too few rows for an interval: their minimum and maximum.
-        low, high = (round(float(end), 3) for end in (offloaded.min(), offloaded.max()))
-        table["offload_step_s"] = {"low": low, "high": high, "rows": len(offloaded)}
+    adapted = (adapters["step_s"] / adapters["predicted_step_s"]).dropna()
+    # Too few rows or pages for an interval: their minimum and maximum.
+    for what, few in (("offload_step_s", offloaded), ("adapters_step_s", adapted)):
+        if len(few):
+            low, high = (round(float(end), 3) for end in (few.min(), few.max()))
+            table[what] = {"low": low, "high": high, "rows": len(few)}
     return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(table, sort_keys=False)
 
 
