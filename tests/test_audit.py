@@ -15,7 +15,7 @@ from forked import fork_ranks
 from runs import FLAGS, FP32_RELATIVE, RunFactory, losses, trained, write_strategy
 from study.config.errors import Unsupported
 from study.config.strategies import read_strategy
-from study.engine.audit import _read_fsdp, audit
+from study.engine.audit import audit, read_fsdp
 from study.metrics.inventory import fsdp_groups
 from study.predictor.shape import model_shape
 
@@ -65,7 +65,7 @@ def sharded_model() -> Iterator[Any]:
 
 def test_fsdp2_is_read_from_the_states_of_torch_2_11_too(sharded_model: Any) -> None:
     """Its states have one group in the attribute that later releases made a property of the list of groups."""
-    expected = _read_fsdp(sharded_model)
+    expected = read_fsdp(sharded_model)
     assert (expected["fsdp_groups"], expected["fsdp_resharded_groups"]) == (2, 1)
     groups = list(fsdp_groups(sharded_model))
     for module in (sharded_model, sharded_model[0]):
@@ -73,7 +73,7 @@ def test_fsdp2_is_read_from_the_states_of_torch_2_11_too(sharded_model: Any) -> 
         earlier = SimpleNamespace(**vars(state))
         (earlier._fsdp_param_group,) = vars(earlier).pop("_fsdp_param_groups")
         module._get_fsdp_state = lambda earlier=earlier: earlier
-    assert _read_fsdp(sharded_model) == expected
+    assert read_fsdp(sharded_model) == expected
     assert list(fsdp_groups(sharded_model)) == groups
 
 

@@ -255,7 +255,7 @@ def read_engine(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
     group = read_group(accelerator, model)
     live = {} if group is None else {"model_parallel_group": group}
     if hasattr(model, "zero_optimization_stage"):
-        return live | _read_deepspeed(model)
+        return live | read_deepspeed(model)
     from torch.nn.parallel import DistributedDataParallel
 
     from study.metrics.inventory import dtensor_type
@@ -270,7 +270,7 @@ def read_engine(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
         "param_dtype": dtype_name(next(model.parameters()).dtype),
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
         "buckets": {"ddp_bucket_bytes": model.bucket_bytes_cap} if isinstance(model, DistributedDataParallel) else {},
-        **_read_fsdp(model),
+        **read_fsdp(model),
         "fully_sharded": has_shards and not is_tensor_parallel,
         **(read_fsdp_replicas(model) if group is None else {}),
         # Without an engine the training loop sets these two: there is no second source to read.
@@ -279,7 +279,7 @@ def read_engine(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
     }
 
 
-def _read_deepspeed(engine: Any) -> dict[str, Any]:
+def read_deepspeed(engine: Any) -> dict[str, Any]:
     zero = engine._config.zero_config
     # None: this release has no such setting.
     buckets = {key: getattr(zero, key, None) for key in BUCKET_KEYS}
@@ -320,7 +320,7 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
     }
 
 
-def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
+def read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
     """Return FSDP2's settings from its private states, as torch has no public access; empty without FSDP2."""
     from torch.distributed import fsdp
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper

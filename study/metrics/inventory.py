@@ -84,12 +84,17 @@ def _gather_buffers(model: nn.Module) -> list[torch.UntypedStorage]:
 
     The parameters are empty until the first of them is used; the buffer stays until the last one is.
     """
+    parts = [partition.untyped_storage() for partition in gathers_in_flight(model)]
+    return list({storage.data_ptr(): storage for storage in parts}.values())
+
+
+def gathers_in_flight(model: nn.Module) -> list[torch.Tensor]:
+    """Return the first partition of each of stage 3's gathers in flight: all partitions share its storage."""
     registries = [getattr(module, "ds_inflight_param_registry", {}) for module in model.modules()]
     handles = [handle for registry in registries for handle in registry.values()]
     handles = [part for handle in handles for part in getattr(handle, "handles", [handle])]
     # All parameters of one gather have its handle. A quantized one has its partitions later.
-    parts = [handle.partitions[0].untyped_storage() for handle in handles if getattr(handle, "partitions", None)]
-    return list({storage.data_ptr(): storage for storage in parts}.values())
+    return [handle.partitions[0] for handle in handles if getattr(handle, "partitions", None)]
 
 
 def bytes_in_use(device: torch.device) -> int | None:
@@ -145,6 +150,10 @@ class Inventory:
         grads = tensors_in([find_gradients(parameter) for parameter in parameters])
         waiting = [grad for grad in grads if grad.untyped_storage().data_ptr() in self._claimed]
         self.grads_in_bucket_bytes = sum(grad.numel() * grad.element_size() for grad in waiting)
+
+    def claimed_bytes(self, storage: torch.UntypedStorage) -> int:
+        """Return the claimed bytes of a storage."""
+        return sum(end - start for start, end in self._claimed.get(storage.data_ptr(), []))
 
     def total(self, kind: str, place: str) -> int:
         return sum(count for (k, p, _), count in self.claims.items() if (k, p) == (kind, place))
@@ -205,6 +214,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of all bytes of this tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def fsdp_groups(model: nn.Module) -> Iterator[Any]:

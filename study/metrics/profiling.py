@@ -166,7 +166,10 @@ class StepProfiler:
         assert self._profile.profiler is not None
         results = self._profile.profiler.kineto_results
         assert results is not None, "the profiler recorded nothing"
-        self.document = profile_document(results.events(), self.steps, self.device.type)
+        self._summarize(results.events())
+
+    def _summarize(self, events: Sequence[Any]) -> None:
+        self.document = profile_document(events, self.steps, self.device.type)
 
     def begin(self) -> None:
         if self._records:

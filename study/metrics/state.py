@@ -17,29 +17,24 @@ import torch
 from torch import nn
 
 from study.host.stacks import unverified_pair
-from study.metrics.inventory import Inventory, find_gradients, fsdp_groups, tensors_in
+from study.metrics.inventory import (
+    Inventory,
+    find_gradients,
+    fsdp_groups,
+    gathers_in_flight,
+    tensors_in,
+    whole_storage,
+)  # fmt: skip
 from study.records.schema import STATE_KINDS, STATE_PLACES
+
+# Names of two claims among the buffers.
+GATHERED, MODEL_BUFFERS = "gathered_parameters", "model_buffers"
 
 
 def model_state_bytes(model: Any, optimizer: Any, device: torch.device, *, scan: bool = True) -> dict[str, Any]:
     """Read the state of this rank now; `StateWatch` calls this at the right instants."""
-    engine, base = _unwrap(model, optimizer)
-    if engine is None:
-        model = getattr(model, "_orig_mod", model)  # torch.compile wraps last
-        inventory = Inventory(device)
-        _claim_plain(inventory, model, base)
-    else:
-        inventory = Inventory(torch.device(engine.device))
-        if engine.zero_optimization_stage() == 3:
-            _claim_zero3(inventory, engine)
-        elif hasattr(base, "single_partition_of_fp32_groups"):
-            _claim_zero12(inventory, engine)
-        elif isinstance(base, torch.optim.Optimizer):
-            _claim_plain(inventory, engine.module, base)
-        else:
-            _claim_mixed_precision_wrapper(inventory, engine)
-        model = engine.module
-    inventory.claim("buffers", "model_buffers", list(model.buffers()))
+    engine, _ = _unwrap(model, optimizer)
+    inventory = claim_model_state(model, optimizer, device)
     claims = {key: count for key, count in inventory.claims.items() if count}
     persistent = getattr(engine.optimizer, "persistent_parameters", []) if engine is not None else []
     return {
@@ -58,6 +53,65 @@ def model_state_bytes(model: Any, optimizer: Any, device: torch.device, *, scan:
         "grads_in_bucket_bytes": inventory.grads_in_bucket_bytes,
         "other_tensor_bytes": inventory.other_tensor_bytes() if scan else None,
     }
+
+
+def claim_model_state(model: Any, optimizer: Any, device: torch.device, *, in_step: bool = False) -> Inventory:
+    """Claim the state of this rank now. `in_step`: at any moment of a step, when parameters may be gathered."""
+    engine, base = _unwrap(model, optimizer)
+    if engine is None:
+        model = getattr(model, "_orig_mod", model)  # torch.compile wraps last
+        inventory = Inventory(device)
+        if in_step:
+            _claim_gathered_fsdp(inventory, model)
+        _claim_plain(inventory, model, base)
+    else:
+        inventory = Inventory(torch.device(engine.device))
+        if engine.zero_optimization_stage() == 3:
+            if in_step:
+                inventory.claim("buffers", GATHERED, [whole_storage(it) for it in gathers_in_flight(engine.module)])
+            _claim_zero3(inventory, engine)
+        elif hasattr(base, "single_partition_of_fp32_groups"):
+            _claim_zero12(inventory, engine)
+        elif isinstance(base, torch.optim.Optimizer):
+            _claim_plain(inventory, engine.module, base)
+        else:
+            _claim_mixed_precision_wrapper(inventory, engine)
+        model = engine.module
+    inventory.claim("buffers", MODEL_BUFFERS, list(model.buffers()))
+    return inventory
+
+
+def _claim_gathered_fsdp(inventory: Inventory, model: nn.Module) -> None:
+    """Claim what FSDP holds besides its shards: gathered parameters, and the inputs of reductions in flight.
+
+    While parameters are gathered, `model.parameters()` are the gathered ones, so that the shards are claimed here too.
+    """
+    for group in fsdp_groups(model):
+        in_flight = [group._all_gather_result, getattr(group.comm_ctx.all_gather_state, "all_gather_result", None)]
+        inventory.claim("buffers", GATHERED, [getattr(result, "all_gather_output", None) for result in in_flight])
+        reductions = getattr(group.comm_ctx, "reduce_scatter_states", None) or [
+            getattr(group.comm_ctx, "reduce_scatter_state", None)
+        ]
+        inputs = [getattr(reduction, "reduce_scatter_input", None) for reduction in reductions]
+        inventory.claim("buffers", "reduce_scatter_input", inputs)
+        for param in group.fsdp_params:
+            inventory.claim("params", "parameters", param._sharded_param_data)
+            inventory.claim("grads", "gradients", getattr(param.sharded_param, "grad", None))
+            inventory.claim("buffers", GATHERED, [param.all_gather_outputs, getattr(param, "_unsharded_param", None)])
+    for flat in fsdp1_parameters(model):
+        inventory.claim("params", "parameters", getattr(flat, "_local_shard", None))
+        gathered = [getattr(flat, name, None) for name in ("_full_param_padded", "_full_prec_full_param_padded")]
+        inventory.claim("buffers", GATHERED, [*gathered, getattr(flat, "_mp_shard", None)])
+        inventory.claim("grads", "gradients", [getattr(flat, "_saved_grad_shard", None), flat.grad])
+
+
+def fsdp1_parameters(model: nn.Module) -> list[Any]:
+    """Return the flat parameters of FSDP's first version; empty under another engine."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    handles = [getattr(module, "_handle", None) for module in fsdp.FullyShardedDataParallel.fsdp_modules(model)]
+    return [handle.flat_param for handle in handles if handle is not None]
 
 
 def release_gathered(model: Any) -> None:
@@ -214,7 +268,7 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
     inventory.claim("params", "second_copy", [p.ds_secondary_tensor for p in parameters], offload_params)
     persistent = {id(p) for p in zero.persistent_parameters}
     inventory.claim("params", "kept_whole", [p.data for p in parameters if id(p) in persistent])
-    inventory.claim("buffers", "gathered_parameters", [p.data for p in parameters if id(p) not in persistent])
+    inventory.claim("buffers", GATHERED, [p.data for p in parameters if id(p) not in persistent])
     inventory.claim("optimizer", "fp32_partitions", zero.fp32_partitioned_groups_flat, offload_optimizer)
     inventory.claim("optimizer", "states", list(zero.optimizer.state.values()), offload_optimizer)
     if (backup := getattr(zero, "backup_optimizer", None)) is not None:

@@ -289,7 +289,7 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     path = resolve_path(name)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
-        return _shape_of_document(_read(file), name)
+        return shape_of_document(_read(file), name)
     if ask_hub and name.count("/") == 1:
         with require_extra("train"):
             from huggingface_hub import hf_hub_download
@@ -297,7 +297,7 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         def download(repo_id: str, *, trust_remote_code: bool, **options: Any) -> dict[str, Any]:
             return _read(Path(hf_hub_download(repo_id, "config.json", **options)))
 
-        return _shape_of_document(load_from(name, download, "config"), name)
+        return shape_of_document(load_from(name, download, "config"), name)
     if path.is_dir():
         raise UserError(f"there is no config.json in {name}", "name the folder with the model's config.json")
     if path.is_absolute() or name.startswith("."):
@@ -446,7 +446,7 @@ def _read(file: Path) -> dict[str, Any]:
     return document
 
 
-def _shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
+def shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a parsed config.json; UserError if its family or quantization is not supported."""
     if not isinstance(document.get("model_type"), str):
         raise UserError(f"{name} does not set its model_type", "add the one of its class in transformers")
