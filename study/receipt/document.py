@@ -1,0 +1,234 @@
+"""receipt.json: its schema, reading and writing. It imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+
+from study.config.errors import UserError
+from study.host.folders import resolve_path
+from study.records.directory import read_json, write_json
+from study.records.schema import RecordError
+
+VERSION = 1
+# Parts of the memory of a rank at its peak, in the order of the page.
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations", "other_tensors")
+# Parts of a step's time. Communication is the part in which nothing is computed.
+TIME_PARTS = ("forward", "backward", "communication", "optimizer", "data", "rest")
+# DeepSpeed, two versions of FSDP, DDP, or a model on one rank.
+Engine = Literal["deepspeed", "fsdp2", "fsdp1", "ddp", "none"]
+State = Literal["complete", "too_short", "interrupted"]
+
+
+class Part(pydantic.BaseModel):
+    """A part of a receipt: it has no unknown keys, and it is frozen."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class EngineFacts(Part):
+    """Engine and settings, read from live objects."""
+
+    engine: Engine
+    # Name of the study's strategy with these settings; None if it has none.
+    strategy: str | None = None
+    ranks: int = 1
+    backend: str | None = None
+    device: str = "cpu"
+    zero_stage: int | None = None
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    # DeepSpeed's settings as the engine has them.
+    settings: dict[str, object] | None = None
+    # Of matrix products and of weights: float32, bfloat16 or float16; None if it could not be seen.
+    compute_dtype: str | None = None
+    param_dtype: str = "float32"
+    optimizer: str | None = None
+    gradient_checkpointing: bool = False
+    compiled: bool = False
+    # FSDP: groups, and elements of the outermost one, for parameters that no inner group wraps.
+    wrapped_groups: int | None = None
+    root_elements: int | None = None
+    reshard_after_forward: bool | None = None
+    # Trained elements that a sharding engine does not shard, and the largest such parameter.
+    unsharded_elements: int = 0
+    largest_unsharded: str | None = None
+    embedding: str | None = None
+    embedding_elements: int | None = None
+    # Whether the embedding is in FSDP's outermost group.
+    embedding_in_root: bool = False
+
+
+class ModelFacts(Part):
+    name: str
+    parameters: int
+    trained_parameters: int
+    # config.json of a transformers model.
+    config: dict[str, object] | None = None
+    lora_rank: int | None = None
+    attention: str | None = None
+
+
+class WorkFacts(Part):
+    """Batch of one rank and one step."""
+
+    steps: int = 0
+    measured_steps: tuple[int, ...] = ()
+    micro_batches: int | None = None
+    # Samples and tokens of the first input of a micro-batch, padding included.
+    samples: int | None = None
+    sequence_length: int | None = None
+
+
+class PeakFacts(Part):
+    """Memory of one rank at the moment of a step with the most bytes in use."""
+
+    moment: str
+    # Bytes of tensors in use: those of torch's allocator, or on a CPU the growth of the process's heap.
+    total_bytes: int
+    parts: dict[str, int]
+    # Offloaded to the host.
+    host_parts: dict[str, int] = {}
+    allocator_slack_bytes: int | None = None
+    outside_torch_bytes: int | None = None
+    process_peak_bytes: int
+
+    @property
+    def attributed(self) -> float:
+        """Fraction of the bytes in use that the parts explain; parts of more bytes than are in use count as errors."""
+        if not self.total_bytes:
+            return 0.0
+        return 1 - abs(self.total_bytes - sum(self.parts.values())) / self.total_bytes
+
+
+class StateFacts(Part):
+    """Model state of one rank: bytes by place, of parameters, gradients and optimizer."""
+
+    params: dict[str, int]
+    grads: dict[str, int]
+    optimizer: dict[str, int]
+
+
+class CollectiveTraffic(Part):
+    calls: int
+    payload_bytes: int
+    ring_bytes: float
+
+
+class CollectiveTime(Part):
+    # Time with at least one such collective in flight, and of that the time in which nothing else ran.
+    in_flight_s: float
+    exposed_s: float
+
+
+class TimeFacts(Part):
+    # Median of all steps but the first and the disturbed ones, and their number.
+    step_s: float | None = None
+    steps: int = 0
+    # Of one measured step, that with the median time.
+    parts: dict[str, float] = {}
+    collectives: dict[str, CollectiveTime] = {}
+
+
+class SpeedFacts(Part):
+    tokens_per_s: float | None = None
+    # Counted in the watched step on one rank, recomputation included.
+    flops_per_step: int | None = None
+    mfu: float | None = None
+    mfu_missing: str | None = None
+
+
+class RankFacts(Part):
+    rank: int
+    # Time in which the rank computes: neither waits for others nor for data.
+    busy_s: float | None = None
+    peak_bytes: int | None = None
+    process_peak_bytes: int | None = None
+
+
+class ForecastRow(Part):
+    """A predicted figure and the measured one."""
+
+    figure: str
+    unit: Literal["bytes", "s"]
+    predicted: float
+    # Ends of the stated error; None: none is stated.
+    low: float | None = None
+    high: float | None = None
+    measured: float
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the measured figure is outside of the stated error."""
+        return self.low is not None and self.high is not None and not self.low <= self.measured <= self.high
+
+
+class MeasuredForecast(Part):
+    comparisons: tuple[ForecastRow, ...] = ()
+    # Why there is no prediction.
+    missing: str | None = None
+
+
+class Fault(Part):
+    id: str
+    says: str
+    fix: str
+
+
+class OwnCost(Part):
+    """Cost of the receipt itself: seconds in measured steps, and a fraction of each later step."""
+
+    measured_s: float = 0.0
+    later_fraction: float | None = None
+
+
+class ReceiptDocument(Part):
+    """The content of receipt.json."""
+
+    version: Literal[1] = 1
+    made_at: str
+    state: State
+    packages: dict[str, str | None]
+    engine: EngineFacts
+    model: ModelFacts
+    work: WorkFacts
+    memory: PeakFacts | None = None
+    model_state: StateFacts | None = None
+    time: TimeFacts = TimeFacts()
+    traffic: dict[str, CollectiveTraffic] | None = None
+    # Payload of the reductions of gradients in each micro-batch of a step.
+    reduced_bytes: tuple[int, ...] = ()
+    speed: SpeedFacts = SpeedFacts()
+    ranks: tuple[RankFacts, ...] = ()
+    forecast: MeasuredForecast = MeasuredForecast()
+    faults: tuple[Fault, ...] = ()
+    # Figures that are not measurable here, and failures inside the receipt.
+    unavailable: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    cost: OwnCost = OwnCost()
+
+
+def write_receipt(path: Path, receipt: ReceiptDocument) -> None:
+    write_json(path, receipt.model_dump(mode="json"))
+
+
+def read_receipt(name: str) -> ReceiptDocument:
+    """Return the receipt in a file; UserError if it is none, or one of another version."""
+    path = resolve_path(name)
+    if path.is_dir():
+        path /= "receipt.json"
+    try:
+        document = read_json(path)
+    except RecordError as error:
+        raise UserError(str(error), "name a receipt.json that study.Receipt wrote") from None
+    if (version := document.get("version")) != VERSION:
+        fix = "print it with the release of zero-study that wrote it"
+        raise UserError(f"{name} is not a receipt of version {VERSION} (its version is {version!r})", fix)
+    try:
+        return ReceiptDocument.model_validate(document)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"{name} is not a receipt: {place}: {first['msg']}", "name an unchanged receipt.json") from None

@@ -1,0 +1,152 @@
+"""Predicted figures of a measured configuration, next to the measured ones. It imports no torch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, cast
+
+from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
+from study.advisor.user_settings import UserFile, check_deepspeed, flatten
+from study.config.errors import UserError
+from study.config.flags import Precision
+from study.config.strategies import DEFAULT_RANKS_PER_NODE
+from study.predictor.communication import sent_bytes
+from study.predictor.hardware import CPU_CORE, Hardware, box_from_device_name
+from study.predictor.memory import predict_memory
+from study.predictor.request import Estimate, Request
+from study.predictor.shape import ModelShape, shape_of_document, with_adapters
+from study.predictor.state import predict_state
+from study.predictor.time import predict_time
+from study.receipt.document import EngineFacts, ForecastRow, MeasuredForecast, ReceiptDocument
+
+# State and traffic are counted exactly: only buffers of a few bytes may be missing.
+_EXACT = 0.01
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw", "FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw", "Lion": "lion"}
+_FILE = "this engine"
+
+
+def make_forecast(receipt: ReceiptDocument) -> MeasuredForecast:
+    """Return the predicted figures next to the measured ones, or why there are none."""
+    try:
+        case = config_case(receipt)
+        return MeasuredForecast(comparisons=tuple(_compare(receipt, case.request)))
+    except UserError as refusal:
+        return MeasuredForecast(missing=refusal.problem)
+
+
+def config_case(receipt: ReceiptDocument) -> ConfigCase:
+    """Return the engine's settings as `study explain` resolves a file; UserError if they are not modelled."""
+    engine, work = receipt.engine, receipt.work
+    if not work.micro_batches or not work.samples or not work.sequence_length:
+        raise UserError("no tokens were seen", "give the model its tokens as input_ids")
+    optimizer = _OPTIMIZERS.get(engine.optimizer or "AdamW")
+    if optimizer is None and engine.engine != "deepspeed":
+        raise UserError(f"the predictor does not support {engine.optimizer}", "use AdamW")
+    shape = _shape(receipt)
+    program = ProgramSettings(
+        sequence_length=work.sequence_length, micro_batch=work.samples, accumulation=work.micro_batches,
+        gradient_checkpointing=engine.gradient_checkpointing, optimizer=cast(Any, optimizer or "adamw"),
+        attention=cast(Any, receipt.model.attention if receipt.model.attention in ("eager", "sdpa") else "sdpa"),
+    )  # fmt: skip
+    case = resolve(settings_file(engine), shape, engine.ranks, program, _box(engine))
+    request = dataclasses.replace(case.request, **_precision(engine, case.request), **_wrapping(receipt, shape))
+    return dataclasses.replace(case, request=request)
+
+
+def settings_file(engine: EngineFacts) -> UserFile:
+    """Return the engine's settings as a file that a user could have launched."""
+    if engine.engine == "deepspeed":
+        settings = copy.deepcopy(dict(engine.settings or {}))
+        file = UserFile(_FILE, "deepspeed", "DEEPSPEED", settings, tuple(flatten(settings)))
+        check_deepspeed(file)
+        return file
+    if engine.engine in ("fsdp1", "fsdp2"):
+        version = 2 if engine.engine == "fsdp2" else 1
+        fsdp: dict[str, Any] = {"fsdp_version": version}
+        if version == 2:
+            fsdp["fsdp_reshard_after_forward"] = engine.reshard_after_forward is not False
+        return UserFile(_FILE, "accelerate", "FSDP", None, (), fsdp=fsdp)
+    return UserFile(_FILE, "accelerate", "MULTI_GPU" if engine.engine == "ddp" else "NO", None, ())
+
+
+def _shape(receipt: ReceiptDocument) -> ModelShape:
+    model = receipt.model
+    if model.config is None:
+        raise UserError(f"{model.name} has no config of transformers", "give one")
+    if model.config.get("architectures") is None and model.config.get("model_type") is None:
+        raise UserError(f"{model.name} has no model_type", "give one")
+    shape = shape_of_document(model.config, model.name)
+    if model.lora_rank is not None:
+        shape = with_adapters(shape, model.lora_rank)
+    for what, predicted, counted in (
+        ("parameters", shape.parameters, model.parameters),
+        ("trained parameters", shape.trained_parameters, model.trained_parameters),
+    ):
+        if predicted != counted:
+            problem = f"the predictor's {model.name} has {predicted:,} {what}, and this one {counted:,}"
+            raise UserError(problem, "leave the prediction out")
+    return shape
+
+
+def _box(engine: EngineFacts) -> Hardware:
+    nodes = max(1, engine.ranks // DEFAULT_RANKS_PER_NODE)
+    if engine.device == "cpu":
+        return Hardware("CPU cores", CPU_CORE, engine.ranks, gloo_copies_gathers=True)
+    return box_from_device_name(engine.device, engine.ranks, nodes if engine.ranks % nodes == 0 else 1)
+
+
+def _precision(engine: EngineFacts, request: Request) -> dict[str, Any]:
+    """Return the precision of the request: products and weights as they were seen."""
+    computes = _PRECISIONS.get(engine.compute_dtype or engine.param_dtype, "fp32")
+    weights = _PRECISIONS.get(engine.param_dtype, "fp32")
+    if weights != "fp32":
+        return {"precision": cast(Precision, f"{weights}-engine"), "pure": engine.engine != "deepspeed"}
+    # Without DeepSpeed, autocast is assumed: FSDP's own casts are not seen.
+    return {"precision": cast(Precision, computes), "pure": False, "autocast": True}
+
+
+def _wrapping(receipt: ReceiptDocument, shape: ModelShape) -> dict[str, Any]:
+    engine = receipt.engine
+    whole_root = engine.engine == "fsdp2" and engine.embedding_in_root and not shape.tied
+    return {"fsdp_whole_root": whole_root, "dropout": _has_dropout(receipt)}
+
+
+def _has_dropout(receipt: ReceiptDocument) -> bool:
+    config = receipt.model.config or {}
+    return any(bool(value) for key, value in config.items() if key.endswith(("dropout", "pdrop", "dropout_prob")))
+
+
+def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow]:
+    memory = predict_memory(request)
+    if memory.missing:
+        raise UserError(f"the predictor does not support {memory.missing}", "leave it out")
+    if receipt.model_state is not None:
+        state, live = predict_state(request), receipt.model_state
+        for figure, predicted, places in (
+            ("parameters", state.params_device + state.params_host, live.params),
+            ("optimizer state", state.optimizer_device + state.optimizer_host, live.optimizer),
+        ):
+            measured = places.get("device", 0) + places.get("host", 0)
+            yield _exact(figure, predicted, measured)
+    if receipt.traffic is not None:
+        yield _exact("ring bytes of a step", sent_bytes(request), sum(it.ring_bytes for it in receipt.traffic.values()))
+    # On a CPU most of DeepSpeed's bucket is memory that nothing writes to, and the prediction counts used memory.
+    has_empty_bucket = request.box.is_cpu_only and bool(request.strategy.zero_stage)
+    if receipt.memory is not None and not has_empty_bucket:
+        yield _compared("peak of tensors", "bytes", memory.peak_allocated, receipt.memory.total_bytes)
+    if receipt.time.step_s is not None and not request.box.is_cpu_only:
+        yield _compared("step", "s", predict_time(request, memory).step_s, receipt.time.step_s)
+
+
+def _exact(figure: str, predicted: float, measured: float) -> ForecastRow:
+    low, high = predicted * (1 - _EXACT), predicted * (1 + _EXACT)
+    return ForecastRow(figure=figure, unit="bytes", predicted=predicted, low=low, high=high, measured=measured)
+
+
+def _compared(figure: str, unit: Any, predicted: Estimate, measured: float) -> ForecastRow:
+    return ForecastRow(
+        figure=figure, unit=unit, predicted=predicted.value, low=predicted.low, high=predicted.high, measured=measured
+    )

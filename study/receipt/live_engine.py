@@ -1,0 +1,212 @@
+"""Facts about a live model, read from its objects: engine, wrapping, precision and adapters."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from study.engine.audit import dtype_name, read_deepspeed, read_fsdp
+from study.metrics.inventory import dtensor_type, fsdp_groups, fsdp_state_groups
+from study.metrics.state import base_optimizer, fsdp1_parameters
+from study.receipt.document import Engine, EngineFacts, ModelFacts
+from study.workloads.architecture import find_adapters
+
+# Names of the study's strategies by stage and offloads.
+_STRATEGIES = {
+    (0, None, None): "zero0", (1, None, None): "zero1", (2, None, None): "zero2", (3, None, None): "zero3",
+    (2, "cpu", None): "zero2_cpu", (3, "cpu", None): "zero3_cpu_optimizer", (3, "cpu", "cpu"): "zero3_cpu",
+    (3, "nvme", None): "zero3_nvme_optimizer", (3, "nvme", "nvme"): "zero3_nvme", (3, "cpu", "nvme"): "zero3_cpu_nvme",
+}  # fmt: skip
+_OF_OTHER_ENGINES: dict[Engine, str] = {"ddp": "ddp", "fsdp2": "fsdp2", "none": "single"}
+
+
+def find_engine(model: Any) -> Any:
+    """Return the wrapper that trains a model: of DDP, FSDP or DeepSpeed, found among all live objects."""
+    wrappers = _wrapper_types()
+    if isinstance(model, wrappers) or not wrappers:
+        return model
+    inner = _inside(model)
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), wrappers) and _inside(candidate) is inner:
+            return candidate
+    return model
+
+
+def _wrapper_types() -> tuple[type, ...]:
+    types: list[type] = [nn.parallel.DistributedDataParallel]
+    fsdp, deepspeed = (sys.modules.get(name) for name in ("torch.distributed.fsdp", "deepspeed"))
+    if fsdp is not None:
+        types.append(fsdp.FullyShardedDataParallel)
+    if deepspeed is not None:
+        types.append(deepspeed.DeepSpeedEngine)
+    return tuple(types)
+
+
+def _inside(model: Any) -> Any:
+    """Return the model inside the wrappers of engines and of torch.compile."""
+    while True:
+        is_wrapper = isinstance(model, _wrapper_types())
+        if not is_wrapper and not hasattr(model, "_orig_mod"):
+            return model
+        model = model.module if is_wrapper else model._orig_mod
+
+
+def find_kind(model: Any) -> Engine:
+    if hasattr(model, "zero_optimization_stage"):
+        return "deepspeed"
+    plain = getattr(model, "_orig_mod", model)
+    if isinstance(plain, nn.parallel.DistributedDataParallel):
+        return "ddp"
+    if next(fsdp_groups(plain), None) is not None:
+        return "fsdp2"
+    return "fsdp1" if fsdp1_parameters(plain) else "none"
+
+
+def find_device(model: Any) -> torch.device:
+    """Return the device on which a model computes."""
+    if hasattr(model, "zero_optimization_stage"):
+        return torch.device(model.device)
+    for parameter in model.parameters():
+        if parameter.device.type == "cuda":
+            return torch.device(parameter.device)
+    # FSDP's offload keeps the parameters on the host.
+    is_offloading = (
+        torch.cuda.is_available() and find_kind(model) in ("fsdp1", "fsdp2") and dist.get_backend() != "gloo"
+    )
+    return torch.device("cuda", torch.cuda.current_device()) if is_offloading else torch.device("cpu")
+
+
+def read_model(model: Any) -> ModelFacts:
+    inner = _inside(model)
+    config: Any = getattr(inner, "config", None)
+    adapters = find_adapters(inner)
+    return ModelFacts(
+        name=_class_name(inner),
+        parameters=sum(_elements(parameter) for _, parameter in _whole_parameters(model)),
+        trained_parameters=sum(_elements(it) for _, it in _whole_parameters(model) if it.requires_grad),
+        config=_plain(config.to_dict()) if hasattr(config, "to_dict") else None,
+        lora_rank=adapters["rank"] if isinstance(adapters, dict) else None,
+        attention=getattr(config, "_attn_implementation", None),
+    )
+
+
+def read_facts(model: Any, optimizer: Any) -> EngineFacts:
+    """Return the facts of an engine after its first steps; None for a setting that it does not have."""
+    kind, inner = find_kind(model), _inside(model)
+    device, is_distributed = find_device(model), dist.is_initialized()
+    base = base_optimizer(optimizer) if optimizer is not None else None
+    facts: dict[str, Any] = {
+        "engine": kind,
+        "ranks": dist.get_world_size() if is_distributed else 1,
+        "backend": str(dist.get_backend()) if is_distributed else None,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "param_dtype": dtype_name(next(inner.parameters()).dtype),
+        "optimizer": type(base).__name__ if base is not None else None,
+        "gradient_checkpointing": _is_checkpointing(inner),
+        "compiled": any(hasattr(module, "_orig_mod") for module in (model, *model.modules())),
+        "strategy": _OF_OTHER_ENGINES.get(kind),
+    }
+    if kind == "deepspeed":
+        live = read_deepspeed(model)
+        offloads = live["offload_optimizer"], live["offload_param"]
+        facts |= {
+            "zero_stage": live["zero_stage"], "offload_optimizer": offloads[0], "offload_param": offloads[1],
+            "settings": _plain(model._config._param_dict),
+            "strategy": _STRATEGIES.get((live["zero_stage"], *offloads)),
+        }  # fmt: skip
+    elif kind == "fsdp2":
+        facts |= _fsdp2_facts(getattr(model, "_orig_mod", model))
+    elif kind == "fsdp1":
+        flats = fsdp1_parameters(getattr(model, "_orig_mod", model))
+        facts |= {"wrapped_groups": len(flats), "root_elements": _elements_of_flat(flats[0])}
+    facts |= _embedding_facts(inner, kind)
+    return EngineFacts(**facts)
+
+
+def _fsdp2_facts(model: nn.Module) -> dict[str, Any]:
+    live = read_fsdp(model)
+    groups = list(dict.fromkeys(fsdp_groups(model)))
+    sizes = [param._orig_size.numel() for group in _outermost(model) for param in group.fsdp_params]
+    gathered = {
+        id(getattr(param, "_unsharded_param", None)) for group in groups for param in group.fsdp_params
+    }  # fmt: skip
+    # Parameters that no call of fully_shard has reached are plain tensors, equal on all ranks at first.
+    plain = [
+        (name, parameter.numel()) for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, dtensor_type()) and id(parameter) not in gathered
+    ]  # fmt: skip
+    return {
+        "wrapped_groups": live.get("fsdp_groups"),
+        "root_elements": sum(sizes) if len(groups) > 1 else None,
+        "reshard_after_forward": live.get("fsdp_reshard_after_forward"),
+        "unsharded_elements": sum(size for _, size in plain),
+        "largest_unsharded": max(plain, key=lambda row: row[1])[0] if plain else None,
+        "gradient_checkpointing": bool(live.get("fsdp_activation_checkpointing")),
+    }
+
+
+def _embedding_facts(inner: nn.Module, kind: Engine) -> dict[str, Any]:
+    """Return the largest embedding, and whether it is in FSDP2's outermost group with others wrapped apart."""
+    embeddings = [
+        (name, module) for name, module in inner.named_modules() if isinstance(module, nn.Embedding)
+    ]  # fmt: skip
+    if not embeddings:
+        return {}
+    name, module = max(embeddings, key=lambda row: row[1].num_embeddings * row[1].embedding_dim)
+    facts = {"embedding": name, "embedding_elements": module.num_embeddings * module.embedding_dim}
+    if kind == "fsdp2":
+        modules = {id(param._module_info.module) for group in _outermost(inner) for param in group.fsdp_params}
+        facts["embedding_in_root"] = len(set(fsdp_groups(inner))) > 1 and id(module) in modules
+    return facts
+
+
+def _outermost(model: nn.Module) -> list[Any]:
+    """Return FSDP2's groups of the model itself, for parameters that no inner group wraps."""
+    find_state = getattr(model, "_get_fsdp_state", None)
+    return [] if find_state is None else fsdp_state_groups(find_state())
+
+
+def _whole_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters, or FSDP1's flat ones, whose sizes are those of all ranks."""
+    flats = fsdp1_parameters(getattr(model, "_orig_mod", model))
+    if flats:
+        yield from ((f"flat {number}", flat) for number, flat in enumerate(flats))
+    else:
+        yield from _inside(model).named_parameters()
+
+
+def _elements(parameter: Any) -> int:
+    """Return the elements of a whole parameter, whichever part this rank has."""
+    if hasattr(parameter, "_unpadded_unsharded_size"):
+        return _elements_of_flat(parameter)
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _elements_of_flat(flat: Any) -> int:
+    return int(flat._unpadded_unsharded_size.numel())
+
+
+def _is_checkpointing(model: nn.Module) -> bool:
+    """Whether a layer of transformers recomputes its activations; their own property warns that it is renamed."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def _class_name(model: nn.Module) -> str:
+    """Return the name of a class; FSDP2 creates a class with a prefix."""
+    names = [kind.__name__ for kind in type(model).__mro__ if kind.__name__ != "FSDPModule"]
+    return names[1] if names[0] == f"FSDP{names[1]}" else names[0]
+
+
+def _plain(value: Any) -> Any:
+    """Return a document of plain JSON values; others become their text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

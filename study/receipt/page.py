@@ -1,0 +1,218 @@
+"""A receipt as one screen of text, and two of them side by side. It imports no torch."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from study.config.text import rounded_seconds
+from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ForecastRow, ReceiptDocument
+
+WIDTH, HEIGHT = 100, 40
+_BAR = 30
+_MAX_FAULTS, _MAX_FAILURES = 5, 2
+_ENGINES = {"deepspeed": "DeepSpeed", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP", "none": "no engine"}
+_NAMES = {"other_tensors": "other tensors", "data": "waiting for data", "rest": "the rest"}
+
+
+def receipt_lines(receipt: ReceiptDocument, name: str) -> list[str]:
+    """Return at most 40 lines of at most 100 columns; what matters least is left out."""
+    lines = [piece for line in _lines(receipt, name) for piece in _wrapped(line)]
+    if len(lines) > HEIGHT:
+        left_out = len(lines) - HEIGHT + 1
+        lines[HEIGHT - 1 :] = [f"and {left_out} more lines: study receipt --details {name}"]
+    return lines
+
+
+def all_lines(receipt: ReceiptDocument, name: str) -> list[str]:
+    return [piece for line in _lines(receipt, name) for piece in _wrapped(line)]
+
+
+def _wrapped(line: str) -> list[str]:
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, max_lines=3) or [""]
+
+
+def _lines(receipt: ReceiptDocument, name: str) -> Iterator[str]:
+    yield f"receipt of {describe(receipt)}"
+    yield _work_text(receipt, name)
+    for fault in receipt.faults[:_MAX_FAULTS]:
+        yield f"FAULT {fault.says}. To fix it: {fault.fix}"
+    if len(receipt.faults) > _MAX_FAULTS:
+        yield f"and {len(receipt.faults) - _MAX_FAULTS} more faults: study receipt --json {name}"
+    yield from _memory(receipt)
+    yield from _time(receipt)
+    yield from _traffic(receipt)
+    yield from _speed(receipt)
+    yield from _ranks(receipt)
+    yield from _forecast(receipt)
+    if receipt.unavailable:
+        yield f"not available: {'; '.join(receipt.unavailable)}"
+    for failure in receipt.failures[:_MAX_FAILURES]:
+        yield f"failed inside the receipt: {failure}"
+    if len(receipt.failures) > _MAX_FAILURES:
+        yield f"and {len(receipt.failures) - _MAX_FAILURES} more failures"
+    yield from _cost(receipt)
+
+
+def describe(receipt: ReceiptDocument) -> str:
+    """Return engine, ranks, precision and model in one line."""
+    engine, model = receipt.engine, receipt.model
+    stage = f" stage {engine.zero_stage}" if engine.zero_stage is not None else ""
+    offloads = [
+        f"{what} on {'the host' if device == 'cpu' else 'NVMe'}"
+        for what, device in (("optimizer", engine.offload_optimizer), ("parameters", engine.offload_param)) if device
+    ]  # fmt: skip
+    computes = engine.compute_dtype or "?"
+    precision = computes if computes == engine.param_dtype else f"{computes} over {engine.param_dtype} weights"
+    extras = ["gradient checkpointing"] * engine.gradient_checkpointing + ["compiled"] * engine.compiled
+    extras += [f"LoRA of rank {model.lora_rank}"] if model.lora_rank else []
+    device = "CPU" if engine.device == "cpu" else engine.device
+    ranks = f"{engine.ranks} rank{'s' if engine.ranks > 1 else ''} on {device}"
+    parts = [f"{_ENGINES[engine.engine]}{stage}", *offloads, ranks, precision, *extras]
+    return f"{', '.join(parts)}: {model.name}, {model.parameters / 1e6:,.2f} M parameters"
+
+
+def _work_text(receipt: ReceiptDocument, name: str) -> str:
+    work = receipt.work
+    batch = "batch not seen"
+    if work.micro_batches and work.samples:
+        tokens = f" x {work.sequence_length} tokens" if work.sequence_length else ""
+        batch = f"{work.samples} samples{tokens} x accumulation {work.micro_batches} a rank"
+    measured = "no step measured"
+    if work.measured_steps:
+        measured = f"steps {work.measured_steps[0]} to {work.measured_steps[-1]} measured"
+    return f"{batch}; {work.steps} steps, {measured}; {receipt.state.replace('_', ' ')}; {name}"
+
+
+def _memory(receipt: ReceiptDocument) -> Iterator[str]:
+    memory = receipt.memory
+    if memory is None:
+        return
+    yield (
+        f"peak memory of rank 0, {memory.moment}: {size(memory.total_bytes)} of tensors,"
+        f" {memory.attributed:.1%} attributed"
+    )
+    largest = max(memory.parts.values(), default=0)
+    for part in MEMORY_PARTS:
+        count = memory.parts.get(part, 0)
+        if count:
+            on_host = memory.host_parts.get(part, 0)
+            host = f"  ({size(on_host)} offloaded)" if on_host else ""
+            yield f"  {_NAMES.get(part, part):<16}{size(count):>12}  {_bar(count, largest)}{host}"
+    details = [f"process {size(memory.process_peak_bytes)} at its peak"]
+    if memory.allocator_slack_bytes is not None:
+        details.append(f"allocator's slack {size(memory.allocator_slack_bytes)}")
+    if memory.outside_torch_bytes is not None:
+        what = "outside of torch" if receipt.engine.device != "cpu" else "heap without tensors"
+        details.append(f"{what} {size(memory.outside_torch_bytes)}")
+    yield f"  in addition: {', '.join(details)}"
+
+
+def _time(receipt: ReceiptDocument) -> Iterator[str]:
+    times = receipt.time
+    if times.step_s is not None:
+        yield f"time of a step: {rounded_seconds(times.step_s)} (median of {times.steps})"
+    total = sum(times.parts.values())
+    if not total:
+        return
+    for part in TIME_PARTS:
+        seconds = times.parts[part]
+        if seconds >= 0.001 * total:
+            extra = ""
+            if part == "communication":
+                rows = [
+                    f"{kind} {rounded_seconds(row.exposed_s)} of {rounded_seconds(row.in_flight_s)}"
+                    for kind, row in sorted(times.collectives.items(), key=lambda item: -item[1].exposed_s)
+                ]
+                extra = f"  exposed of in flight: {', '.join(rows)}" if rows else ""
+            fraction = f"{seconds / total:.0%}"
+            bar = "" if extra else _bar(seconds, total)
+            yield f"  {_NAMES.get(part, part):<16}{rounded_seconds(seconds):>12} {fraction:>4}  {bar}{extra}".rstrip()
+
+
+def _traffic(receipt: ReceiptDocument) -> Iterator[str]:
+    if receipt.traffic is None:
+        return
+    rows = [
+        f"{kind} {size(row.ring_bytes)} in {row.calls}"
+        for kind, row in sorted(receipt.traffic.items(), key=lambda item: -item[1].ring_bytes) if row.payload_bytes
+    ]  # fmt: skip
+    total = sum(row.ring_bytes for row in receipt.traffic.values())
+    yield f"ring bytes of a rank a step: {size(total)}; {', '.join(rows) or 'none'}"
+
+
+def _speed(receipt: ReceiptDocument) -> Iterator[str]:
+    speed = receipt.speed
+    parts = []
+    if speed.tokens_per_s is not None:
+        parts.append(f"{speed.tokens_per_s:,.0f} tokens/s of all ranks")
+    if speed.flops_per_step is not None:
+        parts.append(f"{speed.flops_per_step / 1e12:,.4g} TFLOP a rank and step")
+    if speed.mfu is not None:
+        # Recomputed operations are counted as well.
+        name = "HFU" if receipt.engine.gradient_checkpointing else "MFU"
+        parts.append(f"{name} {speed.mfu:.1%}")
+    elif speed.mfu_missing is not None:
+        parts.append(f"no MFU: {speed.mfu_missing}")
+    if parts:
+        yield f"speed: {'; '.join(parts)}"
+
+
+def _ranks(receipt: ReceiptDocument) -> Iterator[str]:
+    if len(receipt.ranks) < 2:
+        return
+    parts = []
+    busy = {row.rank: row.busy_s for row in receipt.ranks if row.busy_s is not None}
+    if busy:
+        slowest, fastest = max(busy, key=busy.__getitem__), min(busy, key=busy.__getitem__)
+        parts.append(
+            f"rank {slowest} is the slowest, busy {rounded_seconds(busy[slowest])} of a step"
+            f" (rank {fastest} {rounded_seconds(busy[fastest])})"
+        )
+    peaks = {row.rank: row.peak_bytes for row in receipt.ranks if row.peak_bytes is not None}
+    if peaks:
+        fullest, emptiest = max(peaks, key=peaks.__getitem__), min(peaks, key=peaks.__getitem__)
+        parts.append(f"rank {fullest} is the fullest, {size(peaks[fullest])} (rank {emptiest} {size(peaks[emptiest])})")
+    yield f"ranks: {'; '.join(parts)}"
+
+
+def _forecast(receipt: ReceiptDocument) -> Iterator[str]:
+    forecast = receipt.forecast
+    if forecast.missing is not None:
+        yield f"no prediction: {forecast.missing}"
+    if forecast.comparisons:
+        yield "predicted and measured:"
+    for row in forecast.comparisons:
+        yield f"  {row.figure:<22}{_figure(row, row.predicted):>12} {_figure(row, row.measured):>12}  {_judged(row)}"
+
+
+def _judged(row: ForecastRow) -> str:
+    ratio = row.measured / row.predicted if row.predicted else 0.0
+    if row.low is None or row.high is None:
+        return f"measured is {ratio:.3g} times the prediction, which states no error here"
+    if row.is_outside:
+        return f"OUTSIDE of its stated error: measured is {ratio:.3g} times the prediction"
+    return "within its stated error"
+
+
+def _figure(row: ForecastRow, value: float) -> str:
+    return rounded_seconds(value) if row.unit == "s" else size(value)
+
+
+def _cost(receipt: ReceiptDocument) -> Iterator[str]:
+    cost = receipt.cost
+    later = f", {cost.later_fraction:.3%} of each later step" if cost.later_fraction is not None else ""
+    yield f"the receipt took {rounded_seconds(cost.measured_s)} in the measured steps{later}"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in the largest unit that leaves a digit before the point."""
+    for unit, bytes_of_unit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= bytes_of_unit:
+            return f"{count / bytes_of_unit:,.2f} {unit}"
+    return f"{count:,.0f} B"
+
+
+def _bar(value: float, largest: float) -> str:
+    return "█" * max(1, round(_BAR * value / largest)) if largest else ""

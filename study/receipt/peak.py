@@ -1,0 +1,244 @@
+"""Memory of one step at its peak, by part, and its FLOPs: every operation of one watched step is seen.
+
+The model's state is claimed by the meters of the runs (study/metrics/state.py). Every other live tensor is known from
+the step's beginning, or from the operation that made it. The sum is compared with the allocator's bytes in use.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from study.metrics.inventory import bytes_in_use, dtensor_type, tensors_in
+from study.metrics.state import GATHERED, MODEL_BUFFERS, StateWatch, claim_model_state
+from study.metrics.traffic import TrafficWatch
+from study.receipt.document import MEMORY_PARTS
+from study.receipt.failures import Failures
+from study.receipt.timing import PartTimer
+
+Origin = Literal["activations", "other_tensors", "buckets"]
+# The state is claimed again whenever the bytes in use have grown by this fraction, up to the peak.
+_GROWTH = 0.01
+# gloo's threads free their copies some time after a collective has ended.
+_SETTLED_AFTER_S = 0.02
+_REDUCER_BUCKETS = "ddp_reducer_buckets"
+_REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+
+
+class GuardedTraffic(TrafficWatch):
+    """TrafficWatch of a foreign program: a collective that it cannot count is a failure of the receipt."""
+
+    def __init__(self, step: int, failures: Failures) -> None:
+        super().__init__(step)
+        self._failures = failures
+
+    def _count(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+        with self._failures.caught("counting collectives"):
+            super()._count(name, arguments, result)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Payload of the reductions so far; the norm of gradients and a loss are a few bytes."""
+        return int(sum(self.collectives[kind]["payload_bytes"] for kind in _REDUCTIONS if kind in self.collectives))
+
+
+class GuardedState(StateWatch):
+    """StateWatch of a foreign program: an attribute that it cannot read is a failure of the receipt."""
+
+    def __init__(self, model: Any, optimizer: Any, device: torch.device, failures: Failures) -> None:
+        super().__init__(model, optimizer, device)
+        self._failures = failures
+
+    def _read(self, *, scan: bool = True) -> dict[str, Any] | None:
+        if self.unknown:
+            return None
+        try:
+            return super()._read(scan=False)
+        except Exception as error:
+            self._failures.note("reading the model state", error)
+            self.unknown = str(error) or type(error).__name__
+            return None
+
+
+class PeakWatch(TorchDispatchMode):
+    """Meter of memory: `with PeakWatch(...) as watch:` around one optimizer step."""
+
+    def __init__(self, model: Any, optimizer: Any, timer: PartTimer, device: torch.device, failures: Failures) -> None:
+        super().__init__()
+        self._model, self._optimizer, self._timer = model, optimizer, timer
+        self._device, self._failures = device, failures
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Origin]] = {}
+        self._is_cuda = device.type == "cuda"
+        self._waits_for_gloo = not self._is_cuda and dist.is_initialized()
+        self._outside = 0
+        self._is_new_peak = self._is_off = False
+        self.flops = 0
+        self.flops_by_dtype: Counter[str] = Counter()
+        self.peak_bytes = 0
+        self.moment = ""
+        self.parts: dict[str, int] = {}
+        self.host_parts: dict[str, int] = {}
+        self.slack_bytes: int | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, as TrafficWatch does."""
+        return True
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of the process's heap that no tensor has, before the step; 0 on a GPU."""
+        return self._outside
+
+    def _turn_off(self, error: Exception) -> None:
+        """Note a failure after which nothing of this step's memory is known."""
+        self._failures.note("watching memory", error)
+        self._is_off, self.parts = True, {}
+
+    def __enter__(self) -> PeakWatch:
+        try:
+            gc.collect()
+            for tensor in _live_tensors():
+                self._see(tensor, "other_tensors")
+            in_use = bytes_in_use(self._device)
+            if not self._is_cuda and in_use is not None:
+                self._outside = max(0, in_use - sum(self._split().values()))
+            self._measure()
+        except Exception as error:
+            self._turn_off(error)
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, dtensor_type()) for kind in types):
+            return NotImplemented
+        if self._is_new_peak:
+            self._repeat_split()
+        result = func(*args, **(kwargs or {}))
+        if self._is_off:
+            return result
+        try:
+            self._follow(func, args, kwargs or {}, result)
+        except Exception as error:
+            # An exception in a thread of autograd would end the process.
+            self._turn_off(error)
+        return result
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        # A tensor that an operation writes into without having allocated it is a buffer of C++ code.
+        writes = func._schema.is_mutable or func.namespace in ("c10d", "_c10d_functional")
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf, "buckets" if writes else "activations")
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+            count = int(formula(*args, **kwargs, out_val=result))
+            self.flops += count
+            self.flops_by_dtype[str(args[0].dtype).removeprefix("torch.")] += count
+        self._measure()
+
+    def _see(self, tensor: torch.Tensor, origin: Origin) -> None:
+        if isinstance(tensor, FakeTensor) or tensor.device.type != self._device.type or tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self._known:
+            self._known[key] = (weakref.ref(storage, lambda _: self._known.pop(key, None)), origin)
+
+    def _measure(self) -> None:
+        total = self._tensor_bytes()
+        if total <= self.peak_bytes * (1 + _GROWTH):
+            return
+        if self._waits_for_gloo:
+            time.sleep(_SETTLED_AFTER_S)
+            total = self._tensor_bytes()
+        if total > self.peak_bytes:
+            self.peak_bytes, self.parts = total, self._split()
+            self.moment = _MOMENTS[self._timer.phase]
+            self._is_new_peak = True
+            if self._is_cuda:
+                self.slack_bytes = torch.cuda.memory_reserved(self._device) - total
+
+    def _repeat_split(self) -> None:
+        """Split a new peak once more, before the next operation: by then the allocated tensor has its owner."""
+        self._is_new_peak = False
+        try:
+            total = self._tensor_bytes()
+            if total >= self.peak_bytes * (1 - _GROWTH):
+                self.parts, self.peak_bytes = self._split(), max(total, self.peak_bytes)
+        except Exception as error:
+            self._turn_off(error)
+
+    def _tensor_bytes(self) -> int:
+        """Return the bytes in use for tensors: those of torch's allocator, or of the heap's growth."""
+        in_use = bytes_in_use(self._device)
+        return sum(self._split().values()) if in_use is None else in_use - self._outside
+
+    def _split(self) -> dict[str, int]:
+        """Return the bytes of live tensors on the device by part; offloaded state is apart, in `host_parts`."""
+        inventory = claim_model_state(self._model, self._optimizer, self._device, in_step=True)
+        parts = dict.fromkeys(MEMORY_PARTS, 0)
+        host: defaultdict[str, int] = defaultdict(int)
+        unreachable = 0
+        for (kind, place, name), count in inventory.claims.items():
+            part = _find_part(kind, name)
+            # Without a GPU, offloaded state is in the same memory.
+            if place == "device" or (place == "host" and not self._is_cuda):
+                parts[part] += count
+            if place == "host":
+                host[part] += count
+            unreachable += count if name == _REDUCER_BUCKETS else 0
+        seen_buckets = 0
+        for reference, origin in list(self._known.values()):
+            storage = reference()
+            if storage is None:
+                continue
+            rest = max(0, storage.nbytes() - inventory.claimed_bytes(storage))
+            if origin == "buckets":
+                seen_buckets += rest
+            else:
+                parts[origin] += rest
+        # The reducer's buckets are claimed by their sizes, and may also have been seen.
+        parts["buckets"] += max(0, seen_buckets - unreachable)
+        self.host_parts = dict(host)
+        return parts
+
+
+_MOMENTS = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer step",
+    "between": "between the passes",
+}
+_KINDS_OF_STATE = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer"}
+
+
+def _find_part(kind: str, name: str) -> str:
+    if name == GATHERED:
+        return "gathered"
+    if name == MODEL_BUFFERS:
+        return "parameters"
+    return _KINDS_OF_STATE.get(kind, "buckets")
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    """Return every tensor that Python refers to, and this rank's shards of DTensors."""
+    return [
+        tensor
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), torch.Tensor) and not issubclass(type(candidate), FakeTensor)
+        for tensor in tensors_in(candidate)
+        if tensor.device.type != "meta"
+    ]

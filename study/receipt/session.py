@@ -1,0 +1,574 @@
+"""The receipt of a training loop: two lines measure a few steps, and print memory and time by part at the end.
+
+receipt = Receipt(model, optimizer)       # after accelerator.prepare, deepspeed.initialize or fully_shard
+for batch in receipt.steps(loader):       # or: with receipt.step():
+    ...
+
+It takes part in no collective, draws no random number and changes no tensor. It has hooks only in the measured steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import resource
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from study import __version__
+from study.host.folders import resolve_path
+from study.host.stacks import package_version
+from study.metrics.clock import StepClock, nvml_handle
+from study.metrics.state import base_optimizer
+from study.predictor.hardware import mfu
+from study.receipt import live_engine
+from study.receipt.document import (
+    CollectiveTime,
+    CollectiveTraffic,
+    EngineFacts,
+    ModelFacts,
+    OwnCost,
+    PeakFacts,
+    RankFacts,
+    ReceiptDocument,
+    SpeedFacts,
+    StateFacts,
+    TimeFacts,
+    WorkFacts,
+    write_receipt,
+)  # fmt: skip
+from study.receipt.exchange import Exchange
+from study.receipt.exposure import Exposure, ExposureProfiler
+from study.receipt.failures import Failures, print_notice
+from study.receipt.faults import find_faults
+from study.receipt.forecast import make_forecast
+from study.receipt.page import receipt_lines
+from study.receipt.peak import GuardedState, GuardedTraffic, PeakWatch
+from study.receipt.timing import PartTimer
+from study.records.directory import utc_now
+
+T = TypeVar("T")
+
+MIN_STEPS = 3
+# Steps between two flushes of the clock, which wait for the device once.
+_FLUSH_EVERY = 256
+# Disturbed steps that are measured again.
+_MAX_EXTRA_STEPS = 20
+_WAIT_FOR_RANKS_S = 5.0
+_PACKAGES = ("torch", "deepspeed", "accelerate", "transformers", "peft", "trl")
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+_UNKNOWN_MODEL = ModelFacts(name="a model", parameters=0, trained_parameters=0)
+
+
+class Receipt:
+    """Meter of a training loop that is not this study's.
+
+    After `after` optimizer steps it measures `steps` of them: all but the last two by the time of their parts, one with
+    torch's profiler, and the last one for memory and communication. Rank 0 writes `path` and prints it at the end.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        *,
+        path: str | Path = "receipt.json",
+        after: int = 5,
+        steps: int = 5,
+        quiet: bool = False,
+    ) -> None:
+        self._failures = Failures()
+        self._is_off = False
+        self._path, self._quiet = path, quiet
+        self._after, self._measured = after, steps
+        # Completed optimizer steps.
+        self._step = 0
+        self._optimizer_steps = 0
+        self._is_disturbed = False
+        self._is_closed = False
+        self._timer: PartTimer | None = None
+        self._watches: contextlib.ExitStack | None = None
+        self._peak: PeakWatch | None = None
+        self._traffic: GuardedTraffic | None = None
+        self._state: GuardedState | None = None
+        self._profiler: ExposureProfiler | None = None
+        self._profiled: PartTimer | None = None
+        self._timed: list[PartTimer] = []
+        self._measured_steps: list[int] = []
+        self._last_timer: PartTimer | None = None
+        self._reduced: list[int] = []
+        self._facts: tuple[EngineFacts, ModelFacts] | None = None
+        self._measured_cost_s = self._later_cost_s = 0.0
+        self._later_steps = 0
+        self._exchange: Exchange | None = None
+        self._clock: StepClock | None = None
+        self._doing: str | None = None
+        self._extra_steps = 0
+        self._state_of_run = "too_short"
+        try:
+            self._prepare(model, optimizer)
+        except Exception as error:
+            self._turn_off("setting up", error)
+        atexit.register(self.close)
+
+    def _prepare(self, model: Any, optimizer: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the model is a {type(model).__name__}; give Receipt the model that is trained")
+        if optimizer is not None and not hasattr(optimizer, "step"):
+            raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give Receipt the one that steps")
+        for name, value, least in (("after", self._after, 1), ("steps", self._measured, MIN_STEPS)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; give it a whole number from {least} up")
+        self._model = live_engine.find_engine(model)
+        self._optimizer = optimizer if optimizer is not None else getattr(self._model, "optimizer", None)
+        self._device = live_engine.find_device(self._model)
+        self._exchange = Exchange()
+        # Steps that are watched or profiled are left out of the median.
+        self._clock = StepClock(self._device, warmup_steps=self._after)
+        base = base_optimizer(self._optimizer) if self._optimizer is not None else None
+        self._counts_engine_steps = hasattr(self._model, "global_steps")
+        self._engine_steps = getattr(self._model, "global_steps", 0)
+        self._counts_steps = self._counts_engine_steps or isinstance(base, torch.optim.Optimizer)
+        if isinstance(base, torch.optim.Optimizer) and not self._counts_engine_steps:
+            base.register_step_post_hook(self._count_step)
+        is_sharing = self._exchange.ranks > 1 and live_engine.find_kind(self._model) == "none"
+        if is_sharing:
+            print_notice(
+                f"{type(model).__name__} is in no engine, although there are {self._exchange.ranks} ranks:"
+                " make the receipt after accelerator.prepare, deepspeed.initialize or fully_shard"
+            )
+
+    # --- The loop.
+
+    def steps(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of a loader; a step may have several of them."""
+        iterator = iter(loader)
+        while True:
+            timer = self._timer
+            if timer is not None:
+                timer.begin_data()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                if timer is not None:
+                    timer.end_data()
+            self.begin_step()
+            try:
+                yield batch
+            except GeneratorExit:
+                # The loop was left before its end: by `break`, or by an error.
+                self._abandon_step()
+                raise
+            self.end_step(is_certain=False)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Enclose a step, or a micro-batch of one."""
+        self.begin_step()
+        try:
+            yield
+        except BaseException:
+            self._abandon_step()
+            raise
+        self.end_step(is_certain=False)
+
+    def begin_step(self) -> None:
+        """Begin a step or, after a micro-batch without an optimizer step, continue it."""
+        if self._is_off or self._is_closed:
+            return
+        began = time.perf_counter()
+        try:
+            if self._clock is not None and self._step == 0 and self._clock._segment_counted is None:
+                self._clock.resume()
+            if self._watches is None and self._doing in ("profile", "watch"):
+                self._start_watching()
+        except Exception as error:
+            self._turn_off("beginning a step", error)
+        self._count_cost(began)
+
+    def end_step(self, is_certain: bool = True) -> None:
+        """End a step. If that is not certain, it has ended only if the optimizer has stepped meanwhile."""
+        if self._is_off or self._is_closed:
+            return
+        began = time.perf_counter()
+        try:
+            if is_certain or self._has_stepped():
+                self._end_step()
+        except Exception as error:
+            self._turn_off("ending a step", error)
+        self._count_cost(began)
+
+    def disturb(self) -> None:
+        """Note that something else ran, such as an evaluation: this step is measured again at the next one."""
+        self._is_disturbed = True
+
+    def _has_stepped(self) -> bool:
+        if self._counts_engine_steps:
+            steps = int(self._model.global_steps)
+            has_stepped, self._engine_steps = steps != self._engine_steps, steps
+            return has_stepped
+        if not self._counts_steps:
+            return True
+        has_stepped, self._optimizer_steps = self._optimizer_steps > 0, 0
+        return has_stepped
+
+    def _count_step(self, *_: Any) -> None:
+        self._optimizer_steps += 1
+
+    def _count_cost(self, began: float) -> None:
+        seconds = time.perf_counter() - began
+        if self._step > self._after + self._measured + self._extra_steps:
+            self._later_cost_s += seconds
+        elif self._step >= self._after:
+            self._measured_cost_s += seconds
+
+    def _end_step(self) -> None:
+        clock = self._clock
+        assert clock is not None
+        self._step += 1
+        self._optimizer_steps = 0
+        self._stop_measuring()
+        clock.step_done(self._step)
+        if self._step % _FLUSH_EVERY == 0:
+            clock.flush()
+        last = self._after + self._measured + self._extra_steps
+        if self._step < last:
+            self._start_measuring()
+        elif self._step == last:
+            self._finish_measuring()
+        else:
+            self._later_steps += 1
+            # Other ranks may have published later: look again, ever more rarely.
+            if (self._step - last).bit_count() == 1:
+                self._collect()
+        self._is_disturbed = False
+
+    def _plan(self) -> str | None:
+        """Return the purpose of measuring the next step; None: it is not measured."""
+        place = self._step + 1 - self._after - self._extra_steps
+        if place <= 0:
+            return None
+        if place == self._measured:
+            return "watch"
+        return "profile" if place == self._measured - 1 else "time"
+
+    def _start_measuring(self) -> None:
+        self._doing = self._plan()
+        if self._doing is None:
+            return
+        if self._doing != "time":
+            assert self._clock is not None
+            self._clock.exclude_next_step()
+        self._timer = PartTimer(self._model, self._optimizer, self._device, self._failures)
+        self._timer.open()
+
+    def _start_watching(self) -> None:
+        """Enter the profiler or the dispatch modes, once the data is there."""
+        timer = self._timer
+        assert timer is not None
+        self._watches = contextlib.ExitStack()
+        if self._doing == "profile":
+            with self._failures.caught("starting torch's profiler"):
+                self._profiler = ExposureProfiler(self._device, self._step + 1)
+                self._profiler.warm_up()
+                self._profiler.start()
+            return
+        with self._failures.caught("watching a step"):
+            self._traffic = GuardedTraffic(self._step + 1, self._failures)
+            self._peak = PeakWatch(self._model, self._optimizer, timer, self._device, self._failures)
+            timer.after_backward = self._note_reductions
+            if self._counts_steps:
+                self._state = GuardedState(self._model, self._optimizer, self._device, self._failures)
+                self._watches.enter_context(self._state)
+            self._watches.enter_context(self._traffic)
+            self._watches.enter_context(self._peak)
+
+    def _note_reductions(self) -> None:
+        assert self._traffic is not None
+        self._reduced.append(self._traffic.reduced_bytes)
+
+    def _stop_measuring(self) -> None:
+        timer, doing = self._timer, self._doing
+        if timer is None:
+            return
+        if self._watches is not None:
+            self._watches.close()
+        if self._profiler is not None and self._watches is not None and doing == "profile":
+            with self._failures.caught("reading torch's profiler"):
+                self._profiler.stop()
+        timer.close()
+        self._timer = self._watches = self._doing = None
+        if self._is_disturbed and self._extra_steps < _MAX_EXTRA_STEPS:
+            # It is measured again.
+            self._extra_steps += 1
+            self._reduced = []
+            return
+        self._measured_steps.append(self._step)
+        self._last_timer = timer
+        if doing == "time":
+            self._timed.append(timer)
+        elif doing == "profile":
+            self._profiled = timer
+
+    def _abandon_step(self) -> None:
+        """Take all hooks off in the middle of a step."""
+        with self._failures.caught("leaving a step"):
+            if self._watches is not None:
+                self._watches.close()
+            if self._timer is not None:
+                self._timer.close()
+            self._timer = self._watches = self._doing = None
+
+    def _turn_off(self, doing: str, error: BaseException) -> None:
+        """Note a failure after which nothing more is measured."""
+        self._failures.note(doing, error)
+        self._is_off = True
+        self._abandon_step()
+        print_notice(f"{self._failures.texts[-1]}; training goes on, and nothing more is measured")
+
+    # --- The figures.
+
+    def _finish_measuring(self) -> None:
+        self._state_of_run = "complete"
+        with self._failures.caught("reading the engine"):
+            facts = live_engine.read_facts(self._model, self._optimizer)
+            if self._peak is not None and self._peak.flops_by_dtype:
+                most = self._peak.flops_by_dtype.most_common(1)[0][0]
+                facts = facts.model_copy(update={"compute_dtype": most})
+            self._facts = facts, live_engine.read_model(self._model)
+        with self._failures.caught("publishing to rank 0"):
+            assert self._exchange is not None
+            self._exchange.publish(self._rank_facts().model_dump(mode="json"))
+        self._collect()
+        if self._is_first:
+            with self._failures.caught("writing the receipt"):
+                self._write(self.document(judges=False))
+
+    def _collect(self, wait_s: float = 0.0) -> None:
+        if self._exchange is not None and self._is_first:
+            with self._failures.caught("reading what other ranks measured"):
+                self._exchange.collect(wait_s)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._exchange is None or self._exchange.rank == 0
+
+    def _median_timer(self) -> PartTimer | None:
+        """Return the timed step with the median time."""
+        timers = sorted(self._timed, key=lambda timer: timer.total_s)
+        return timers[len(timers) // 2] if timers else None
+
+    def _exposure(self) -> Exposure | None:
+        return self._profiler.exposure if self._profiler is not None else None
+
+    def _time(self) -> TimeFacts:
+        clock, timer, exposure = self._clock, self._median_timer(), self._exposure()
+        assert clock is not None
+        clock.flush()
+        times = clock.counted_step_times
+        parts: dict[str, float] = timer.parts if timer is not None else {}
+        if parts:
+            parts["communication"] = 0.0
+        collectives: dict[str, CollectiveTime] = {}
+        if exposure is not None and self._profiled is not None and parts:
+            collectives = self._collective_times(exposure, parts)
+        return TimeFacts(
+            step_s=statistics.median(times) if times else None, steps=len(times), parts=parts, collectives=collectives
+        )
+
+    def _collective_times(self, exposure: Exposure, parts: dict[str, float]) -> dict[str, CollectiveTime]:
+        """Move the exposed communication out of the other parts: fractions of the profiled step's parts."""
+        assert self._profiled is not None
+        profiled, timed = self._profiled.parts, dict(parts)
+        exposed: defaultdict[str, float] = defaultdict(float)
+        profiled_exposed: defaultdict[str, float] = defaultdict(float)
+        for (part, kind), seconds in exposure.exposed.items():
+            fraction = min(1.0, seconds / profiled[part]) if profiled.get(part) else 0.0
+            moved = min(parts[part], fraction * timed[part])
+            parts[part] -= moved
+            parts["communication"] += moved
+            exposed[kind] += moved
+            profiled_exposed[kind] += seconds
+        times = {}
+        for kind, seconds in exposure.in_flight.items():
+            # The profiled step is slower than others.
+            scale = exposed[kind] / profiled_exposed[kind] if profiled_exposed[kind] else 1.0
+            times[kind] = CollectiveTime(in_flight_s=seconds * scale, exposed_s=exposed[kind])
+        return times
+
+    def _rank_facts(self) -> RankFacts:
+        time_facts = self._time()
+        busy = None
+        if time_facts.parts:
+            waits = time_facts.parts["communication"] + time_facts.parts["data"]
+            busy = sum(time_facts.parts.values()) - waits
+        assert self._exchange is not None
+        return RankFacts(
+            rank=self._exchange.rank, busy_s=busy, process_peak_bytes=_process_peak(),
+            peak_bytes=self._peak.peak_bytes if self._peak is not None and self._peak.parts else None,
+        )  # fmt: skip
+
+    def _memory(self) -> PeakFacts | None:
+        peak = self._peak
+        if peak is None or not peak.parts:
+            return None
+        outside: int | None = peak.outside_bytes
+        if self._device.type == "cuda":
+            outside = _outside_torch(self._device)
+        return PeakFacts(
+            moment=peak.moment, total_bytes=peak.peak_bytes, parts=peak.parts, host_parts=peak.host_parts,
+            allocator_slack_bytes=peak.slack_bytes, outside_torch_bytes=outside, process_peak_bytes=_process_peak(),
+        )  # fmt: skip
+
+    def _work(self) -> WorkFacts:
+        timer = self._last_timer
+        work = WorkFacts(steps=self._step, measured_steps=tuple(self._measured_steps))
+        if timer is None or not timer.micro_batches:
+            return work
+        return work.model_copy(
+            update={
+                "micro_batches": timer.micro_batches,
+                "samples": timer.samples,
+                "sequence_length": timer.sequence_length,
+            }
+        )
+
+    def _speed(self, facts: EngineFacts, work: WorkFacts, step_s: float | None) -> SpeedFacts:
+        tokens = None
+        if work.micro_batches and work.samples and work.sequence_length:
+            tokens = work.micro_batches * work.samples * work.sequence_length * facts.ranks
+        flops = self._peak.flops if self._peak is not None and self._peak.flops else None
+        utilization, missing = None, None
+        if flops is None:
+            missing = "no matrix product was seen"
+        elif facts.device == "cpu":
+            missing = "the peak rate of CPU cores is not known"
+        elif step_s is not None:
+            precision = _PRECISIONS.get(facts.compute_dtype or "", "fp32")
+            utilization = mfu(flops, step_s, 1, facts.device, precision)
+            missing = f"the peak rate of {facts.device} is not known" if utilization is None else None
+        return SpeedFacts(
+            tokens_per_s=tokens / step_s if tokens and step_s else None, flops_per_step=flops, mfu=utilization,
+            mfu_missing=missing,
+        )  # fmt: skip
+
+    def document(self, judges: bool = True) -> ReceiptDocument:
+        """Return the figures so far; `judges`: with the prediction and the faults, which take a moment."""
+        engine, model = self._facts or (EngineFacts(engine="none"), _UNKNOWN_MODEL)
+        time_facts, work = TimeFacts(), WorkFacts(steps=self._step)
+        if self._clock is not None:
+            with self._failures.caught("reading times"):
+                time_facts, work = self._time(), self._work()
+        receipt = ReceiptDocument(
+            made_at=utc_now(), state=self._state_of_run,  # type: ignore[arg-type]
+            packages={name: package_version(name) for name in _PACKAGES} | {"zero-study": __version__},
+            engine=engine, model=model, work=work, time=time_facts, cost=self._cost(time_facts.step_s),
+        )  # fmt: skip
+        update: dict[str, Any] = {}
+        with self._failures.caught("reading memory"):
+            update["memory"] = self._memory()
+            if self._state is not None and self._state.report is not None:
+                update["model_state"] = StateFacts(**self._state.report["state_bytes"])
+        with self._failures.caught("reading communication"):
+            if self._traffic is not None and self._traffic.world_size > 1:
+                update["traffic"] = self._traffic_facts()
+                ends = [0, *self._reduced]
+                update["reduced_bytes"] = tuple(end - begin for begin, end in itertools.pairwise(ends))
+        with self._failures.caught("computing the speed"):
+            update["speed"] = self._speed(engine, work, time_facts.step_s)
+        if self._exchange is not None:
+            received = sorted(self._exchange.received.items())
+            update["ranks"] = tuple(RankFacts.model_validate(document) for _, document in received)
+        receipt = receipt.model_copy(update=update)
+        receipt = receipt.model_copy(update={"unavailable": tuple(_unavailable(receipt))})
+        if judges and self._state_of_run == "complete":
+            with self._failures.caught("asking the predictor"):
+                receipt = receipt.model_copy(update={"forecast": make_forecast(receipt)})
+            with self._failures.caught("looking for faults"):
+                receipt = receipt.model_copy(update={"faults": tuple(find_faults(receipt))})
+        return receipt.model_copy(update={"failures": tuple(self._failures.texts)})
+
+    def _traffic_facts(self) -> dict[str, CollectiveTraffic]:
+        assert self._traffic is not None
+        return {
+            kind: CollectiveTraffic(
+                calls=int(counts["calls"]), payload_bytes=int(counts["payload_bytes"]),
+                ring_bytes=counts["wire_bytes_per_rank"],
+            )
+            for kind, counts in sorted(self._traffic.collectives.items())
+        }  # fmt: skip
+
+    def _cost(self, step_s: float | None) -> OwnCost:
+        later = None
+        if self._later_steps and step_s:
+            later = self._later_cost_s / self._later_steps / step_s
+        return OwnCost(measured_s=self._measured_cost_s, later_fraction=later)
+
+    def _write(self, receipt: ReceiptDocument) -> None:
+        write_receipt(resolve_path(str(self._path)), receipt)
+
+    def close(self) -> None:
+        """Write and print the receipt on rank 0; later calls do nothing. It is called when the process ends."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        if self._timer is not None:
+            self._state_of_run = "interrupted"
+        self._abandon_step()
+        if not self._is_first:
+            return
+        if self._state_of_run == "complete":
+            self._collect(_WAIT_FOR_RANKS_S)
+        with self._failures.caught("writing the receipt"):
+            receipt = self.document()
+            if not self._quiet:
+                print("\n".join(receipt_lines(receipt, str(self._path))), flush=True)
+            self._write(receipt)
+            return
+        print_notice(self._failures.texts[-1])
+
+
+def _process_peak() -> int:
+    """Return the peak of the process's resident memory since it began."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _outside_torch(device: torch.device) -> int | None:
+    """Return the used memory of a GPU that torch has not reserved, of all processes; None if it cannot be read."""
+    handle = nvml_handle(device)
+    if handle is None:
+        return None
+    import pynvml
+
+    used = int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
+    return max(0, used - torch.cuda.memory_reserved(device))
+
+
+def _unavailable(receipt: ReceiptDocument) -> Iterator[str]:
+    """Yield the figures that are not measurable on this machine or of this program."""
+    if receipt.state != "complete":
+        yield f"memory, communication and parts of time: the run ended after {receipt.work.steps} steps"
+        return
+    if receipt.engine.device == "cpu":
+        yield "the allocator's slack: malloc's free blocks are not counted on a CPU"
+    elif receipt.memory is not None and receipt.memory.outside_torch_bytes is None:
+        yield "memory outside of torch: NVML does not answer here"
+    if receipt.engine.compiled:
+        yield "single operations of code that is compiled into one kernel: its activations and FLOPs"
+    if receipt.work.micro_batches is None:
+        yield "micro-batches and tokens: no forward pass of the model was seen"
+    if missing := receipt.engine.ranks - len(receipt.ranks):
+        yield f"{missing} of {receipt.engine.ranks} ranks: they did not answer"

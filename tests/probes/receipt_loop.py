@@ -1,0 +1,132 @@
+"""A user's Accelerate loop on tiny data, with and without a receipt: prints each rank's losses, to the last bit."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType, PartialState
+from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+
+LENGTH, VOCABULARY, SAMPLES = 64, 512, 2
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    add("--receipt", type=Path)
+    add("--steps", type=int, default=12)
+    add("--accumulation", type=int, default=1)
+    add("--dropout", type=float, default=0.0)
+    add("--sleep_s", type=float, default=0.0)
+    add("--forgets_no_sync", action="store_true")
+    add("--checkpoints", action="store_true")
+    add("--compiles", action="store_true")
+    add("--lora", action="store_true")
+    # A method of the receipt that fails on one rank: MODULE.CLASS.METHOD.
+    add("--breaks", default="")
+    add("--interrupt_at", type=int)
+    return parser.parse_args()
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, count: int, sleep_s: float) -> None:
+        self.rows = torch.randint(VOCABULARY, (count, LENGTH))
+        self.sleep_s = sleep_s
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.sleep_s)
+        return self.rows[index]
+
+
+def make_accelerator(accumulation: int) -> Accelerator:
+    """Return the launched file's Accelerator; on cores Accelerate needs help with FSDP and DeepSpeed."""
+    state = PartialState(cpu=True)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
+    if (plugin := accelerator.state.deepspeed_plugin) is not None:
+        zero = plugin.deepspeed_config["zero_optimization"]
+        # The study's buckets are larger than this model, and untouched memory would be most of what is in use.
+        zero["reduce_bucket_size"] = 100_000
+        if zero["stage"] == 3:
+            zero["stage3_param_persistence_threshold"] = 1000
+    return accelerator
+
+
+def make_model(options: argparse.Namespace) -> Any:
+    dropout = {f"{name}_pdrop": options.dropout for name in ("attn", "resid", "embd")}
+    sizes = {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+    model: Any = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+    if options.checkpoints:
+        model.gradient_checkpointing_enable()
+    if options.lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    # The default backend compiles for minutes.
+    return torch.compile(model, backend="eager") if options.compiles else model
+
+
+def break_receipt(target: str) -> None:
+    from study.receipt import live_engine, peak, session, timing
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    module, *inner, name = target.split(".")
+    owner: Any = {"live_engine": live_engine, "peak": peak, "session": session, "timing": timing}[module]
+    for part in inner:
+        owner = getattr(owner, part)
+    setattr(owner, name, fail)
+
+
+def main() -> None:
+    options = parse()
+    accelerator = make_accelerator(options.accumulation)
+    set_seed(7)
+    model: Any = make_model(options)
+    optimizer: Any = torch.optim.AdamW([it for it in model.parameters() if it.requires_grad], lr=1e-3)
+    rows = Rows(options.steps * options.accumulation * SAMPLES * accelerator.num_processes, options.sleep_s)
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=SAMPLES)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    batches, receipt = loader, None
+    if options.receipt:
+        if options.breaks and accelerator.process_index == 0:
+            break_receipt(options.breaks)
+        from study import Receipt
+
+        receipt = Receipt(model, optimizer, path=options.receipt)
+        batches = receipt.steps(loader)
+    losses = []
+    for number, batch in enumerate(batches):
+        accumulating = contextlib.nullcontext() if options.forgets_no_sync else accelerator.accumulate(model)
+        with accumulating:
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            if not options.forgets_no_sync or (number + 1) % options.accumulation == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(float(loss.detach()).hex())
+        if options.interrupt_at == number:
+            raise KeyboardInterrupt
+    if receipt is not None:
+        receipt.close()
+    print("PROBE " + json.dumps({"rank": accelerator.process_index, "losses": losses}), flush=True)
+
+
+main()

@@ -1,0 +1,297 @@
+"""The receipt of a loop under real engines: it changes nothing, it attributes memory, and it never ends a run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines import ROOT, printed_json
+from forked import fork_ranks
+from study.receipt.document import ReceiptDocument, read_receipt
+from study.receipt.page import HEIGHT, WIDTH, receipt_lines
+
+LOOP = "tests/probes/receipt_loop.py"
+# Dropout shows whether the receipt draws random numbers.
+ARGUMENTS = {
+    "ddp": ("--dropout", "0.1", "--accumulation", "2"),
+    "fsdp2": ("--dropout", "0.1"),
+    "zero2": ("--dropout", "0.1", "--accumulation", "2"),
+    "zero3": ("--dropout", "0.1"),
+}
+STRATEGIES = list(ARGUMENTS)
+
+
+@functools.cache
+def train(strategy: str, *arguments: str) -> list[list[str]]:
+    """Return the losses of each rank, as hexadecimal numbers, of the loop without a receipt."""
+    ranks = 1 if strategy == "single" else 2
+    return [document["losses"] for document in printed_json(fork_ranks(strategy, LOOP, *arguments, ranks=ranks))]
+
+
+@functools.cache
+def measure(strategy: str, *arguments: str) -> tuple[list[list[str]], ReceiptDocument, str]:
+    """Return the losses of each rank, the receipt, and the output of rank 0."""
+    folder = Path(tempfile.mkdtemp())
+    ranks = 1 if strategy == "single" else 2
+    result = fork_ranks(strategy, LOOP, "--receipt", str(folder / "receipt.json"), *arguments, ranks=ranks)
+    losses = [document["losses"] for document in printed_json(result)]
+    return losses, read_receipt(str(folder)), result.stdout
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_has_the_same_losses_to_the_last_bit_with_and_without_a_receipt(strategy: str) -> None:
+    losses, receipt, _ = measure(strategy, *ARGUMENTS[strategy])
+    assert losses == train(strategy, *ARGUMENTS[strategy])
+    assert len({loss for rank in losses for loss in rank}) == len(losses) * len(losses[0])
+    assert receipt.failures == ()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_parts_explain_at_least_95_percent_of_the_bytes_at_the_peak(strategy: str) -> None:
+    memory = measure(strategy, *ARGUMENTS[strategy])[1].memory
+    assert memory is not None
+    assert 0.95 <= memory.attributed <= 1
+    assert memory.moment in ("in the forward pass", "in the backward pass", "in the optimizer step")
+    # AdamW has two moments in fp32, and a stage of ZeRO also masters.
+    factor = 3 if strategy in ("zero2", "zero3") else 2
+    weights = 4 * measure(strategy, *ARGUMENTS[strategy])[1].model.parameters
+    shards = 1 if strategy == "ddp" else 2
+    assert memory.parts["optimizer"] == pytest.approx(factor * weights / shards, rel=0.01)
+    assert memory.parts["parameters"] == pytest.approx(
+        weights if strategy in ("ddp", "zero2") else weights / 2, rel=0.05
+    )
+    assert memory.parts["activations"] > 2**20
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_finds_engine_batch_and_accumulation_by_itself(strategy: str) -> None:
+    receipt = measure(strategy, *ARGUMENTS[strategy])[1]
+    engine = {"ddp": "ddp", "fsdp2": "fsdp2"}.get(strategy, "deepspeed")
+    assert (receipt.engine.engine, receipt.engine.strategy, receipt.engine.ranks) == (engine, strategy, 2)
+    assert receipt.engine.zero_stage == {"zero2": 2, "zero3": 3}.get(strategy)
+    assert (receipt.engine.compute_dtype, receipt.engine.param_dtype) == ("float32", "float32")
+    accumulation = 2 if "--accumulation" in ARGUMENTS[strategy] else 1
+    work = receipt.work
+    assert (work.micro_batches, work.samples, work.sequence_length, work.steps) == (accumulation, 2, 64, 12)
+    assert work.measured_steps == (6, 7, 8, 9, 10)
+    assert receipt.model.name == "GPT2LMHeadModel"
+    assert [row.rank for row in receipt.ranks] == [0, 1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_prediction_agrees_in_state_and_traffic_with_what_was_measured(strategy: str) -> None:
+    receipt = measure(strategy, *ARGUMENTS[strategy])[1]
+    assert receipt.forecast.missing is None
+    exact = {row.figure: row for row in receipt.forecast.comparisons if row.low is not None}
+    assert set(exact) == {"parameters", "optimizer state", "ring bytes of a step"}
+    assert not [row for row in exact.values() if row.is_outside]
+    assert receipt.traffic is not None
+    sent = sum(row.ring_bytes for row in receipt.traffic.values())
+    # With two ranks a ring all-reduce sends the gradients once, and each gather or scatter half of the weights.
+    weights = 4 * receipt.model.parameters
+    times = {"ddp": 1, "fsdp2": 1.5, "zero2": 2.5, "zero3": 1}[strategy]
+    assert sent == pytest.approx(times * weights, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_parts_of_a_step_add_up_to_it(strategy: str) -> None:
+    times = measure(strategy, *ARGUMENTS[strategy])[1].time
+    assert set(times.parts) == {"forward", "backward", "communication", "optimizer", "data", "rest"}
+    assert all(times.parts[part] > 0 for part in ("forward", "backward", "communication", "optimizer"))
+    assert times.step_s is not None
+    # The median of all steps, and one of them.
+    assert 0.2 < sum(times.parts.values()) / times.step_s < 5
+    assert sum(row.exposed_s for row in times.collectives.values()) == pytest.approx(times.parts["communication"])
+    assert all(0 <= row.exposed_s <= row.in_flight_s * 1.001 for row in times.collectives.values())
+
+
+def test_rank_0_prints_one_screen() -> None:
+    _, receipt, printed = measure("zero3", *ARGUMENTS["zero3"])
+    lines = receipt_lines(receipt, "receipt.json")
+    assert len(lines) <= HEIGHT
+    assert max(map(len, lines)) <= WIDTH
+    assert printed.count("receipt of DeepSpeed stage 3, 2 ranks on CPU, float32: GPT2LMHeadModel") == 1
+    assert "attributed" in printed
+
+
+def test_adapters_checkpointing_and_compiled_models_are_measured() -> None:
+    receipt = measure("ddp", "--lora", "--checkpoints")[1]
+    assert (receipt.model.lora_rank, receipt.engine.gradient_checkpointing) == (4, True)
+    assert receipt.model.trained_parameters < receipt.model.parameters / 10
+    assert receipt.memory is not None
+    assert receipt.memory.attributed >= 0.95
+    assert receipt.failures == ()
+    compiled = measure("single", "--compiles", "--steps", "11")[1]
+    assert (compiled.engine.compiled, compiled.engine.engine, compiled.engine.ranks) == (True, "none", 1)
+    assert compiled.failures == ()
+    assert compiled.time.parts["backward"] > 0
+
+
+@pytest.mark.long
+def test_state_on_the_host_is_told_from_that_on_the_device() -> None:
+    receipt = measure("zero3_cpu", "--steps", "11")[1]
+    assert (receipt.engine.offload_optimizer, receipt.engine.offload_param) == ("cpu", "cpu")
+    assert receipt.memory is not None
+    assert receipt.memory.host_parts["optimizer"] == receipt.memory.parts["optimizer"] > 0
+    assert receipt.memory.attributed >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("peak.claim_model_state", "watching memory"),
+        ("peak.TrafficWatch._count", "counting collectives"),
+        ("timing.PartTimer.open", "ending a step"),
+        ("timing.PartTimer._mark", "timing the forward part"),
+        ("live_engine.read_facts", "reading the engine"),
+        ("session.make_forecast", "asking the predictor"),
+        ("session.Receipt._prepare", "setting up"),
+    ],
+)
+def test_a_failure_inside_is_named_and_training_goes_on(target: str, message: str) -> None:
+    # On one of two ranks, no rank may wait for the receipt one; the rest is the same on a single rank.
+    strategy = (
+        "ddp" if target in ("peak.claim_model_state", "timing.PartTimer.open", "peak.TrafficWatch._count") else "single"
+    )
+    losses, receipt, _ = measure(strategy, *ARGUMENTS["ddp"], "--breaks", target)
+    assert losses == train(strategy, *ARGUMENTS["ddp"])
+    assert any(message in failure and "planted" in failure for failure in receipt.failures), receipt.failures
+
+
+def test_after_the_measured_steps_it_costs_at_most_one_percent() -> None:
+    cost = measure("ddp", "--steps", "40")[1].cost
+    assert cost.later_fraction is not None
+    assert 0 < cost.later_fraction <= 0.01
+    assert cost.measured_s > 0
+
+
+def test_a_run_that_is_interrupted_prints_its_receipt_too(tmp_path: Path) -> None:
+    script = (
+        "import torch, study\n"
+        "layer = torch.nn.Linear(64, 64)\n"
+        "optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)\n"
+        "receipt = study.Receipt(layer, optimizer)\n"
+        "def rows():\n"
+        "    while True: yield torch.ones(8, 64)\n"
+        "for number, row in enumerate(receipt.steps(rows())):\n"
+        "    layer(row).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "    if number == 20: print('trains', flush=True)\n"
+    )
+    command = [sys.executable, "-c", script]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "trains\n"
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=60)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert printed.count("receipt of no engine, 1 rank on CPU, float32: Linear") == 1
+    receipt = read_receipt(str(tmp_path))
+    assert receipt.state == "complete"
+    assert receipt.work.steps >= 20
+    assert (receipt.failures, receipt.memory is None) == ((), False)
+
+
+def test_a_run_of_few_steps_says_that_nothing_was_measured() -> None:
+    receipt = measure("ddp", "--steps", "4")[1]
+    assert (receipt.state, receipt.memory, receipt.work.steps) == ("too_short", None, 4)
+    assert receipt.unavailable == ("memory, communication and parts of time: the run ended after 4 steps",)
+
+
+@functools.cache
+def wrapped(*ways: str) -> dict[str, ReceiptDocument]:
+    first = printed_json(fork_ranks("ddp", "tests/probes/receipt_wrapping.py", *ways))[0]
+    return {way: ReceiptDocument.model_validate(document) for way, document in first["receipts"].items()}
+
+
+WAYS = ("whole", "root", "outside", "fsdp1")
+
+
+def test_a_loop_without_accelerate_is_measured_under_both_versions_of_fsdp() -> None:
+    receipts = wrapped(*WAYS)
+    for way in WAYS:
+        receipt = receipts[way]
+        assert receipt.failures == ()
+        assert receipt.memory is not None
+        assert receipt.memory.attributed >= 0.95, (way, receipt.memory)
+        assert (receipt.work.samples, receipt.work.sequence_length) == (4, 32)
+        assert receipt.model.name == "NanoGpt"
+        assert receipt.model.parameters == 2 * 1000 * 64 + 3 * (2 * 64 + 2 * 4 * 64 * 64 + 5 * 64)
+    assert receipts["fsdp1"].engine.engine == "fsdp1"
+    assert receipts["fsdp1"].engine.wrapped_groups == 4
+
+
+def test_an_embedding_outside_of_wrapping_is_named() -> None:
+    receipts = wrapped(*WAYS)
+    faults = {way: {fault.id: fault.says for fault in receipts[way].faults} for way in WAYS}
+    assert "wte has 28% of the parameters" in faults["root"]["embedding-outside-wrapping"]
+    assert "128,000 trained parameters are outside of fully_shard" in faults["outside"]["outside-wrapping"]
+    assert {"embedding-outside-wrapping", "outside-wrapping"}.isdisjoint(faults["whole"])
+
+
+def test_gradients_reduced_in_every_micro_batch_and_a_slow_loader_are_named() -> None:
+    receipt = measure("ddp", "--accumulation", "3", "--forgets_no_sync", "--sleep_s", "0.05")[1]
+    faults = {fault.id: fault.says for fault in receipt.faults}
+    assert "gradients are reduced in each of 3 micro-batches" in faults["forgotten-no-sync"]
+    assert "of its time for the data loader" in faults["data-loader-waits"]
+    gradients = 4 * receipt.model.parameters
+    assert receipt.reduced_bytes == (gradients,) * 3
+    # Three batches of two samples.
+    assert receipt.time.parts["data"] >= 0.9 * 3 * 2 * 0.05
+    sound = measure("ddp", *ARGUMENTS["ddp"])[1]
+    assert sound.reduced_bytes == (0, gradients)
+    assert "forgotten-no-sync" not in {fault.id for fault in sound.faults}
+
+
+def test_a_wrong_use_ends_in_one_line_and_the_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from study import Receipt
+
+    monkeypatch.chdir(tmp_path)
+    model: Any = "gpt2"
+    receipt = Receipt(model, None)
+    assert list(receipt.steps([1, 2, 3])) == [1, 2, 3]
+    receipt.close()
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert "the model is a str; give Receipt the model that is trained" in printed.err
+    assert read_receipt("receipt.json").failures == (
+        "setting up: TypeError: the model is a str; give Receipt the model that is trained",
+    )
+    layer = torch.nn.Linear(2, 2)
+    for wrong in ({"after": "five"}, {"path": tmp_path / "missing" / "receipt.json"}):
+        options: Any = wrong
+        receipt = Receipt(layer, torch.optim.SGD(layer.parameters()), **options)
+        assert list(receipt.steps([1])) == [1]
+        receipt.close()
+    assert "receipt: " in capsys.readouterr().err
+
+
+def test_the_package_is_imported_without_torch_and_names_what_it_has() -> None:
+    script = (
+        "import sys, study; assert 'torch' not in sys.modules\n"
+        "from study.receipt import command; assert 'torch' not in sys.modules\n"
+        "try: study.Reciept\nexcept AttributeError as error: print(error)\n"
+        "from study import Receipt; assert 'torch' in sys.modules; print(Receipt.__name__)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "module 'study' has no attribute 'Reciept'\nReceipt\n"
+
+
+def test_the_schema_of_a_receipt_is_stable() -> None:
+    receipt = measure("ddp", *ARGUMENTS["ddp"])[1]
+    document = json.loads(json.dumps(receipt.model_dump(mode="json")))
+    assert ReceiptDocument.model_validate(document) == receipt
+    assert document["version"] == 1
