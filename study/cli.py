@@ -1,6 +1,7 @@
 """The `study` command; its exit status is 0 (done), 1 (some run failed) or 2 (the request is wrong).
 
-Two commands that judge have a third answer, 3: `releases` (not tested) and `explain --strict` (warnings).
+Three commands that judge have a third answer, 3: `releases` (not tested), `explain --strict` (warnings) and
+`receipt --strict` (two receipts that are not comparable).
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ COMMANDS = {
                        "sweep.command", "add_timed_arguments", "weights"),
     "autopsy": Command("measure the effect of each flaw in a published listing", "autopsy.run"),
     "releases": Command("judge a DeepSpeed release, and print the grid of tested ones", "releases.command"),
+    "receipt": Command("print where memory and time of a training script went, or compare two", "receipt.command"),
     "completion": Command("print a script for completion in bash, zsh or fish", "cli", "add_shell", "print_completion",
                           epilog="SHELL_EPILOG"),
 }  # fmt: skip
