@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from study.cli import main
+from study.config.places import REPOSITORY
 from study.receipt.compare import confounded_by
 from study.receipt.document import (
     CollectiveTime,
@@ -22,6 +24,7 @@ from study.receipt.document import (
     StateFacts,
     TimeFacts,
     WorkFacts,
+    read_receipt,
     write_receipt,
 )  # fmt: skip
 from study.receipt.faults import find_faults
@@ -277,3 +280,18 @@ def test_three_receipts_and_an_unmeasured_one_are_refused(tmp_path: Path, capsys
     assert "3 receipts are given" in capsys.readouterr().err
     assert main(["receipt", str(file), str(file)]) == 2
     assert "has no measured step" in capsys.readouterr().err
+
+
+def test_the_screen_of_the_docs_is_that_of_a_real_run() -> None:
+    file = "tests/data/receipts/ddp.json"
+    text = (REPOSITORY / "docs" / "receipt.md").read_text(encoding="utf-8")
+    screen = text.partition("<!-- screen -->\n```text\n")[2].partition("```\n<!-- /screen -->")[0]
+    receipt = read_receipt(str(REPOSITORY / file))
+    assert screen.splitlines() == receipt_lines(receipt, file)
+    assert {fault.id for fault in receipt.faults} == {"data-loader-waits", "forgotten-no-sync"}
+    # Faults and prediction of today's code are those in the file.
+    assert tuple(find_faults(receipt)) == receipt.faults
+    assert make_forecast(receipt) == receipt.forecast
+    listed = re.findall(r"^\| `([a-z-]+)` \| ", text.partition("## Faults")[2].partition("##")[0], re.MULTILINE)
+    source = (REPOSITORY / "study" / "receipt" / "faults.py").read_text(encoding="utf-8")
+    assert set(listed) == set(re.findall(r'id="([a-z-]+)"', source))

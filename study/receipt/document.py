@@ -94,6 +94,8 @@ class PeakFacts(Part):
     allocator_slack_bytes: int | None = None
     outside_torch_bytes: int | None = None
     process_peak_bytes: int
+    # The allocator's own peak since the program has last reset it, loading included; None on a CPU.
+    allocator_peak_bytes: int | None = None
 
     @property
     def attributed(self) -> float:

@@ -101,6 +101,8 @@ def _memory(receipt: ReceiptDocument) -> Iterator[str]:
             host = f"  ({size(on_host)} offloaded)" if on_host else ""
             yield f"  {_NAMES.get(part, part):<16}{size(count):>12}  {_bar(count, largest)}{host}"
     details = [f"process {size(memory.process_peak_bytes)} at its peak"]
+    if memory.allocator_peak_bytes is not None:
+        details.append(f"torch's peak of the run {size(memory.allocator_peak_bytes)}")
     if memory.allocator_slack_bytes is not None:
         details.append(f"allocator's slack {size(memory.allocator_slack_bytes)}")
     if memory.outside_torch_bytes is not None:

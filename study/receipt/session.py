@@ -425,11 +425,14 @@ class Receipt:
         if peak is None or not peak.parts:
             return None
         outside: int | None = peak.outside_bytes
+        allocator_peak = None
         if self._device.type == "cuda":
             outside = _outside_torch(self._device)
+            allocator_peak = torch.cuda.max_memory_allocated(self._device)
         return PeakFacts(
             moment=peak.moment, total_bytes=peak.peak_bytes, parts=peak.parts, host_parts=peak.host_parts,
             allocator_slack_bytes=peak.slack_bytes, outside_torch_bytes=outside, process_peak_bytes=_process_peak(),
+            allocator_peak_bytes=allocator_peak,
         )  # fmt: skip
 
     def _work(self) -> WorkFacts:
@@ -517,7 +520,9 @@ class Receipt:
         return OwnCost(measured_s=self._measured_cost_s, later_fraction=later)
 
     def _write(self, receipt: ReceiptDocument) -> None:
-        write_receipt(resolve_path(str(self._path)), receipt)
+        path = resolve_path(str(self._path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_receipt(path, receipt)
 
     def close(self) -> None:
         """Write and print the receipt on rank 0; later calls do nothing. It is called when the process ends."""
@@ -533,7 +538,11 @@ class Receipt:
         if self._state_of_run == "complete":
             self._collect(_WAIT_FOR_RANKS_S)
         with self._failures.caught("writing the receipt"):
-            receipt = self.document()
+            try:
+                receipt = self.document()
+            except KeyboardInterrupt:
+                # A second Ctrl-C: without the prediction, which may trace a model.
+                receipt = self.document(judges=False)
             if not self._quiet:
                 print("\n".join(receipt_lines(receipt, str(self._path))), flush=True)
             self._write(receipt)

@@ -27,11 +27,11 @@ def parse() -> argparse.Namespace:
     add("--sleep_s", type=float, default=0.0)
     add("--forgets_no_sync", action="store_true")
     add("--checkpoints", action="store_true")
-    add("--compiles", action="store_true")
     add("--lora", action="store_true")
     # A method of the receipt that fails on one rank: MODULE.CLASS.METHOD.
     add("--breaks", default="")
-    add("--interrupt_at", type=int)
+    # First without a receipt, then with one.
+    add("--twice", action="store_true")
     return parser.parse_args()
 
 
@@ -77,8 +77,7 @@ def make_model(options: argparse.Namespace) -> Any:
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    # The default backend compiles for minutes.
-    return torch.compile(model, backend="eager") if options.compiles else model
+    return model
 
 
 def break_receipt(target: str) -> None:
@@ -94,9 +93,8 @@ def break_receipt(target: str) -> None:
     setattr(owner, name, fail)
 
 
-def main() -> None:
-    options = parse()
-    accelerator = make_accelerator(options.accumulation)
+def train(options: argparse.Namespace, accelerator: Accelerator, path: Path | None) -> list[str]:
+    """Return the losses of a training, with a receipt at a path or without one."""
     set_seed(7)
     model: Any = make_model(options)
     optimizer: Any = torch.optim.AdamW([it for it in model.parameters() if it.requires_grad], lr=1e-3)
@@ -105,12 +103,12 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
     batches, receipt = loader, None
-    if options.receipt:
+    if path is not None:
         if options.breaks and accelerator.process_index == 0:
             break_receipt(options.breaks)
         from study import Receipt
 
-        receipt = Receipt(model, optimizer, path=options.receipt)
+        receipt = Receipt(model, optimizer, path=path)
         batches = receipt.steps(loader)
     losses = []
     for number, batch in enumerate(batches):
@@ -122,11 +120,21 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         losses.append(float(loss.detach()).hex())
-        if options.interrupt_at == number:
-            raise KeyboardInterrupt
     if receipt is not None:
         receipt.close()
-    print("PROBE " + json.dumps({"rank": accelerator.process_index, "losses": losses}), flush=True)
+    # DeepSpeed's wrapper belongs to one model.
+    accelerator.free_memory()
+    return losses
+
+
+def main() -> None:
+    options = parse()
+    accelerator = make_accelerator(options.accumulation)
+    results: dict[str, Any] = {"rank": accelerator.process_index}
+    if options.twice:
+        results["losses_without"] = train(options, accelerator, None)
+    results["losses"] = train(options, accelerator, options.receipt)
+    print("PROBE " + json.dumps(results), flush=True)
 
 
 main()

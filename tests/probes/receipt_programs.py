@@ -1,0 +1,178 @@
+"""Programs as people write them, with the two lines of a receipt, on tiny models that need no hub.
+
+receipt_programs.py FOLDER PROGRAM...    each PROGRAM is a function below; its receipt is written to FOLDER/PROGRAM.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from study import Receipt, ReceiptCallback
+
+LENGTH, VOCABULARY = 32, 256
+
+
+def make_rows(count: int) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randint(VOCABULARY, (count, LENGTH), generator=generator).tolist()
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def make_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def run_trainer(path: Path, model: Any, **settings: Any) -> None:
+    """transformers' Trainer as in run_clm.py: accumulation, an evaluation in the middle, a scheduler."""
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    arguments = TrainingArguments(
+        output_dir=str(path.with_suffix("")), use_cpu=True, ddp_backend="gloo", per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, max_steps=14, eval_strategy="steps", eval_steps=7, logging_steps=5,
+        save_strategy="no", report_to="none", learning_rate=1e-3, **settings,
+    )  # fmt: skip
+    rows: Any = make_rows(128)
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:8], data_collator=default_data_collator
+    )
+    trainer.add_callback(ReceiptCallback(path=path))
+    trainer.train()
+
+
+def trainer(path: Path) -> None:
+    run_trainer(path, make_llama())
+
+
+def trainer_with_adapters(path: Path) -> None:
+    """peft's LoRA with gradient checkpointing, as most scripts of fine-tuning have it."""
+    import peft
+
+    model = peft.get_peft_model(make_llama(), peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model.enable_input_require_grads()
+    run_trainer(path, model, gradient_checkpointing=True)
+
+
+def trl_sft(path: Path) -> None:
+    """TRL's SFTTrainer, which is derived from the Trainer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w1", eos_token="w2")
+    from datasets import Dataset
+
+    texts = [" ".join(f"w{token}" for token in row["input_ids"]) for row in make_rows(128)]
+    arguments = SFTConfig(
+        output_dir=str(path.with_suffix("")), use_cpu=True, ddp_backend="gloo", per_device_train_batch_size=2,
+        max_steps=12, report_to="none", save_strategy="no", bf16=False, gradient_checkpointing=False, max_length=LENGTH,
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        model=make_llama(), args=arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=fast
+    )
+    trainer.add_callback(ReceiptCallback(path=path))
+    trainer.train()
+
+
+def nlp_example(path: Path) -> None:
+    """The loop of accelerate's nlp_example.py: a classifier, a scheduler, two epochs with an evaluation after each."""
+    from accelerate import Accelerator
+    from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
+
+    accelerator = Accelerator(cpu=True)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model: Any = BertForSequenceClassification(BertConfig(**sizes, vocab_size=VOCABULARY))
+    rows = [{"input_ids": torch.tensor(row["input_ids"]), "labels": torch.tensor(1)} for row in make_rows(56)]
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=4)  # type: ignore[arg-type]  # a list is a data set
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule: Any = get_linear_schedule_with_warmup(optimizer, 2, 14)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    receipt = Receipt(model, optimizer, path=path)
+    for _ in range(2):
+        model.train()
+        for batch in receipt.steps(loader):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            accelerator.gather(model(**batch).logits)
+    receipt.close()
+
+
+class Gpt(nn.Module):
+    """A model as in nanoGPT: no transformers, and the loss is computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(VOCABULARY, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
+        self.h = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.lm_head = nn.Linear(64, VOCABULARY, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.lm_head(self.h(self.wte(idx)))
+        return logits, nn.functional.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1))
+
+
+def nanogpt(path: Path) -> None:
+    """The loop of nanoGPT's train.py under DDP: accumulation without reductions, autocast, a batch from a function."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model: Any = nn.parallel.DistributedDataParallel(Gpt())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = torch.tensor([row["input_ids"] for row in make_rows(64)]).flatten()
+    accumulation, samples = 3, 4
+
+    def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
+        places = torch.randint(len(data) - LENGTH - 1, (samples,))
+        x = torch.stack([data[place : place + LENGTH] for place in places])
+        return x, torch.stack([data[place + 1 : place + 1 + LENGTH] for place in places])
+
+    receipt = Receipt(model, optimizer, path=path)
+    for _ in range(12):
+        with receipt.step():
+            for micro_step in range(accumulation):
+                model.require_backward_grad_sync = micro_step == accumulation - 1
+                x, y = get_batch()
+                with torch.autocast("cpu", torch.bfloat16):
+                    _, loss = model(x, y)
+                (loss / accumulation).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    receipt.close()
+
+
+def main() -> None:
+    folder, *programs = sys.argv[1:]
+    for program in programs:
+        torch.manual_seed(1)
+        globals()[program](Path(folder) / f"{program}.json")
+    print("PROBE " + json.dumps({"rank": int(os.environ.get("RANK", "0"))}), flush=True)
+
+
+main()
