@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.utils._python_dispatch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from engines import ROOT, printed_json
 from forked import fork_ranks
@@ -173,27 +175,91 @@ def test_state_on_the_host_is_told_from_that_on_the_device() -> None:
     assert receipt.memory.attributed >= 0.95
 
 
+def test_failures_on_one_rank_are_listed_and_no_rank_waits_for_another() -> None:
+    targets = "peak.claim_model_state", "peak.TrafficWatch._count", "live_engine.read_facts"
+    run = run_loop("ddp", "--steps", "11", "--twice", "--breaks", ",".join(targets))
+    assert run.losses == run.losses_without
+    for doing in ("watching memory", "counting collectives", "reading the engine"):
+        assert f"{doing}: ZeroDivisionError: planted" in run.receipt.failures
+    # The other rank has measured, and rank 0 knows it.
+    assert run.receipt.ranks[1].peak_bytes is not None
+    assert run.receipt.time.parts["backward"] > 0
+
+
+def train_here(path: Path | None, steps: int = 12) -> list[float]:
+    """Return the losses of some steps in this process, with a receipt at a path or without one."""
+    from study import Receipt
+
+    torch.manual_seed(4)
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(layers.parameters())
+    receipt = Receipt(layers, optimizer, path=path, quiet=True) if path is not None else None
+    rows = torch.utils.data.DataLoader(torch.randn(4 * steps, 16), batch_size=4)  # type: ignore[arg-type,var-annotated]
+    losses = []
+    for row in rows if receipt is None else receipt.steps(rows):
+        loss = layers(row).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if receipt is not None:
+        receipt.close()
+    return losses
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("peak.claim_model_state", "watching memory"),
-        ("peak.TrafficWatch._count", "counting collectives"),
         ("timing.PartTimer.open", "ending a step"),
+        ("timing.PartTimer._synchronize", "ending a step"),
         ("timing.PartTimer._mark", "timing the forward part"),
-        ("live_engine.read_facts", "reading the engine"),
+        ("timing.PartTimer._read_inputs", "timing the forward pass"),
+        ("exposure.read_exposure", "reading torch's profiler"),
+        ("peak.PeakWatch.__enter__", "watching a step"),
+        ("peak.PeakWatch._follow", "watching memory"),
+        ("live_engine.read_model", "reading the engine"),
         ("session.make_forecast", "asking the predictor"),
+        ("session.find_faults", "looking for faults"),
+        ("session.Exchange.publish", "publishing to rank 0"),
         ("session.Receipt._prepare", "setting up"),
+        ("session.Receipt._end_step", "ending a step"),
     ],
 )
-def test_a_failure_inside_is_named_and_training_goes_on(target: str, message: str) -> None:
-    # On one of two ranks, no rank may wait for the receipt one; the rest is the same on a single rank.
-    strategy = (
-        "ddp" if target in ("peak.claim_model_state", "timing.PartTimer.open", "peak.TrafficWatch._count") else "single"
-    )
-    run = run_loop(strategy, "--steps", "11", "--breaks", target)
-    assert run.losses == run_loop(strategy, "--steps", "11").losses
-    failures = run.receipt.failures
-    assert any(message in failure and "planted" in failure for failure in failures), failures
+def test_a_failure_inside_is_listed_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, message: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    expected = train_here(None)
+    monkeypatch.setattr(f"study.receipt.{target}", fail)
+    backward, load = torch.autograd.backward, _BaseDataLoaderIter.__next__
+    assert train_here(tmp_path / "receipt.json") == expected
+    failures = read_receipt(str(tmp_path)).failures
+    assert f"{message}: ZeroDivisionError: planted" in failures
+    # Nothing stays patched.
+    assert (torch.autograd.backward, _BaseDataLoaderIter.__next__) == (backward, load)
+
+
+def test_a_loop_that_is_left_early_leaves_nothing_behind(tmp_path: Path) -> None:
+    from study import Receipt
+
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for last in (2, 3, 5, 6):
+        # Within a timed, the profiled and the watched step.
+        backward = torch.autograd.backward
+        receipt = Receipt(layer, optimizer, path=tmp_path / "receipt.json", after=2, steps=4, quiet=True)
+        for number, row in enumerate(receipt.steps(torch.ones(20, 2, 4))):
+            if number == last:
+                break
+            layer(row).sum().backward()
+            optimizer.step()
+        receipt.close()
+        assert torch.autograd.backward is backward
+        assert not layer._forward_hooks
+        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+        assert read_receipt(str(tmp_path)).failures == ()
 
 
 def test_after_the_measured_steps_it_costs_at_most_one_percent() -> None:
@@ -231,8 +297,9 @@ def test_a_run_that_is_interrupted_prints_its_receipt_too(tmp_path: Path) -> Non
     assert (receipt.failures, receipt.memory is None) == ((), False)
 
 
-def test_a_run_of_few_steps_says_that_nothing_was_measured() -> None:
-    receipt = measure("ddp", "--steps", "4")
+def test_a_run_of_few_steps_says_that_nothing_was_measured(tmp_path: Path) -> None:
+    train_here(tmp_path / "receipt.json", steps=4)
+    receipt = read_receipt(str(tmp_path))
     assert (receipt.state, receipt.memory, receipt.work.steps) == ("too_short", None, 4)
     assert receipt.unavailable == ("memory, communication and parts of time: the run ended after 4 steps",)
 
@@ -269,7 +336,7 @@ def test_an_embedding_outside_of_wrapping_is_named() -> None:
 
 
 def test_gradients_reduced_in_every_micro_batch_and_a_slow_loader_are_named() -> None:
-    receipt = measure("ddp", "--accumulation", "3", "--forgets_no_sync", "--sleep_s", "0.05")
+    receipt = measure("ddp", "--steps", "11", "--accumulation", "3", "--forgets_no_sync", "--sleep_s", "0.05")
     faults = {fault.id: fault.says for fault in receipt.faults}
     assert "gradients are reduced in each of 3 micro-batches" in faults["forgotten-no-sync"]
     assert "of its time for the data loader" in faults["data-loader-waits"]
@@ -280,6 +347,14 @@ def test_gradients_reduced_in_every_micro_batch_and_a_slow_loader_are_named() ->
     sound = measure("ddp")
     assert sound.reduced_bytes == (0, gradients)
     assert "forgotten-no-sync" not in {fault.id for fault in sound.faults}
+
+
+@pytest.mark.long
+def test_an_offload_that_the_live_engine_ignores_is_named() -> None:
+    receipt = measure("zero2", "--steps", "11", "--offloads_parameters")
+    assert (receipt.engine.zero_stage, receipt.engine.offload_param) == (2, "cpu")
+    fault = next(fault for fault in receipt.faults if fault.id == "offload-without-effect")
+    assert "zero_optimization.offload_param: stage 2 does not use it" in fault.says
 
 
 def test_a_wrong_use_ends_in_one_line_and_the_loop_goes_on(

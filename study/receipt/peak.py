@@ -144,15 +144,20 @@ class PeakWatch(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf, "buckets" if writes else "activations")
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
-            count = int(formula(*args, **kwargs, out_val=result))
-            self.flops += count
-            self.flops_by_dtype[str(args[0].dtype).removeprefix("torch.")] += count
+            with self._failures.caught("counting FLOPs"):
+                count = int(formula(*args, **kwargs, out_val=result))
+                self.flops += count
+                self.flops_by_dtype[str(args[0].dtype).removeprefix("torch.")] += count
         self._measure()
 
     def _see(self, tensor: torch.Tensor, origin: Origin) -> None:
         if isinstance(tensor, FakeTensor) or tensor.device.type != self._device.type or tensor.layout != torch.strided:
             return
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            # A subclass that only wraps other tensors, which are seen as well.
+            return
         key = id(storage)
         if key not in self._known:
             self._known[key] = (weakref.ref(storage, lambda _: self._known.pop(key, None)), origin)

@@ -324,12 +324,19 @@ class Receipt:
 
     def _abandon_step(self) -> None:
         """Take all hooks off in the middle of a step."""
+        watches, timer, profiler = self._watches, self._timer, self._profiler
+        self._timer = self._watches = None
         with self._failures.caught("leaving a step"):
-            if self._watches is not None:
-                self._watches.close()
-            if self._timer is not None:
-                self._timer.close()
-            self._timer = self._watches = self._doing = None
+            if watches is not None:
+                watches.close()
+        with self._failures.caught("leaving a step"):
+            if timer is not None:
+                timer.close()
+        with self._failures.caught("leaving a step"):
+            # torch has one profiler for the whole process, which the program may use later.
+            if self._doing == "profile" and watches is not None and profiler is not None:
+                profiler.stop()
+        self._doing = None
 
     def _turn_off(self, doing: str, error: BaseException) -> None:
         """Note a failure after which nothing more is measured."""
