@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,12 +183,12 @@ def test_failures_on_one_rank_are_listed_and_no_rank_waits_for_another() -> None
     assert run.losses == run.losses_without
     for doing in ("watching memory", "counting collectives", "reading the engine"):
         assert f"{doing}: ZeroDivisionError: planted" in run.receipt.failures
-    # The other rank has measured, and rank 0 knows it.
+    # The other rank has measured, and rank 0 has received it.
     assert run.receipt.ranks[1].peak_bytes is not None
     assert run.receipt.time.parts["backward"] > 0
 
 
-def train_here(path: Path | None, steps: int = 12) -> list[float]:
+def train_in_process(path: Path | None, steps: int = 12) -> list[float]:
     """Return the losses of some steps in this process, with a receipt at a path or without one."""
     from study import Receipt
 
@@ -231,10 +233,10 @@ def test_a_failure_inside_is_listed_and_training_goes_on(
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("planted")
 
-    expected = train_here(None)
+    expected = train_in_process(None)
     monkeypatch.setattr(f"study.receipt.{target}", fail)
     backward, load = torch.autograd.backward, _BaseDataLoaderIter.__next__
-    assert train_here(tmp_path / "receipt.json") == expected
+    assert train_in_process(tmp_path / "receipt.json") == expected
     failures = read_receipt(str(tmp_path)).failures
     assert f"{message}: ZeroDivisionError: planted" in failures
     # Nothing stays patched.
@@ -298,7 +300,7 @@ def test_a_run_that_is_interrupted_prints_its_receipt_too(tmp_path: Path) -> Non
 
 
 def test_a_run_of_few_steps_says_that_nothing_was_measured(tmp_path: Path) -> None:
-    train_here(tmp_path / "receipt.json", steps=4)
+    train_in_process(tmp_path / "receipt.json", steps=4)
     receipt = read_receipt(str(tmp_path))
     assert (receipt.state, receipt.memory, receipt.work.steps) == ("too_short", None, 4)
     assert receipt.unavailable == ("memory, communication and parts of time: the run ended after 4 steps",)
@@ -397,3 +399,20 @@ def test_the_schema_of_a_receipt_is_stable() -> None:
     document = json.loads(json.dumps(receipt.model_dump(mode="json")))
     assert ReceiptDocument.model_validate(document) == receipt
     assert document["version"] == 1
+
+
+def test_a_closed_receipt_keeps_neither_the_model_nor_a_hook(tmp_path: Path) -> None:
+    from study import Receipt
+
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    receipt = Receipt(layer, optimizer, path=tmp_path / "receipt.json", after=1, steps=3, quiet=True)
+    for row in receipt.steps(torch.ones(6, 2, 4)):
+        layer(row).sum().backward()
+        optimizer.step()
+    receipt.close()
+    assert not optimizer._optimizer_step_post_hooks
+    reference = weakref.ref(layer)
+    del layer, optimizer
+    gc.collect()
+    assert reference() is None

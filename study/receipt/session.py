@@ -115,6 +115,8 @@ class Receipt:
         self._doing: str | None = None
         self._extra_steps = 0
         self._state_of_run = "too_short"
+        self._has_begun = False
+        self._counter: Any = None
         try:
             self._prepare(model, optimizer)
         except Exception as error:
@@ -140,7 +142,7 @@ class Receipt:
         self._engine_steps = getattr(self._model, "global_steps", 0)
         self._counts_steps = self._counts_engine_steps or isinstance(base, torch.optim.Optimizer)
         if isinstance(base, torch.optim.Optimizer) and not self._counts_engine_steps:
-            base.register_step_post_hook(self._count_step)
+            self._counter = base.register_step_post_hook(self._count_step)
         is_sharing = self._exchange.ranks > 1 and live_engine.find_kind(self._model) == "none"
         if is_sharing:
             print_notice(
@@ -190,7 +192,8 @@ class Receipt:
             return
         began = time.perf_counter()
         try:
-            if self._clock is not None and self._step == 0 and self._clock._segment_counted is None:
+            if self._clock is not None and not self._has_begun:
+                self._has_begun = True
                 self._clock.resume()
             if self._watches is None and self._doing in ("profile", "watch"):
                 self._start_watching()
@@ -540,8 +543,15 @@ class Receipt:
         if self._timer is not None:
             self._state_of_run = "interrupted"
         self._abandon_step()
-        if not self._is_first:
-            return
+        if self._counter is not None:
+            self._counter.remove()
+        if self._is_first:
+            self._publish_receipt()
+        # A receipt lives as long as the process, and the model need not.
+        self._model = self._optimizer = self._peak = self._state = self._profiled = self._last_timer = None
+        self._timed = []
+
+    def _publish_receipt(self) -> None:
         if self._state_of_run == "complete":
             self._collect(_WAIT_FOR_RANKS_S)
         with self._failures.caught("writing the receipt"):
