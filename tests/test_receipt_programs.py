@@ -12,7 +12,7 @@ from engines import printed_json
 from forked import fork_ranks
 from study.receipt.document import ReceiptDocument, read_receipt
 
-PROGRAMS = ("trainer", "trainer_with_adapters", "nlp_example", "nanogpt")
+PROGRAMS = ("trainer", "trainer_with_adapters", "nlp_example", "nanogpt", "wide_layers")
 
 
 @functools.cache
@@ -58,11 +58,20 @@ def test_an_evaluation_inside_the_measured_steps_is_not_measured() -> None:
     assert receipt.memory.moment != "between the passes"
 
 
+def test_a_peak_inside_of_the_reducer_of_ddp_is_measured() -> None:
+    receipt = run_programs("ddp", *PROGRAMS)["wide_layers"]
+    assert receipt.failures == ()
+    assert receipt.memory is not None
+    assert receipt.memory.attributed >= 0.95
+    assert receipt.memory.parts["buckets"] == 4 * receipt.model.parameters
+
+
 def test_precision_and_adapters_are_those_of_the_program() -> None:
     receipts = run_programs("ddp", *PROGRAMS)
     assert (receipts["nanogpt"].engine.compute_dtype, receipts["nanogpt"].engine.param_dtype) == ("bfloat16", "float32")
     assert receipts["trainer_with_adapters"].model.lora_rank == 4
     assert receipts["trainer_with_adapters"].engine.gradient_checkpointing
+    assert receipts["wide_layers"].model.config is None
     predicted = [name for name in PROGRAMS if receipts[name].forecast.missing is None]
     assert predicted == ["trainer", "trainer_with_adapters", "nlp_example"]
     for name in predicted:

@@ -27,8 +27,8 @@ from study.metrics.inventory import (
 )  # fmt: skip
 from study.records.schema import STATE_KINDS, STATE_PLACES
 
-# Names of two claims among the buffers.
-GATHERED, MODEL_BUFFERS = "gathered_parameters", "model_buffers"
+# Names of claims among the buffers.
+GATHERED, MODEL_BUFFERS, REDUCER_BUCKETS = "gathered_parameters", "model_buffers", "ddp_reducer_buckets"
 
 
 def model_state_bytes(model: Any, optimizer: Any, device: torch.device, *, scan: bool = True) -> dict[str, Any]:
@@ -64,6 +64,9 @@ def claim_model_state(model: Any, optimizer: Any, device: torch.device, *, in_st
         if in_step:
             _claim_gathered_fsdp(inventory, model)
         _claim_plain(inventory, model, base)
+        # In a step DDP's reducer may hold its lock, for which its logging data would wait for ever.
+        if not in_step:
+            _claim_reducer(inventory, model)
     else:
         inventory = Inventory(torch.device(engine.device))
         if engine.zero_optimization_stage() == 3:
@@ -214,11 +217,14 @@ def _claim_plain(inventory: Inventory, model: nn.Module, optimizer: torch.optim.
         if hasattr(param, "_unsharded_param"):
             inventory.claim("grads", "unreduced", [param._unsharded_param.grad, param.unsharded_accumulated_grad])
     inventory.claim("optimizer", "states", list(optimizer.state.values()))
+
+
+def _claim_reducer(inventory: Inventory, model: nn.Module) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel) and not model.gradient_as_bucket_view:
         # The C++ reducer copies every gradient into buckets that Python cannot access.
         logged = model._get_ddp_logging_data()
         sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
-        inventory.add_unreachable("ddp_reducer_buckets", [int(size) for size in sizes.split(",")])
+        inventory.add_unreachable(REDUCER_BUCKETS, [int(size) for size in sizes.split(",")])
 
 
 def _claim_zero12(inventory: Inventory, engine: Any) -> None:

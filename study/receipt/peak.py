@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from study.metrics.inventory import bytes_in_use, dtensor_type, tensors_in
-from study.metrics.state import GATHERED, MODEL_BUFFERS, StateWatch, claim_model_state
+from study.metrics.state import GATHERED, MODEL_BUFFERS, REDUCER_BUCKETS, StateWatch, claim_model_state
 from study.metrics.traffic import TrafficWatch
 from study.receipt.document import MEMORY_PARTS
 from study.receipt.failures import Failures
@@ -32,7 +32,6 @@ Origin = Literal["activations", "other_tensors", "buckets"]
 _GROWTH = 0.01
 # gloo's threads free their copies some time after a collective has ended.
 _SETTLED_AFTER_S = 0.02
-_REDUCER_BUCKETS = "ddp_reducer_buckets"
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
@@ -81,7 +80,7 @@ class PeakWatch(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Origin]] = {}
         self._is_cuda = device.type == "cuda"
         self._waits_for_gloo = not self._is_cuda and dist.is_initialized()
-        self._outside = 0
+        self._outside = self._reducer_bytes = 0
         self._is_new_peak = self._is_off = False
         self.flops = 0
         self.flops_by_dtype: Counter[str] = Counter()
@@ -109,6 +108,8 @@ class PeakWatch(TorchDispatchMode):
     def __enter__(self) -> PeakWatch:
         try:
             gc.collect()
+            claims = claim_model_state(self._model, self._optimizer, self._device).claims
+            self._reducer_bytes = claims.get(("buffers", "device", REDUCER_BUCKETS), 0)
             for tensor in _live_tensors():
                 self._see(tensor, "other_tensors")
             in_use = bytes_in_use(self._device)
@@ -196,7 +197,6 @@ class PeakWatch(TorchDispatchMode):
         inventory = claim_model_state(self._model, self._optimizer, self._device, in_step=True)
         parts = dict.fromkeys(MEMORY_PARTS, 0)
         host: defaultdict[str, int] = defaultdict(int)
-        unreachable = 0
         for (kind, place, name), count in inventory.claims.items():
             part = _find_part(kind, name)
             # Without a GPU, offloaded state is in the same memory.
@@ -204,7 +204,6 @@ class PeakWatch(TorchDispatchMode):
                 parts[part] += count
             if place == "host":
                 host[part] += count
-            unreachable += count if name == _REDUCER_BUCKETS else 0
         seen_buckets = 0
         for reference, origin in list(self._known.values()):
             storage = reference()
@@ -215,8 +214,8 @@ class PeakWatch(TorchDispatchMode):
                 seen_buckets += rest
             else:
                 parts[origin] += rest
-        # The reducer's buckets are claimed by their sizes, and may also have been seen.
-        parts["buckets"] += max(0, seen_buckets - unreachable)
+        # The reducer's buckets are known by their sizes, and may also have been seen.
+        parts["buckets"] += max(self._reducer_bytes, seen_buckets)
         self.host_parts = dict(host)
         return parts
 

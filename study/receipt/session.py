@@ -63,6 +63,8 @@ _FLUSH_EVERY = 256
 # Disturbed steps that are measured again.
 _MAX_EXTRA_STEPS = 20
 _WAIT_FOR_RANKS_S = 5.0
+# Steps after the measured ones at which rank 0 looks for the figures of other ranks, and at each power of two after it.
+_FIRST_LOOK = 16
 _PACKAGES = ("torch", "deepspeed", "accelerate", "transformers", "peft", "trl")
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -254,7 +256,8 @@ class Receipt:
         else:
             self._later_steps += 1
             # Other ranks may have published later: look again, ever more rarely.
-            if (self._step - last).bit_count() == 1:
+            later = self._step - last
+            if later >= _FIRST_LOOK and later.bit_count() == 1:
                 self._collect()
         self._is_disturbed = False
 

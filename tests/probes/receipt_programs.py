@@ -167,6 +167,22 @@ def nanogpt(path: Path) -> None:
     receipt.close()
 
 
+def wide_layers(path: Path) -> None:
+    """Layers whose memory peaks while DDP's reducer copies gradients, with its lock held."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    layers = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    model = nn.parallel.DistributedDataParallel(layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    receipt = Receipt(model, optimizer, path=path)
+    for _ in range(12):
+        with receipt.step():
+            model(torch.randn(32, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    receipt.close()
+
+
 def main() -> None:
     folder, *programs = sys.argv[1:]
     for program in programs:
