@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import random
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 
 from study.cli import COMMANDS, main
-from study.config.errors import UserError
+from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig, parse_command_line, resolve_config
 from study.config.strategy_names import apply_overrides, parse_overrides
+from study.records.lock import LockHeldError
 
 # Another value of every field, and the fields that make no other run.
 OTHER_VALUES: dict[str, Any] = {
@@ -225,3 +227,13 @@ def test_a_flag_is_accepted_with_hyphens_and_listed_with_underscores(capsys: pyt
             main([name, "--help"])
         flags = re.findall(r"--[a-z][a-z_-]+", capsys.readouterr().out.partition("options:")[2])
         assert not [flag for flag in flags if "-" in flag[2:].removeprefix("no-")], name
+
+
+def test_a_refusal_is_copied_with_its_problem_and_its_fix() -> None:
+    """Test a copy in place of a pickle between processes: both call __reduce__."""
+    locked = LockHeldError("runs/laptop", {"pid": 12, "host": "elsewhere"})
+    for error in (UserError("a is wrong", "use b"), Unsupported("no GPU", "use a CPU"), locked):
+        copied = copy.copy(error)
+        assert isinstance(copied, UserError)
+        assert (copied.problem, copied.fix, str(copied)) == (error.problem, error.fix, str(error))
+    assert isinstance(copy.copy(Unsupported("no GPU", "use a CPU")), Unsupported)

@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import json
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -136,6 +138,18 @@ def test_a_summary_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path,
                          for folder in (source, tmp_path / name))  # fmt: skip
         assert before, figure
         assert before == after, advice
+
+
+def test_a_folder_that_a_killed_build_left_is_no_report() -> None:
+    tool = runpy.run_path(str(REPOSITORY / "tools" / "reports.py"))
+    remains = REPOSITORY / "reports" / ".laptop.building-of-a-test"
+    remains.mkdir()
+    try:
+        shutil.copy(REPOSITORY / "reports" / "laptop" / "runs.parquet", remains)
+        assert {*REPORTS} <= {*tool["names"]()}
+        assert remains.name not in tool["names"]()
+    finally:
+        shutil.rmtree(remains)
 
 
 def test_a_notebook_runs_in_this_interpreter_without_a_profile_of_the_user(tmp_path, monkeypatch):

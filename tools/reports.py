@@ -40,7 +40,8 @@ _RECORDS = ("*.parquet", "*.json", "*.csv")
 
 def names() -> list[str]:
     """Return the reports that are built from tables of runs or of the autopsy, the largest first."""
-    tables = [file for kind in (RUNS_FILE, ARMS_FILE) for file in REPORTS.glob(f"*/{kind}")]
+    # A build that was killed leaves a hidden folder.
+    tables = [file for kind in (RUNS_FILE, ARMS_FILE) for file in REPORTS.glob(f"[!.]*/{kind}")]
     return [file.parent.name for file in sorted(tables, key=lambda file: -file.stat().st_size)]
 
 

@@ -36,6 +36,11 @@ class UserError(Exception):
         self.fix = _in_one_line(fix)
         super().__init__(f"{self.problem} -> {self.fix}")
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str]]:
+        """Return what a process needs to raise the error of another one."""
+        has_own = type(self).__init__ is not UserError.__init__
+        return UserError if has_own else type(self), (self.problem, self.fix)
+
     def to_json(self) -> dict[str, Any]:
         """Return the document that refusal_from_json reads; a class defined elsewhere becomes its nearest base here."""
         kind = next(base for base in type(self).__mro__ if base.__name__ in _KINDS)
