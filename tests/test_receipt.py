@@ -273,7 +273,9 @@ def test_after_the_measured_steps_it_costs_at_most_one_percent() -> None:
 
 def test_a_run_that_is_interrupted_prints_its_receipt_too(tmp_path: Path) -> None:
     script = (
-        "import torch, study\n"
+        "import signal, torch, study\n"
+        # A background job of a shell inherits that SIGINT is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "layer = torch.nn.Linear(64, 64)\n"
         "optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)\n"
         "receipt = study.Receipt(layer, optimizer)\n"
@@ -290,7 +292,10 @@ def test_a_run_that_is_interrupted_prints_its_receipt_too(tmp_path: Path) -> Non
         assert process.stdout is not None
         assert process.stdout.readline() == "trains\n"
         process.send_signal(signal.SIGINT)
-        printed, errors = process.communicate(timeout=60)
+        try:
+            printed, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert printed.count("receipt of no engine, 1 rank on CPU, float32: Linear") == 1
     receipt = read_receipt(str(tmp_path))

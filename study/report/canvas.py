@@ -85,7 +85,7 @@ PROFILE = {
     "other": Fill("#767676"), "idle": Fill("#e3e7eb"),
 }  # fmt: skip
 RELEASES = {
-    "equal": Fill("#86b6dd"), "lucky": Fill("#c4ddf2"), "different": Fill("#8c1610"), "cpu": Fill("#e4ddcc"),
+    "equal": Fill("#86b6dd"), "lucky": Fill("#c4ddf2"), "different": Fill("#8c1610"), "cpu": Fill("#e0912b"),
     "mismatch": Fill("#7d4fb0", "////"), "refuses": Fill("#b3b8bf", "...."), "crashes": Fill("#555b63"),
     "not installable": Fill("#f6f5f1"), "not judged": Fill("#f6f5f1", "xxxx"),
 }  # fmt: skip
