@@ -324,11 +324,15 @@ def test_published_adapters_have_the_predicted_peaks_and_count_in_no_interval_an
     extremes = both.pop("adapters_step_s")
     assert both == without
     assert extremes["low"] < 1 < extremes["high"]
+    # Their excess led to the rules of memory; their times led to none.
+    assert set(adapted["use_memory"]) == {"fit"}
     kinds = report.kinds_table(frame).set_index(["kind", "figure"])
-    assert kinds.loc[("QLoRA, FSDP1", "peak memory"), "rows"] == 15
-    assert kinds.xs("peak memory", level="figure")["rows"].sum() == frame[
-        frame["peak_error"].notna() & (frame["use_memory"] == "score")
-    ].shape[0]  # fmt: skip
+    peaks, steps = (kinds.xs(figure, level="figure") for figure in ("peak memory", "step time"))
+    assert peaks.loc["QLoRA, FSDP1", ["rows", "held out"]].tolist() == [15, "no"]
+    held_out = peaks[peaks["held out"] == "yes"]
+    assert held_out.index.tolist() == ["full training", "full training, offload"]
+    assert held_out["rows"].sum() == (frame["peak_error"].notna() & (frame["use_memory"] == "score")).sum()
+    assert set(steps["held out"]) == {"yes"}
 
 
 def test_a_request_with_adapters_is_near_published_runs_with_adapters() -> None:

@@ -30,7 +30,7 @@ from study.config.text import rounded, rounded_seconds
 from study.predictor import time as intervals
 from study.predictor.hardware import to_box
 from study.predictor.memory import predict_memory
-from study.predictor.request import Estimate, request_for
+from study.predictor.request import Estimate, TrainerSettings, request_for
 from study.predictor.shape import model_shape, with_adapters
 from study.predictor.time import device_bytes, fits, max_offload_slowdown, usable_bytes
 from study.records.directory import read_run
@@ -164,7 +164,7 @@ def test_the_command_for_this_study_trains_the_advised_option(tmp_path: Path) ->
     # A folder's path is printed in full, and a model given by sizes has nothing to load.
     assert "--model_name_or_path some/gpt2 " in (write_files(best, tmp_path, "drive", "some/gpt2").of_study or "")
     assert write_files(best, tmp_path, "drive", SIZES).of_study is None
-    chunked = best_of(dataclasses.replace(TINY, chunked_loss=True), "zero2")
+    chunked = best_of(dataclasses.replace(TINY, trainer=TrainerSettings(loss_kernel="liger")), "zero2")
     assert write_files(chunked, tmp_path / "chunked", "drive", "gpt2-xl").of_study is None
 
 
@@ -259,7 +259,9 @@ def test_if_nothing_fits_it_prints_what_would_help() -> None:
     assert "no number of GPUs helps: one sample needs 113 GiB" in page
     assert "a chunked loss (--chunked_loss)" in page
     # The suggested change helps.
-    chunked = AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 65536, "bf16", chunked_loss=True)
+    chunked = AdviceRequest(
+        model_shape(LLAMA_8B), to_box("8xH100"), 65536, "bf16", trainer=TrainerSettings(loss_kernel="liger")
+    )
     assert best_of(chunked, "zero3").is_safe
     page = print_page("gpt-13b", "2xT4", "--host_memory", "16", status=1)
     ((name, needed_gib),) = re.findall(r"Nothing fits this host: (\w+) needs ([\d.]+) GiB,", page)

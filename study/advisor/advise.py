@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from study.advisor.fitted import fit_settings, rank_key, tuned_variants, usual_weights
 from study.advisor.predict_command import workload_text
@@ -54,7 +55,6 @@ class AdviceRequest:
     # None: the faster of the two.
     gradient_checkpointing: bool | None = None
     attention: Attention = "sdpa"
-    chunked_loss: bool = False
     # None: each rank has one micro-batch per optimizer step.
     global_batch: int | None = None
     price_per_gpu_hour: float | None = None
@@ -249,7 +249,7 @@ def _largest_option(question: AdviceRequest, strategy: Strategy, checkpointing: 
             micro_batch=micro_batch, accumulation=samples // micro_batch if samples else 1,
             precision=precision, pure=is_pure, gradient_checkpointing=checkpointing,
             # The files are for the user's program, not for study/train.py.
-            attention=question.attention, chunked_loss=question.chunked_loss, autocast=not strategy.is_fsdp,
+            attention=question.attention, autocast=not strategy.is_fsdp,
             reference_model=question.reference_model, quantized=question.quantized,
             fsdp_version=question.fsdp_version if strategy.is_fsdp else 2, **vars(question.trainer),
         )  # fmt: skip
@@ -287,23 +287,33 @@ def _option(question: AdviceRequest, request: Request, memory: MemoryUse) -> Opt
 
 def explain_best(advice: Advice) -> str:
     """Return the reason for the recommendation, with its free memory."""
-    best, runner_up = advice.best, advice.runner_up
+    best = advice.best
     if best is None:
         return _why_nothing_fits(advice)
-    box = best.request.box
-    free = f"its 90 % bound leaves {timing.free_fraction(best.memory, box, True):.0%} of the memory"
-    if (best.memory.process_peak or best.memory.peak_reserved).high is None:
-        free = f"{timing.free_fraction(best.memory, box):.0%} of the memory is left, but peaks are not validated here"
-    elif not best.is_safe:
-        free = "it may not fit: its 90 % bound does not"
-    memory, offloads = "; ".join([free, *unchecked_needs(best)]), best.request.strategy.offloads
+    memory = "; ".join([_free_memory(best), *unchecked_needs(best)])
+    return f"{_why_best(advice, best)}; {memory}"
+
+
+def _free_memory(option: Option) -> str:
+    """Return the fraction of memory that an option leaves, at its 90 % bound if it has one."""
+    memory, box = option.memory, option.request.box
+    if (memory.process_peak or memory.peak_reserved).high is None:
+        return f"{timing.free_fraction(memory, box):.0%} of the memory is left, but peaks are not validated here"
+    if not option.is_safe:
+        return "it may not fit: its 90 % bound does not"
+    return f"its 90 % bound leaves {timing.free_fraction(memory, box, True):.0%} of the memory"
+
+
+def _why_best(advice: Advice, best: Option) -> str:
+    """Return how the recommendation compares with the option that comes closest."""
+    runner_up, offloads = advice.runner_up, best.request.strategy.offloads
     if runner_up is None:
-        return f"it is the only strategy that fits; {memory}"
+        return "it is the only strategy that fits"
     if best.is_safe and not runner_up.is_safe:
-        return f"it is the only strategy whose 90 % bound fits; {memory}"
+        return "it is the only strategy whose 90 % bound fits"
     if runner_up.request.strategy.offloads and not offloads and speed_gap(runner_up, best) > 0:
         slowest = f"measured offload steps took up to {timing.max_offload_slowdown():.1f} times their prediction"
-        return f"no offload: {runner_up.name} is predicted {speed_text(runner_up, best)}, but {slowest}; {memory}"
+        return f"no offload: {runner_up.name} is predicted {speed_text(runner_up, best)}, but {slowest}"
     rivals = [
         option for option in advice.fitting
         if option.request.strategy.offloads == offloads and (option.is_safe or not best.is_safe)
@@ -312,18 +322,23 @@ def explain_best(advice: Advice) -> str:
     rival = runner_up if fastest is best else fastest
     gap, text = speed_gap(rival, best), speed_text(rival, best)
     if abs(gap) < SAME_SPEED:
-        return f"as fast as {rival.name}, but {reason_against(rival, best)}; {memory}"
+        return f"as fast as {rival.name}, but {reason_against(rival, best)}"
     if gap > 0:
-        return f"{rival.name} is {text}, but {best.name} is simpler ({reason_against(rival, best)}); {memory}"
+        return f"{rival.name} is {text}, but {best.name} is simpler ({reason_against(rival, best)})"
     if -gap <= SPEED_TOLERANCE:
-        return f"the fastest that fits, {rival.name} is {text}; {memory}"
+        return f"the fastest that fits, {rival.name} is {text}"
+    return f"the next, {runner_up.name}, is {text}, {_certainty_of_gap(best, runner_up, -gap)}"
+
+
+def _certainty_of_gap(best: Option, runner_up: Option, gap: float) -> str:
+    """Return whether a difference in speed exceeds the error of a step time."""
     step, next_time = best.time and best.time.step_s, runner_up.time
     if not (step and step.low and step.high and next_time and next_time.step_s.high):
-        return f"the next, {runner_up.name}, is {text}, but step times are not validated here; {memory}"
+        return "but step times are not validated here"
     # Half the width of the interval.
     error = (step.high - step.low) / 2 / step.value
-    where = "more than" if -gap > error else "within"
-    return f"the next, {runner_up.name}, is {text}, {where} the error of a step time ({error:.0%}); {memory}"
+    where = "more than" if gap > error else "within"
+    return f"{where} the error of a step time ({error:.0%})"
 
 
 def _why_nothing_fits(advice: Advice) -> str:
@@ -346,7 +361,7 @@ def _why_nothing_fits(advice: Advice) -> str:
     helps = ["fewer tokens per sample"]
     if not request.gradient_checkpointing:
         helps.append("gradient checkpointing")
-    if parts["logits"] and request.loss == "transformers":
+    if parts["logits"] and request.loss_kernel == "transformers":
         helps.append("a chunked loss (--chunked_loss)")
     needed = rounded(sum(undivided.values()) / GIB)
     return (
@@ -406,34 +421,48 @@ def _near(advice: Advice, question: AdviceRequest) -> list[str]:
 def sensitivity_lines(advice: Advice) -> Iterator[str]:
     """Yield what-if lines: changes of hardware or sequence length that change the recommendation."""
     question, best = advice.question, advice.best
-    box = question.box
-    more = "twice the nodes" if box.nodes > 1 else "a second such machine" if box.ranks > 1 else "a second GPU"
-    change, change_box = functools.partial(dataclasses.replace, question), functools.partial(dataclasses.replace, box)
-    twice = {"gpus_per_node": 2} if box.ranks == 1 else {"nodes": 2 * box.nodes}
-    scenarios = {more: change(box=change_box(**twice))}
-    if box.nodes > 1:
-        alone = advise(change(box=change_box(nodes=1))).best
+    if question.box.nodes > 1:
+        alone = advise(_with_box(question, nodes=1)).best
         if alone is not None and (best is None or _is_as_good(alone, best)):
             times = "enough" if best is None else f"{alone.tokens_per_s / best.tokens_per_s:.1f} x as fast"
             yield "; ".join([f"one of these machines alone is {times}, under {alone.name}", *unchecked_needs(alone)])
-        slower = change_box(network_gb_per_s=box.network_gb_per_s / 8)
-        scenarios["an eighth of the network"] = change(box=slower)
+    for label, scenario in _scenarios(question).items():
+        if (change := _changed_advice(best, advise(scenario, _near(advice, scenario)))) is not None:
+            yield f"with {label} {change}"
+
+
+def _with_box(question: AdviceRequest, **changes: Any) -> AdviceRequest:
+    return dataclasses.replace(question, box=dataclasses.replace(question.box, **changes))
+
+
+def _scenarios(question: AdviceRequest) -> dict[str, AdviceRequest]:
+    """Return the changed requests by the words for their change."""
+    box = question.box
+    if box.ranks == 1:
+        scenarios = {"a second GPU": _with_box(question, gpus_per_node=2)}
+    else:
+        more = "twice the nodes" if box.nodes > 1 else "a second such machine"
+        scenarios = {more: _with_box(question, nodes=2 * box.nodes)}
+    if box.nodes > 1:
+        scenarios["an eighth of the network"] = _with_box(question, network_gb_per_s=box.network_gb_per_s / 8)
     longer, positions = 2 * question.sequence_length, question.shape.positions
     if positions is None or longer <= positions:
-        scenarios[f"{longer} tokens per sample"] = change(sequence_length=longer)
+        scenarios[f"{longer} tokens per sample"] = dataclasses.replace(question, sequence_length=longer)
     if box.gpus_per_node > 1:
-        scenarios["half the GPUs"] = change(box=change_box(gpus_per_node=box.gpus_per_node // 2))
-    for label, scenario in scenarios.items():
-        alternative = advise(scenario, _near(advice, scenario))
-        first, still = alternative.best, [item for item in alternative.options if best and item.name == best.name]
-        if first is None:
-            if best is not None:
-                yield f"with {label} nothing would fit"
-        elif first in still:
-            if best and best.is_safe and not first.is_safe:
-                yield f"with {label} it may not fit"
-        elif not any(item.is_safe and item.tokens_per_s >= (1 - _WORTH_SAYING) * first.tokens_per_s for item in still):
-            yield f"with {label} it would be {first.name}"
+        scenarios["half the GPUs"] = _with_box(question, gpus_per_node=box.gpus_per_node // 2)
+    return scenarios
+
+
+def _changed_advice(best: Option | None, changed: Advice) -> str | None:
+    """Return the effect of changed advice on the recommendation; None if it stays the same."""
+    first, still = changed.best, [item for item in changed.options if best and item.name == best.name]
+    if first is None:
+        return None if best is None else "nothing would fit"
+    if first in still:
+        return "it may not fit" if best and best.is_safe and not first.is_safe else None
+    least = (1 - _WORTH_SAYING) * first.tokens_per_s
+    is_nearly_as_fast = any(item.is_safe and item.tokens_per_s >= least for item in still)
+    return None if is_nearly_as_fast else f"it would be {first.name}"
 
 
 def _is_as_good(alone: Option, best: Option) -> bool:

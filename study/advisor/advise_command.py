@@ -156,7 +156,7 @@ def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
     question = advise.AdviceRequest(
         shape=shape, box=box, sequence_length=resolve_length(shape, options.seq_length), precision=precision,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
-        attention=options.attn_implementation, chunked_loss=options.chunked_loss, global_batch=batch,
+        attention=options.attn_implementation, global_batch=batch,
         price_per_gpu_hour=options.price_per_gpu_hour, reference_model=options.with_reference,
         quantized=options.quantization == "4bit", fsdp_version=predict_command.fsdp_version(options),
         trainer=predict_command.trainer_settings(options),
@@ -175,7 +175,7 @@ def _document(
         "lora_targets": question.shape.lora_targets,
         "hardware": question.box.name, "ranks": question.box.ranks,
         "sequence_length": question.sequence_length, "precision": question.precision,
-        "chunked_loss": question.chunked_loss,
+        "chunked_loss": question.trainer.loss_kernel == "liger",
         "recommended": best and best.name, "runner_up": runner_up and runner_up.name,
         "how_sure": advise.explain_best(advice), "faster_if_it_fits": riskier and _entry(riskier),
         "changes": what_ifs, "nearest": measured, "strategies": [_entry(option) for option in advice.options],
@@ -205,7 +205,7 @@ def _page(
 ) -> Iterator[str | TextTable]:
     question, best, details = advice.question, advice.best, options.details
     shape, box = question.shape, question.box
-    loss = predict_command.kernel_text(question.trainer.loss_kernel, question.chunked_loss)
+    loss = predict_command.loss_text(question.trainer.loss_kernel)
     yield _verdict(advice)
     yield from predict_command.pair_notes(best.request) if best else ()
     yield ""
@@ -280,11 +280,19 @@ def _speed_range(option: Option) -> str:
 
 
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
-    box, shape, runner_up = advice.question.box, advice.question.shape, advice.runner_up
     yield f"why {best.name}: {advise.explain_best(advice)}"
     if release := least_sound_release(best.name, best.request.accumulation, best.request.precision):
         why = "earlier ones compute wrong gradients with these settings (`study releases`)"
         yield f"needs DeepSpeed {release} or later: {why}"
+    yield from _alternative_notes(advice, best, riskier)
+    yield from _program_notes(best)
+    yield from live_notes(advice.question.shape)
+    yield from request_notes(best.request)
+
+
+def _alternative_notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
+    """Yield the next option, one with less host memory, and a faster one whose bound does not fit."""
+    runner_up = advice.runner_up
     is_rival = runner_up is not None and best.is_safe == runner_up.is_safe
     if runner_up is not None and is_rival and -advise.speed_gap(runner_up, best) > advise.SPEED_TOLERANCE:
         slower = advise.speed_text(runner_up, best)
@@ -296,28 +304,30 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
         lower = f"{rounded(option.memory.host_peak.value / GIB)} GiB of host memory"
         yield f"with less host memory: {_named(option)}, {lower}, {advise.speed_text(option, best)}"
     if riskier is not None:
-        faster = advise.speed_text(riskier, best)
-        yield "; ".join([f"{faster}, but its 90 % bound does not fit: {_named(riskier)}",
-                         *advise.unchecked_needs(riskier)])  # fmt: skip
+        faster = f"{advise.speed_text(riskier, best)}, but its 90 % bound does not fit: {_named(riskier)}"
+        yield "; ".join([faster, *advise.unchecked_needs(riskier)])
+
+
+def _program_notes(best: Option) -> Iterator[str]:
+    """Yield assumptions about the user's program and machine."""
+    request = best.request
     loading = best.memory.host_parts["load"]
-    if loading > _LARGE_HOST_BYTES and best.request.strategy.zero_stage != 3:
-        only = "; fsdp_cpu_ram_efficient_loading: true limits that to one" if best.request.strategy.is_fsdp else ""
+    if loading > _LARGE_HOST_BYTES and request.strategy.zero_stage != 3:
+        only = "; fsdp_cpu_ram_efficient_loading: true limits that to one" if request.strategy.is_fsdp else ""
         needed = f"{rounded(loading / GIB)} GiB of a node's host memory"
         yield f"loading needs {needed} if each process loads the full model in fp32{only}"
-    if (note := host_adam_note(best.request)) is not None:
+    if (note := host_adam_note(request)) is not None:
         yield note
-    if best.name == "zero1" and box.ranks == 1:
+    if best.name == "zero1" and request.box.ranks == 1:
         precision = "its weights are 16 bits with fp32 masters of trained parameters"
         yield f"ZeRO-1 on one GPU shards nothing, but {precision}; single keeps fp32 weights and autocasts"
-    if box.nodes > 1:
-        yield f"each GPU is assumed to have {box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
-    if best.request.pure:
-        how = "BitsAndBytesConfig(load_in_4bit=True)" if best.request.quantized else "dtype=torch.bfloat16"
+    if request.box.nodes > 1:
+        yield f"each GPU is assumed to have {request.box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
+    if request.pure:
+        how = "BitsAndBytesConfig(load_in_4bit=True)" if request.quantized else "dtype=torch.bfloat16"
         yield f"load the model with {how}; peft keeps the adapters in fp32"
-    if shape.lora_rank:
+    if request.shape.lora_rank:
         yield lora_note()
-    yield from live_notes(shape)
-    yield from request_notes(best.request)
 
 
 def _row(option: Option, best: Option | None) -> list[str]:
@@ -386,7 +396,8 @@ def _named(option: Option) -> str:
 def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterator[str]:
     yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
     # Settings that the prediction assumes and that no file contains.
-    yield f"  {files.command}    ({predict_command.workload_text(request)}{predict_command.loss_text(request)})"
+    loss = predict_command.loss_text(request.loss_kernel)
+    yield f"  {files.command}    ({predict_command.workload_text(request)}{loss})"
     if files.of_study is not None:
         yield f"  {files.of_study}"
     if request.strategy.uses_nvme and not Path(nvme_path).is_absolute():
@@ -484,13 +495,13 @@ def _write_texts(texts: Mapping[Path, str], folder: Path, argument: str) -> None
 def _study_command(request: Request, model: str, launch: list[str]) -> str | None:
     """Return the command that trains this with study/train.py; None if that would train something else.
 
-    study/train.py has no chunked loss, cannot load a model given by its sizes, and gathers fp32 weights under FSDP. It
-    keeps fp32 weights without DeepSpeed, and adds adapters to all linear layers, without dropout.
+    study/train.py has transformers' loss alone, cannot load a model given by its sizes, and gathers fp32 weights under
+    FSDP. It keeps fp32 weights without DeepSpeed, and adds adapters to all linear layers, without dropout.
     """
-    if request.shape.lora_targets or request.lora_dropout or request.loss != "transformers":
+    if request.shape.lora_targets or request.lora_dropout or request.loss_kernel != "transformers":
         return None
     preset, is_loaded = find_preset(model), "=" not in model and not Path(model).expanduser().is_file()
-    if request.chunked_loss or request.pure or request.fsdp_gathers_16_bits or not is_loaded:
+    if request.pure or request.fsdp_gathers_16_bits or not is_loaded:
         return None
     task = "gpt-wikitext" if request.shape.family == "causal-lm" else "bert-imdb"
     flags = ["--task", task, "--model_name_or_path", model]

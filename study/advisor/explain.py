@@ -155,7 +155,7 @@ def _program_settings(options: argparse.Namespace, shape: ModelShape | None) -> 
     return ProgramSettings(
         length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision,
         options.optimizer, options.with_reference, options.quantization == "4bit",
-        options.attn_implementation, options.chunked_loss, predict_command.trainer_settings(options),
+        options.attn_implementation, predict_command.trainer_settings(options),
     )  # fmt: skip
 
 

@@ -44,7 +44,6 @@ class ProgramSettings:
     reference_model: bool = False
     quantized: bool = False
     attention: Attention = "sdpa"
-    chunked_loss: bool = False
     trainer: TrainerSettings = DEFAULT_TRAINER
 
 
@@ -134,6 +133,41 @@ def resolve(
 ) -> ConfigCase:
     """Return the config with defaults and values for "auto"; raise UserError if the number of ranks is open."""
     findings = list(file.findings)
+    ranks = _rank_count(file, ranks, hardware, findings)
+    box = _box(file, ranks, hardware)
+    zero: dict[str, Any] = {}
+    is_pure = False
+    if file.deepspeed is None:
+        strategy, precision = _strategy_without_engine(file, box, work)
+        precision, is_pure = usual_weights(shape, strategy, precision)
+    else:
+        precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
+        strategy = _strategy(file, file.deepspeed, zero)
+    micro_batch, accumulation = _batch(file, ranks, work)
+    checkpoints, offloads, loads_once = (
+        strategy.is_fsdp and _is_set(file, name, default)
+        for name, default in (("fsdp_activation_checkpointing", False), ("fsdp_offload_params", False),
+                              ("fsdp_cpu_ram_efficient_loading", True))
+    )  # fmt: skip
+    request = Request(
+        shape=shape, strategy=strategy, box=box, sequence_length=work.sequence_length,
+        micro_batch=micro_batch, accumulation=accumulation, precision=precision,
+        gradient_checkpointing=work.gradient_checkpointing or checkpoints,
+        attention=work.attention, pure=is_pure, autocast=not strategy.is_fsdp,
+        optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=offloads,
+        fsdp_keeps_gathered=_keeps_gathered(file), fsdp_version=1 if strategy.is_fsdp and file.sharding else 2,
+        reference_model=work.reference_model, quantized=work.quantized, **vars(work.trainer),
+        # Accelerate leaves 4-bit weights as they are loaded.
+        fsdp_loads_once=loads_once and not work.quantized,
+    )  # fmt: skip
+    return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
+
+
+def _rank_count(file: UserFile, ranks: int | None, hardware: Hardware | None, findings: list[Finding]) -> int:
+    """Return the number of ranks that flag, file or hardware set, and add a finding if it leaves GPUs unused.
+
+    Raise UserError without a number, above the maximum, or if the file starts one process and the flag asks for more.
+    """
     if file.distributed_type == "NO":
         # simple_launcher of Accelerate's launch.py.
         if ranks is not None and ranks > 1:
@@ -151,46 +185,31 @@ def resolve(
         findings.append(Finding("noted", "num_processes", message))
     if ranks > MAX_JOB_GPUS:
         raise UserError(f"{ranks:,} ranks", f"give at most {MAX_JOB_GPUS:,}")
-    box, mesh = _box(file, ranks, hardware), file.mesh if file.mesh_ranks in (1, ranks) else None
+    return ranks
+
+
+def _strategy_without_engine(file: UserFile, box: Hardware, work: ProgramSettings) -> tuple[Strategy, Precision]:
+    """Return the strategy of a file without DeepSpeed, and its mixed precision."""
+    mesh = file.mesh if file.mesh_ranks in (1, box.ranks) else None
     if file.sharding in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
         mesh = (box.nodes, box.gpus_per_node)
-    zero: dict[str, Any] = {}
-    precision: Precision
-    if file.deepspeed is None:
-        mixed_precision = work.mixed_precision or file.mixed_precision
-        kind = "MULTI_GPU" if file.sharding == "NO_SHARD" else file.distributed_type
-        name = {"FSDP": "fsdp2", "NO": "single"}.get(kind, "ddp")
-        strategy = Strategy(name, kind, custom_settings={"mesh": mesh} if mesh else None, mesh=mesh)
-        precision = "bf16" if mixed_precision in ("bf16", "fp8") else "fp16" if mixed_precision == "fp16" else "fp32"
-    else:
-        precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
-        strategy = _strategy(file, file.deepspeed, zero)
-    is_pure = False
-    if file.deepspeed is None:
-        precision, is_pure = usual_weights(shape, strategy, precision)
-    micro_batch, accumulation = _batch(file, ranks, work)
-    # As Accelerate reads the variables that its launcher sets.
-    checkpoints, offloads, loads_once = (
-        strategy.is_fsdp and str((file.fsdp or {}).get(name, default)).lower() in ("true", "1", "yes", "y", "on", "t")
-        for name, default in (("fsdp_activation_checkpointing", False), ("fsdp_offload_params", False),
-                              ("fsdp_cpu_ram_efficient_loading", True))
-    )  # fmt: skip
-    keeps_gathered = (file.fsdp or {}).get("fsdp_reshard_after_forward") is False
+    kind = "MULTI_GPU" if file.sharding == "NO_SHARD" else file.distributed_type
+    name = {"FSDP": "fsdp2", "NO": "single"}.get(kind, "ddp")
+    strategy = Strategy(name, kind, custom_settings={"mesh": mesh} if mesh else None, mesh=mesh)
+    mixed_precision = work.mixed_precision or file.mixed_precision
+    precisions: dict[str | None, Precision] = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}
+    return strategy, precisions.get(mixed_precision, "fp32")
+
+
+def _is_set(file: UserFile, name: str, default: bool) -> bool:
+    """Whether a key of FSDP is true, as Accelerate reads the variables that its launcher sets."""
+    return str((file.fsdp or {}).get(name, default)).lower() in ("true", "1", "yes", "y", "on", "t")
+
+
+def _keeps_gathered(file: UserFile) -> bool:
     if file.sharding is not None:
-        keeps_gathered = file.sharding in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
-    request = Request(
-        shape=shape, strategy=strategy, box=box, sequence_length=work.sequence_length,
-        micro_batch=micro_batch, accumulation=accumulation, precision=precision,
-        gradient_checkpointing=work.gradient_checkpointing or checkpoints,
-        attention=work.attention, chunked_loss=work.chunked_loss, pure=is_pure, autocast=not strategy.is_fsdp,
-        optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=offloads,
-        fsdp_keeps_gathered=keeps_gathered,
-        fsdp_version=1 if strategy.is_fsdp and file.sharding else 2,
-        reference_model=work.reference_model, quantized=work.quantized, **vars(work.trainer),
-        # Accelerate leaves 4-bit weights as they are loaded.
-        fsdp_loads_once=loads_once and not work.quantized,
-    )  # fmt: skip
-    return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
+        return file.sharding in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+    return (file.fsdp or {}).get("fsdp_reshard_after_forward") is False
 
 
 def _optimizer(file: UserFile, strategy: Strategy, work: ProgramSettings, findings: list[Finding]) -> OptimizerName:

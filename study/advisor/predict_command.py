@@ -107,7 +107,8 @@ def trainer_settings(options: argparse.Namespace) -> TrainerSettings:
         raise UserError("--double_quant is about the scales of 4-bit weights", "add --quantization 4bit")
     if options.chunked_loss and options.loss_kernel not in ("transformers", "liger"):
         raise UserError(f"--chunked_loss is liger, and --loss_kernel is {options.loss_kernel}", "leave one of them out")
-    return TrainerSettings(options.reentrant_units, dropout, options.double_quant, options.loss_kernel)
+    kernel: LossKernel = "liger" if options.chunked_loss else options.loss_kernel
+    return TrainerSettings(options.reentrant_units, dropout, options.double_quant, kernel)
 
 
 def check_required(options: argparse.Namespace, example: str) -> None:
@@ -204,15 +205,8 @@ def strategy_text(request: Request) -> str:
     return f"{request.strategy.name} as FSDP{version}" if version != Request.fsdp_version else request.strategy.name
 
 
-def loss_text(request: Request) -> str:
-    """Return the request's loss with a leading comma; empty for transformers' own."""
-    return kernel_text(request.loss_kernel, request.chunked_loss)
-
-
-def kernel_text(kernel: LossKernel, is_chunked: bool) -> str:
+def loss_text(kernel: LossKernel) -> str:
     """Return a loss with a leading comma; empty for transformers' own."""
-    if is_chunked:
-        return ", chunked loss"
     return "" if kernel == "transformers" else f", loss: {kernel}"
 
 
@@ -273,7 +267,7 @@ def _request(options: argparse.Namespace) -> Request:
         accumulation=options.accumulation, precision="bf16-engine" if is_pure else precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         pure=is_pure, optimizer=options.optimizer, dropout=options.dropout,
-        autocast=options.autocast or not strategy.is_fsdp, chunked_loss=options.chunked_loss,
+        autocast=options.autocast or not strategy.is_fsdp,
         reference_model=options.with_reference, quantized=options.quantization == "4bit", fsdp_version=version,
         **vars(trainer_settings(options)),
     )  # fmt: skip
@@ -342,8 +336,8 @@ def _document(request: Request, memory: MemoryUse, time: StepTime, traced: float
         "hardware": request.box.name, "ranks": request.box.ranks, "precision": precision_name(request),
         "sequence_length": request.sequence_length,
         "micro_batch": request.micro_batch, "accumulation": request.accumulation,
-        "gradient_checkpointing": request.gradient_checkpointing, "chunked_loss": request.chunked_loss,
-        "loss_kernel": request.loss,
+        "gradient_checkpointing": request.gradient_checkpointing, "chunked_loss": request.loss_kernel == "liger",
+        "loss_kernel": request.loss_kernel,
         "fits": None if memory.missing else fits(memory, request.box), "missing": memory.missing,
         "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced, "time": dataclasses.asdict(time),
@@ -409,7 +403,7 @@ def _page(
         f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {strategy_text(request)} on"
         f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
-        f"{loss_text(request)}{', resharded after forward' * request.strategy.is_fsdp}"
+        f"{loss_text(request.loss_kernel)}{', resharded after forward' * request.strategy.is_fsdp}"
     )
     kind = "rank" if request.box.is_cpu_only else "GPU"
     yield f"\nmemory of one {kind} at its peak, {memory.moment}, GiB"

@@ -76,7 +76,7 @@ class StepClock:
     def step_done(self, step: int) -> None:
         assert self._segment_counted is not None, "resume() comes before a step"
         with self.cost:
-            mark = self._mark()
+            mark = time_mark(self.device)
             self._marks.append((step, self._segment_counted, self._last_mark, mark))
             self._last_mark = mark
             self._segment_steps += 1
@@ -90,7 +90,7 @@ class StepClock:
 
     def pause(self) -> None:
         assert self._segment_counted is not None, "the clock is not running"
-        self._synchronize()
+        wait_for(self.device)
         if self._segment_counted:
             self.window_s += time.perf_counter() - self._segment_started
             self.window_steps += self._segment_steps
@@ -115,7 +115,7 @@ class StepClock:
         if self._marks and self.device.type == "cuda":
             self._marks[-1][3].synchronize()
         for step, counted, begin, end in self._marks:
-            seconds = begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin
+            seconds = elapsed_s(begin, end)
             rows.append((step, seconds))
             if counted:
                 self.counted_step_times.append(seconds)
@@ -123,22 +123,33 @@ class StepClock:
         return rows
 
     def _open(self, counted: bool) -> None:
-        self._synchronize()
+        wait_for(self.device)
         self._segment_counted, self._segment_steps = counted, 0
         self._on_segment(counted, True)
         self._segment_started = time.perf_counter()
-        self._last_mark = self._mark()
+        self._last_mark = time_mark(self.device)
 
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def time_mark(device: torch.device) -> Any:
+    """Return the time, on a GPU as an event of its stream that does not wait for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def elapsed_s(begin: Any, end: Any) -> float:
+    """Return the seconds between two marks; those of a GPU are known once it has reached them."""
+    if isinstance(begin, float):
+        return float(end) - begin
+    return float(begin.elapsed_time(end)) / 1000
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has computed all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def step_time_statistics(times: Sequence[float]) -> dict[str, float | None]:

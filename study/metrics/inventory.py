@@ -181,12 +181,8 @@ class Inventory:
         claimed = {0, *self._claimed}
         return [
             tensor
-            for candidate in gc.get_objects()
-            if issubclass(type(candidate), torch.Tensor) and not issubclass(type(candidate), FakeTensor)
-            for tensor in tensors_in(candidate)
-            if tensor.device.type != "meta"
-            and tensor.layout == torch.strided
-            and tensor.untyped_storage().data_ptr() not in claimed
+            for tensor in live_tensors()
+            if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in claimed
         ]
 
     def _any_only_of_cpp(self, tensors: list[torch.Tensor]) -> bool:
@@ -214,6 +210,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Return every tensor with data that Python refers to, and this rank's shards of DTensors."""
+    return [
+        tensor
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), torch.Tensor) and not issubclass(type(candidate), FakeTensor)
+        for tensor in tensors_in(candidate)
+        if tensor.device.type != "meta"
+    ]
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:

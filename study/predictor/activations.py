@@ -335,7 +335,7 @@ def trace(request: Request) -> Trace:
         max(0.0, tail), max(0.0, growth(first_pass["tail_forward"], second_pass["tail_forward"])),
         max(0.0, working(first_pass["tail_backward"], second_pass["tail_backward"], first_pass["gradient"])),
     )  # fmt: skip
-    if request.loss != "transformers" and shape.family == "causal-lm":
+    if request.loss_kernel != "transformers" and shape.family == "causal-lm":
         tokens = request.micro_batch * request.sequence_length
         logits = _loss(request, tokens * shape.vocabulary, request.computing_bytes)
     activations = Activations(
@@ -428,13 +428,14 @@ def _loss(request: Request, logits: float, width: int) -> tuple[float, float, fl
     """Bytes saved until the loss is computed, and its peak temporaries forward and backward; `logits`: elements."""
     if not logits:
         return 0.0, 0.0, 0.0
-    per_logit = logit_bytes(request.loss, width)
+    per_logit = logit_bytes(request.loss_kernel, width)
     if per_logit is None:
         shape, tokens = request.shape, request.micro_batch * request.sequence_length
         matrix = 0 if shape.lora_rank else shape.vocabulary * shape.hidden * width
-        saved, forward, backward = bytes_without_logits(request.loss, tokens, tokens * shape.hidden * width, matrix)
+        stream = tokens * shape.hidden * width
+        saved, forward, backward = bytes_without_logits(request.loss_kernel, tokens, stream, matrix)
         return float(saved), float(forward), float(backward)
     is_traced = isinstance(request.shape, live.LiveShape)
-    has_cap = request.loss == "transformers" and not is_traced and request.shape.table.caps_logits
+    has_cap = request.loss_kernel == "transformers" and not is_traced and request.shape.table.caps_logits
     capped = width if has_cap else 0
     return logits * (per_logit.saved + capped), logits * (per_logit.forward + capped), logits * per_logit.backward

@@ -138,11 +138,7 @@ class Request:
     compiled: bool = False
     # The fused kernels are those of norms, rotary positions and loss only: the gate's product is torch's.
     torch_gate: bool = False
-    # The loss's gradient overwrites the logits in 16 bits: flash-attention's cross entropy, used by llm-foundry.
-    fused_loss: bool = False
-    # The output layer and its loss run in chunks of tokens: Liger's fused linear cross entropy.
-    chunked_loss: bool = False
-    # Its loss by name, of which these two are older names: flash and liger.
+    # The loss, by a name of study/predictor/losses.py.
     loss_kernel: LossKernel = "transformers"
     # Temporary copies that torch's AdamW makes: 0 if fused, as in this study; 1 for the root if foreach
     # (torch/optim/adamw.py, _multi_tensor_adamw), and 2 before torch 2.1, which adds eps out of place.
@@ -268,15 +264,6 @@ class Request:
         strategy = self.strategy
         return [what for what in ("optimizer", "param")
                 if strategy.zero_stage == 3 and strategy.offload_device(what) == "nvme"]  # fmt: skip
-
-    @property
-    def loss(self) -> LossKernel:
-        """The loss by name."""
-        if self.loss_kernel != "transformers":
-            return self.loss_kernel
-        if self.fused_loss:
-            return "flash"
-        return "liger" if self.chunked_loss else "transformers"
 
     @property
     def keeps_inputs(self) -> bool:

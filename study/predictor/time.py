@@ -212,7 +212,8 @@ def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: fl
     traffic *= shape.layers * (hidden * shape.hidden + inner * shape.inner)
     head = casts = logits = 0.0
     if shape.family == "causal-lm":
-        logits = (3 * width if request.loss in IN_PLACE else _LOGIT_BYTES) * tokens * shape.vocabulary / bandwidth
+        per_logit = 3 * width if request.loss_kernel in IN_PLACE else _LOGIT_BYTES
+        logits = per_logit * tokens * shape.vocabulary / bandwidth
     if isinstance(shape, live.LiveShape):
         # All traced products; a fused attention has twice its forward FLOPs in the convention of the trace.
         traced = activations.trace(request)

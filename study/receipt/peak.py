@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from study.metrics.inventory import bytes_in_use, dtensor_type, tensors_in
+from study.metrics.inventory import bytes_in_use, dtensor_type, live_tensors
 from study.metrics.state import GATHERED, MODEL_BUFFERS, REDUCER_BUCKETS, StateWatch, claim_model_state
 from study.metrics.traffic import TrafficWatch
 from study.receipt.document import MEMORY_PARTS
@@ -110,7 +110,7 @@ class PeakWatch(TorchDispatchMode):
             gc.collect()
             claims = claim_model_state(self._model, self._optimizer, self._device).claims
             self._reducer_bytes = claims.get(("buffers", "device", REDUCER_BUCKETS), 0)
-            for tensor in _live_tensors():
+            for tensor in live_tensors():
                 self._see(tensor, "other_tensors")
             in_use = bytes_in_use(self._device)
             if not self._is_cuda and in_use is not None:
@@ -235,14 +235,3 @@ def _find_part(kind: str, name: str) -> str:
     if name == MODEL_BUFFERS:
         return "parameters"
     return _KINDS_OF_STATE.get(kind, "buckets")
-
-
-def _live_tensors() -> list[torch.Tensor]:
-    """Return every tensor that Python refers to, and this rank's shards of DTensors."""
-    return [
-        tensor
-        for candidate in gc.get_objects()
-        if issubclass(type(candidate), torch.Tensor) and not issubclass(type(candidate), FakeTensor)
-        for tensor in tensors_in(candidate)
-        if tensor.device.type != "meta"
-    ]

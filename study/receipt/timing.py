@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
+from study.metrics.clock import elapsed_s, time_mark, wait_for
 from study.metrics.state import base_optimizer
 from study.receipt.failures import Failures
 
@@ -59,13 +60,13 @@ class PartTimer:
             hooks.callback(base.register_step_pre_hook(lambda *_: self._begin_step()).remove)
             hooks.callback(base.register_step_post_hook(lambda *_: self._end_step()).remove)
         hooks.enter_context(_around(dataloader._BaseDataLoaderIter, "__next__", self.begin_data, self.end_data))
-        self._synchronize()
+        wait_for(self._device)
         self._opened = time.perf_counter()
 
     def close(self) -> None:
         """End the step, and take the hooks off."""
         self._hooks.close()
-        self._synchronize()
+        wait_for(self._device)
         self.total_s = time.perf_counter() - self._opened
 
     @property
@@ -73,7 +74,7 @@ class PartTimer:
         """Seconds by part of the closed step; `rest` is the time outside of all parts."""
         seconds: defaultdict[str, float] = defaultdict(float)
         for part, begin, end in self._spans:
-            seconds[part] += begin.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - begin
+            seconds[part] += elapsed_s(begin, end)
         parts = {part: seconds[part] for part in ("forward", "backward", "optimizer")}
         parts["data"] = self._data_s
         return parts | {"rest": max(0.0, self.total_s - sum(parts.values()))}
@@ -142,7 +143,7 @@ class PartTimer:
             if not self._open_parts:
                 self.phase = part
                 labels.__enter__()
-            self._open_parts.append((part, self._mark(), labels))
+            self._open_parts.append((part, time_mark(self._device), labels))
 
     def _end(self, part: str) -> None:
         with self._failures.caught(f"timing the {part} part"):
@@ -151,19 +152,8 @@ class PartTimer:
             _, begin, labels = self._open_parts.pop()
             if not self._open_parts:
                 labels.__exit__(None, None, None)
-                self._spans.append((part, begin, self._mark()))
+                self._spans.append((part, begin, time_mark(self._device)))
                 self.phase = "between"
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 @contextlib.contextmanager

@@ -124,7 +124,11 @@ def fits(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def kinds_table(scores: pd.DataFrame) -> pd.DataFrame:
-    """Return the errors of published rows by the kind of training, without rows that fitted or chose anything."""
+    """Return the errors of published rows by the kind of training, and whether these rows are held out.
+
+    Rows of full training by which something was fitted or chosen are left out. The rules of adapters' memory were found
+    by all of their rows, which are shown as such.
+    """
     published, _, adapters = by_origin(scores).values()
     offloads, sharded = published["offloads"], adapters["strategy"] != "single"
     quantized = adapters["name"].str.contains("QLoRA")
@@ -134,12 +138,15 @@ def kinds_table(scores: pd.DataFrame) -> pd.DataFrame:
            for name, is_kind in (("LoRA", ~quantized), ("QLoRA", quantized))
            for where, is_sharded in (("one GPU", ~sharded), ("FSDP1", sharded))},
     }  # fmt: skip
-    return pd.DataFrame([
-        {"kind": kind, **_line(what, rows[rows[use] == "score"][error], None)}
-        for kind, rows in kinds.items()
-        for what, use, error in (("peak memory", "use_memory", "peak_error"), ("step time", "use", "step_error"))
-        if rows[rows[use] == "score"][error].notna().any()
-    ])  # fmt: skip
+    lines = []
+    for kind, rows in kinds.items():
+        for what, use, error in (("peak memory", "use_memory", "peak_error"), ("step time", "use", "step_error")):
+            scored = rows[rows[use] == "score"][error]
+            is_held_out = bool(scored.notna().any())
+            errors = scored if is_held_out else rows[error]
+            if errors.notna().any():
+                lines.append({"kind": kind, **_line(what, errors, None), "held out": "yes" if is_held_out else "no"})
+    return pd.DataFrame(lines)
 
 
 def errors_by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
