@@ -1,6 +1,6 @@
-"""Checks that wait for one GPU: the runs that feed each, and the finding that each of its outcomes gives.
+"""Checks that one GPU decides: the runs that feed each, its outcome so far, and the finding that each outcome gives.
 
-`make claims` writes docs/gpu_checks.md; the commit of that page is older than the records that it speaks of.
+`make claims` writes docs/gpu_checks.md; the checks are older than the records that they judge.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pandas as pd
 
 from study.claims.ledger import ClaimCheck
 from study.claims.scoreboard import JudgedClaim, Scoreboard
-from study.claims.verdicts import CheckResult, ClaimFinding, Figure, FindingKind, Region, combine
+from study.claims.verdicts import CheckResult, ClaimFinding, Figure, FindingKind, Region, combine, number
 from study.config.places import REPOSITORY
 from study.host.machine import Machine
 from study.report.document import Link, render_markdown
@@ -65,6 +65,14 @@ class GpuCheck:
     @property
     def check(self) -> ClaimCheck:
         return self.judged.claim.checks[self.place]
+
+    @property
+    def answer(self) -> str:
+        """What the committed records say, with their figure; empty without records that it can judge."""
+        result = self.judged.results[self.place]
+        if result.answer == "not judged" or result.figure is None:
+            return ""
+        return f"{result.answer}: {number(result.figure.value)}{result.figure.spread} {self.check.unit}".rstrip()
 
     @property
     def without(self) -> FindingKind:
@@ -167,7 +175,11 @@ def _equals(value: object, text: str) -> bool:
 def page(scoreboard: Scoreboard) -> str:
     """Return docs/gpu_checks.md as text."""
     checks = gpu_checks(scoreboard)
-    return render_markdown("gpu_checks.md.j2", checks=_checks(checks), runs=_runs(checks), claims=len(_claims(checks)))
+    open_checks = [item for item in checks if not item.answer]
+    return render_markdown(
+        "gpu_checks.md.j2", checks=_checks(checks), runs=_runs(open_checks), claims=len(_claims(checks)),
+        figures=len(checks), judged=len(checks) - len(open_checks),
+    )  # fmt: skip
 
 
 def _checks(checks: Sequence[GpuCheck]) -> pd.DataFrame:
@@ -176,13 +188,13 @@ def _checks(checks: Sequence[GpuCheck]) -> pd.DataFrame:
         check, claim = item.check, item.judged.claim
         link = Link(claim.id, f"claims.md#{claim.id.lower()}")
         passes = check.region.words(check.unit)
-        rows.append((link, check.shows, passes, *_cost(item.feeds),
+        rows.append((link, check.shows, passes, item.answer or "-", *_cost(item.feeds),
                      item.without, item.finding_if(True), item.finding_if(False)))  # fmt: skip
         if item.place == gpu_places(item.judged)[-1] and len(gpu_places(item.judged)) > 1:
             feeds = dict.fromkeys(feed for row in checks if row.judged is item.judged for feed in row.feeds)
             outcomes = [finding_if_all(item.judged, passes) for passes in (True, False)]
-            rows.append((link, "all of these", "-", *_cost(tuple(feeds)), item.without, *outcomes))
-    columns = ("claim", "figure", "passes at", "suite", "a GPU of", "minutes", "without a GPU", "if it passes",
+            rows.append((link, "all of these", "-", "-", *_cost(tuple(feeds)), item.without, *outcomes))
+    columns = ("claim", "figure", "passes at", "so far", "suite", "a GPU of", "minutes", "without a GPU", "if it passes",
                "if it fails")  # fmt: skip
     return pd.DataFrame(rows, columns=columns)
 
@@ -199,7 +211,7 @@ def _claims(checks: Sequence[GpuCheck]) -> list[str]:
 
 
 def _runs(checks: Sequence[GpuCheck]) -> pd.DataFrame:
-    """Return the sets of cells that feed the same claims, those with most claims per minute first."""
+    """Return the sets of cells that feed the same claims of these checks, those with most claims per minute first."""
     fed: dict[Feed, list[str]] = {}
     for item in checks:
         for feed in item.feeds:

@@ -1,6 +1,6 @@
 """Print each record of some suites with its peaks and its step beside their prediction by this checkout.
 
-    python tools/quarter/table.py SUITE... [--runs_dir runs] [--hardware H100] [--csv FILE] [--all] [--rehearse]
+    python tools/quarter/table.py SUITE... [--runs_dir runs] [--hardware BOX] [--csv FILE] [--all] [--rehearse]
 
 Peaks are those of the steps: bytes allocated on the device, and the resident set of the process on the host. In
 brackets: prediction over measurement, minus 1. The CSV also has cells without a record, whose predictions were made
@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from study.config.errors import UserError
 from study.host.machine import Machine
@@ -144,7 +146,8 @@ def main() -> int:
     add = parser.add_argument
     add("suites", nargs="+", metavar="SUITE")
     add("--runs_dir", type=Path, default=Path("runs"), metavar="DIR")
-    add("--hardware", default="H100", metavar="BOX", help="predict for H100, A100-80, this, ...")
+    hardware_help = "predict for H100, A100-80, ...; default: this machine with a GPU, else H100"
+    add("--hardware", default="this" if torch.cuda.is_available() else "H100", metavar="BOX", help=hardware_help)
     add("--host_memory_gib", type=float, default=128.0, metavar="GIB")
     add("--csv", type=Path, metavar="FILE")
     add("--all", action="store_true", help="print cells without a record, too")

@@ -64,15 +64,41 @@ def page(rows: pd.DataFrame) -> pd.Series:
 
 def preregistered_table(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
     """Return errors of predictions made before a suite ran, and of today's rules for the same ranks."""
-    rows = pd.read_csv(folder / FORETOLD)
+    rows = _foretold(folder)
     now = scores[scores["source"] == OWN].set_index("name")["peak_error"].reindex(rows["suite"] + " " + rows["run"])
-    rows = rows.assign(then=(rows["predicted_gib"] / rows["measured_gib"] - 1).abs(), now=now.abs().to_numpy())
-    suites = rows.groupby("suite", sort=False)
+    suites = rows.assign(now=now.abs().to_numpy()).groupby("suite", sort=False)
     return pd.DataFrame({
-        "predicted by": suites["predicted_by"].first(), "rows": suites.size(),
-        "median error": suites["then"].median().map(_percent), "worst": suites["then"].max().map(_percent),
-        "worst since": suites["now"].max().map(_percent),
+        "predicted by": suites["predicted_by"].first(), "peaks": suites["peak_error"].count(),
+        "median error": suites["peak_error"].median().map(_percent), "worst": suites["peak_error"].max().map(_percent),
+        "worst since": suites["now"].max().map(_percent_or_dash),
+        "step times": suites["step_error"].count(),
+        "median error of a step": suites["step_error"].median().map(_percent_or_dash),
+        "worst step": suites["step_error"].max().map(_percent_or_dash),
     }).reset_index()  # fmt: skip
+
+
+def foretold_errors(folder: Path, suite: str) -> dict[str, dict[str, str]]:
+    """Return how far the peaks and step times of a suite were from the predictions made before it ran."""
+    rows = _foretold(folder)
+    rows = rows[rows["suite"] == suite]
+    found = {}
+    for what in ("peak", "step"):
+        errors = rows[f"{what}_error"].dropna()
+        found[what] = {"median": _percent(errors.median()), "worst": _percent(errors.max()), "rows": str(len(errors))}
+    return found
+
+
+def _foretold(folder: Path) -> pd.DataFrame:
+    rows = pd.read_csv(folder / FORETOLD)
+    errors = {
+        f"{what}_error": (rows[f"predicted_{figure}"] / rows[f"measured_{figure}"] - 1).abs()
+        for what, figure in (("peak", "gib"), ("step", "step_s"))
+    }
+    return rows.assign(**errors)
+
+
+def _percent_or_dash(share: float) -> str:
+    return "-" if pd.isna(share) else _percent(share)
 
 
 def headline(scores: pd.DataFrame) -> pd.DataFrame:

@@ -14,10 +14,10 @@ from study.report.questions import fits, loss, memory, releases, runs, scaling, 
 from study.virtual.summaries import setting_pairs
 
 QUESTIONS: tuple[Question, ...] = (
-    runs.REMAINING, releases.QUESTION, loss.QUESTION, time.ADVICE, memory.MEMORY, time.TIME, memory.TRAFFIC,
+    releases.QUESTION, loss.QUESTION, time.ADVICE, memory.MEMORY, time.TIME, memory.TRAFFIC,
     memory.OFFLOAD, scaling.RANKS, scaling.NODES, memory.NEIGHBOURS, scaling.BATCH_SIZE, scaling.MODEL_SIZE,
     time.PROFILE, fits.QUESTION, virtual.TUNING, virtual.LORA, virtual.TABLE1, virtual.SETTINGS, virtual.LAYERS,
-    runs.CLAIMS, runs.RUNS,
+    runs.REMAINING, runs.CLAIMS, runs.RUNS,
 )  # fmt: skip
 TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, table in question.tables.items()}
 
@@ -29,7 +29,7 @@ def answers(records: Records, claims: Sequence[Row] = (), suite: str = "") -> di
     if (about_releases := releases.QUESTION.answer(records)) is not None:
         # Each stack is a separate workload, too many for the other questions.
         answered[releases.QUESTION] = about_releases
-        questions = (runs.REMAINING, releases.QUESTION, runs.CLAIMS, runs.RUNS)
+        questions = (releases.QUESTION, runs.REMAINING, runs.CLAIMS, runs.RUNS)
     words, settings = {*suite.split("_")}, virtual.SETTINGS if setting_pairs(records) else None
     ordered = sorted(questions, key=lambda item: (not {item.name, item.notebook} & words, item is not settings))
     pairs = ((question, answered.get(question) or question.answer(records)) for question in ordered)

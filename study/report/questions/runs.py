@@ -29,9 +29,14 @@ def _remaining_answer(records: Records) -> Answer | None:
         sentence = f"None of it is measured yet: {planned} runs and searches remain, about {time}."
     else:
         sentence = f"{planned - missing} of {planned} runs and searches are measured; {missing} remain, about {time}."
-    suites = dict.fromkeys(item.suite for item in slices)
-    table = pd.DataFrame([_row(suite, [item for item in slices if item.suite == suite]) for suite in suites])
-    return Answer(sentence, table, ("Times are estimates from earlier records and the suites' arithmetic.",))
+    suites = {item.suite: [part for part in slices if part.suite == item.suite] for item in slices}
+    begun = {suite: parts for suite, parts in suites.items() if any(part.ok + part.other for part in parts)}
+    notes = ["Times are estimates from earlier records and the suites' arithmetic."]
+    if begun and len(begun) < len(suites):
+        untouched = [suite for suite in suites if suite not in begun]
+        notes.insert(0, f"Without a run yet: {', '.join(untouched)}.")
+    table = pd.DataFrame([_row(suite, parts) for suite, parts in (begun or suites).items()])
+    return Answer(sentence, table, tuple(notes))
 
 
 def _row(suite: str, slices: Sequence[SliceProgress], part: str = "") -> dict[str, object]:

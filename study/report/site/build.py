@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import itertools
 import json
@@ -197,7 +198,7 @@ def _write_pages(
     numbers = [number for answer in answered.values() for number in answer.numbers]
     lead = PageSection(sentence=" · ".join([*environment.values(), *facts]))
     texts = {
-        "summary.md": page_markdown(title, [lead, *cards, *lists], numbers),
+        "summary.md": page_markdown(title, [lead, *(_unfolded(card) for card in cards), *lists], numbers),
         "index.html": page_html(
             "index.html.j2", suite, pages, "index", title=title, facts=facts, cards=cards, lists=lists,
             numbers=numbers, all_reports=all_reports, environment=pd.DataFrame(environment.items(), columns=["", " "]),
@@ -256,6 +257,11 @@ def _card(question: Question, answer: Answer, drawn: Sequence[Picture], records:
         classes="card", anchor=question.name,
         below=Markup('<p class="more">{}</p>').format(more) if question.notebook else Markup(""),
     )  # fmt: skip
+
+
+def _unfolded(section: PageSection) -> PageSection:
+    """Return a section without the tables that HTML folds, which are long."""
+    return dataclasses.replace(section, tables={})
 
 
 def _details(

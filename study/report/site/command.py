@@ -99,10 +99,15 @@ def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
     return read.name, plan_suite(suite, detect_machine(), runs_dir) if read.slices else None
 
 
-def title_of(suite: str) -> str:
-    """Return the first sentence of the suite's description, which is the question of its report; empty without one."""
+# Reports whose folder is not named as their suite: the ledger's checks name the folder.
+_SUITES = {"gpu": "one_gpu"}
+
+
+def title_of(name: str) -> str:
+    """Return the question of a report or suite, the first sentence of the suite's description; empty without one."""
     try:
-        return re.split(r"(?<=\?)\s|\.(?:\s|$)", read_suite(find_suite(suite)).description.strip(), maxsplit=1)[0]
+        suite = read_suite(find_suite(_SUITES.get(name, name)))
+        return re.split(r"(?<=\?)\s|\.(?:\s|$)", suite.description.strip(), maxsplit=1)[0]
     except UserError:
         return ""
 
