@@ -31,7 +31,7 @@ from study.records.frames import read_parquet
 from study.releases.command import LATEST_RELEASES, shown_causes
 from study.report.document import render_markdown, table_markdown
 from study.report.pages.memory_figure import MEMORY_FIGURE, memory_svg
-from study.report.pages.prediction import HELD_OUT, LEAGUE, SCORES, headline, kinds_table, out_of
+from study.report.pages.prediction import HELD_OUT, LEAGUE, SCORES, foretold_errors, headline, out_of
 from study.report.questions.virtual import state_by_stage
 from study.virtual.summaries import table1_rows
 
@@ -116,17 +116,9 @@ def held_out_errors(folder: Path) -> str:
     """Return the errors of predictions on published runs that fitted nothing, as a sentence."""
     errors = headline(pd.read_parquet(folder / SCORES)).set_index("figure")
     peaks, steps, offload = (errors.loc[name] for name in HELD_OUT)
-    kinds = kinds_table(pd.read_parquet(folder / SCORES))
-    adapters = dict(iter(kinds[kinds["kind"].str.contains("LoRA")].groupby("figure")))
-
-    def span(figure: str) -> str:
-        medians = sorted(adapters[figure]["median error"], key=lambda text: float(text.rstrip("%")))
-        return f"{medians[0]} to {medians[-1]}"
-
     return render_markdown(
-        "readme_held_out.md.j2", peaks=peaks, steps=steps, offload=offload, span=span,
-        adapter_runs=adapters["peak memory"]["rows"].sum(),
-    ).rstrip()  # fmt: skip
+        "readme_held_out.md.j2", peaks=peaks, steps=steps, offload=offload, gpu=foretold_errors(folder, "gpu")
+    ).rstrip()
 
 
 def reports_list(names: str, root: Path) -> str:
