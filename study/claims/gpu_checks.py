@@ -194,8 +194,10 @@ def _checks(checks: Sequence[GpuCheck]) -> pd.DataFrame:
             feeds = dict.fromkeys(feed for row in checks if row.judged is item.judged for feed in row.feeds)
             outcomes = [finding_if_all(item.judged, passes) for passes in (True, False)]
             rows.append((link, "all of these", "-", "-", *_cost(tuple(feeds)), item.without, *outcomes))
-    columns = ("claim", "figure", "passes at", "so far", "suite", "a GPU of", "minutes", "without a GPU", "if it passes",
-               "if it fails")  # fmt: skip
+    columns = (
+        "claim", "figure", "passes at", "so far", "suite", "a GPU of", "minutes", "without a GPU", "if it passes",
+        "if it fails",
+    )  # fmt: skip
     return pd.DataFrame(rows, columns=columns)
 
 
