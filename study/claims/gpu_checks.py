@@ -68,7 +68,7 @@ class GpuCheck:
 
     @property
     def answer(self) -> str:
-        """What the committed records say, with their figure; empty without records that it can judge."""
+        """The answer of the committed records, with their figure; empty without a record that it can judge."""
         result = self.judged.results[self.place]
         if result.answer == "not judged" or result.figure is None:
             return ""

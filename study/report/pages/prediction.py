@@ -81,11 +81,11 @@ def foretold_errors(folder: Path, suite: str) -> dict[str, dict[str, str]]:
     """Return how far the peaks and step times of a suite were from the predictions made before it ran."""
     rows = _foretold(folder)
     rows = rows[rows["suite"] == suite]
-    found = {}
+    summaries = {}
     for what in ("peak", "step"):
         errors = rows[f"{what}_error"].dropna()
-        found[what] = {"median": _percent(errors.median()), "worst": _percent(errors.max()), "rows": str(len(errors))}
-    return found
+        summaries[what] = {"median": _percent(errors.median()), "worst": _percent(errors.max()), "rows": str(len(errors))}
+    return summaries
 
 
 def _foretold(folder: Path) -> pd.DataFrame:
@@ -97,8 +97,8 @@ def _foretold(folder: Path) -> pd.DataFrame:
     return rows.assign(**errors)
 
 
-def _percent_or_dash(share: float) -> str:
-    return "-" if pd.isna(share) else _percent(share)
+def _percent_or_dash(error: float) -> str:
+    return "-" if pd.isna(error) else _percent(error)
 
 
 def headline(scores: pd.DataFrame) -> pd.DataFrame:
