@@ -100,6 +100,81 @@ def test_an_operator_that_does_not_build_is_refused_with_the_cause_and_the_packa
     assert refused.value.fix.startswith(f"install {fix}")
 
 
+def make_cuda_operator(tmp_path, monkeypatch):
+    """Return the builder of an operator that compiles for the CPU, and parses the architectures as on a GPU."""
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
+
+    class Own(CUDAOpBuilder):
+        def absolute_name(self) -> str:
+            return self.name
+
+        def sources(self) -> list[str]:
+            return [str(tmp_path / "own.cpp")]
+
+        def cxx_args(self) -> list[str]:
+            return ["-std=c++20"]
+
+        def nvcc_args(self) -> list[str]:
+            return self.compute_capability_args()
+
+    # A module of Python without torch's headers, which take a minute.
+    (tmp_path / "own.cpp").write_text(
+        "#include <Python.h>\n"
+        'static PyModuleDef own = {PyModuleDef_HEAD_INIT, "own", nullptr, -1, nullptr};\n'
+        "PyMODINIT_FUNC PyInit_own_cuda_operator() { return PyModule_Create(&own); }\n"
+    )
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    builder = Own(name="own_cuda_operator")
+    monkeypatch.setattr("study.host.operators.builders", lambda strategy: [builder])
+    return builder
+
+
+def test_an_operator_builds_with_architectures_that_torch_accepts_and_deepspeed_cannot_parse(tmp_path, monkeypatch):
+    builder = make_cuda_operator(tmp_path, monkeypatch)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    with pytest.raises(ValueError, match=r"invalid literal for int\(\) with base 10: '0a'"):
+        builder.load(verbose=False)
+    printed: list[str] = []
+    operators.build_operators(read_strategy("zero1"), tmp_path, printed.append)
+    assert builder.name in builder._loaded_ops
+    assert [line for line in printed if "TORCH_CUDA_ARCH_LIST=9.0a" in line] == [
+        "TORCH_CUDA_ARCH_LIST=9.0a has letters that DeepSpeed cannot parse: own_cuda_operator is built for 9.0"
+    ]
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0a"
+    # DeepSpeed's engine loads it from its cache, and parses nothing again.
+    assert builder.load(verbose=False) is builder._loaded_ops[builder.name]
+    # Another process loads the built one, and prints no line.
+    builder._loaded_ops.clear()
+    printed.clear()
+    operators.build_operators(read_strategy("zero1"), tmp_path, printed.append)
+    assert printed == []
+
+
+def test_architectures_that_no_letter_explains_are_named_instead_of_a_missing_compiler(tmp_path, monkeypatch):
+    make_cuda_operator(tmp_path, monkeypatch)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(Unsupported) as refused:
+        operators.build_operators(read_strategy("zero1"), tmp_path, print)
+    assert refused.value.problem == (
+        "DeepSpeed cannot parse TORCH_CUDA_ARCH_LIST=Hopper for its operator own_cuda_operator"
+        " (invalid literal for int() with base 10: 'Hopper')"
+    )
+    assert refused.value.fix.startswith("export TORCH_CUDA_ARCH_LIST=9.0")
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "Hopper"
+
+
+@pytest.mark.parametrize(
+    ("exported", "parsable"),
+    [
+        ("9.0a", "9.0"), ("10.0a+PTX", "10.0+PTX"), ("8.0 9.0a;10.3f+PTX", "8.0;9.0;10.3+PTX"), ("9.0;9.0a", "9.0"),
+        ("8.0 9.0+PTX", "8.0 9.0+PTX"), ("Hopper", "Hopper"), ("", ""),
+    ],
+)  # fmt: skip
+def test_only_letters_leave_the_list_of_architectures(exported, parsable):
+    assert operators.without_letters(exported) == parsable
+
+
 def test_an_invalid_build_folder_is_named_instead_of_a_missing_compiler(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "builds"))

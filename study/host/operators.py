@@ -27,6 +27,9 @@ from study.records import directory, schema
 
 # Messages of a compiler or a linker, and of a shell that does not find them.
 _CAUSE = re.compile(r"\berror: |cannot find|undefined reference|command not found")
+# GPUs to build for: torch and DeepSpeed read it. torch also accepts 9.0a, 10.0f and names such as Hopper.
+ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+_PARSABLE = re.compile(r"\d+\.\d+(\+PTX)?")
 _SHORT_HEADERS = {
     "torch/extension.h": """#pragma once
 #include <ATen/core/Tensor.h>
@@ -76,9 +79,15 @@ def build_operators(strategy: strategies.Strategy, cache: Path, say: Callable[[s
             # The first message of the compiler or the linker; ninja's last line never has the cause.
             lines = str(error).strip().splitlines() or [type(error).__name__]
             cause = next(filter(_CAUSE.search, lines), lines[-1])[:300]
-            fix = "python3-dev" if "Python.h" in cause else "g++, ninja and, for NVMe, libaio-dev"
-            problem = f"DeepSpeed's operator {builder.name} does not build ({cause})"
-            raise errors.Unsupported(problem, f"install {fix}") from error
+            problem, fix = f"DeepSpeed's operator {builder.name} does not build ({cause})", "install python3-dev"
+            if (unparsable := _unparsable_architectures(builder)) is not None:
+                problem = (
+                    f"DeepSpeed cannot parse {ARCHITECTURES}={unparsable} for its operator {builder.name} ({cause})"
+                )
+                fix = f"export {ARCHITECTURES}=9.0 for Hopper, 8.0 for A100, and so on; or unset it"
+            elif "Python.h" not in cause:
+                fix = "install g++, ninja and, for NVMe, libaio-dev"
+            raise errors.Unsupported(problem, fix) from error
     return time.perf_counter() - started
 
 
@@ -92,7 +101,7 @@ def load_operator(builder: Any, say: Callable[[str], None] = _print) -> Any:
             load_operator(first, say)
     folder = build_folder(builder.name)
     # Next to the folder, so that all users of the folder share the lock.
-    with FileLock(folder.with_suffix(".build.lock")):
+    with FileLock(folder.with_suffix(".build.lock")), _parsable_architectures(builder, say):
         _clear_dead_build(folder)
         if not is_built(builder):
             minutes = "1 to 5" if builder.name == "async_io" else "1 to 2"
@@ -106,6 +115,49 @@ def load_operator(builder: Any, say: Callable[[str], None] = _print) -> Any:
                 # Otherwise torch does not compile it a second time in this process.
                 JIT_EXTENSION_VERSIONER.entries.pop(builder.name, None)
         return builder.load(verbose=False)
+
+
+@contextlib.contextmanager
+def _parsable_architectures(builder: Any, print_line: Callable[[str], None]) -> Iterator[None]:
+    """Load an operator with a TORCH_CUDA_ARCH_LIST without letters: DeepSpeed cannot parse 9.0a, which images set.
+
+    A letter adds instructions that none of the operators uses. Loaded operators stay in a cache of DeepSpeed.
+    """
+    exported = os.environ.get(ARCHITECTURES, "")
+    parsable = without_letters(exported)
+    if parsable == exported or not _reads_architectures(builder):
+        yield
+        return
+    if not is_built(builder):
+        text = f"{ARCHITECTURES}={exported} has letters that DeepSpeed cannot parse"
+        print_line(f"{text}: {builder.name} is built for {parsable}")
+    os.environ[ARCHITECTURES] = parsable
+    try:
+        yield
+    finally:
+        os.environ[ARCHITECTURES] = exported
+
+
+def without_letters(architectures: str) -> str:
+    """Return a TORCH_CUDA_ARCH_LIST without the letters of 9.0a and 10.0f+PTX; names such as Hopper stay."""
+    numeric = re.sub(r"(\d+\.\d+)[a-z]+", r"\1", architectures)
+    if numeric == architectures:
+        return architectures
+    # 9.0;9.0a is one architecture now.
+    return ";".join(dict.fromkeys(re.split(r"[;\s]+", numeric.strip())))
+
+
+def _unparsable_architectures(builder: Any) -> str | None:
+    """Return the TORCH_CUDA_ARCH_LIST if DeepSpeed parses it for this operator and cannot."""
+    exported = os.environ.get(ARCHITECTURES, "").strip()
+    parts = filter(None, re.split(r"[;\s]+", without_letters(exported)))
+    return exported if _reads_architectures(builder) and not all(map(_PARSABLE.fullmatch, parts)) else None
+
+
+def _reads_architectures(builder: Any) -> bool:
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    return isinstance(builder, CUDAOpBuilder)
 
 
 @contextlib.contextmanager
