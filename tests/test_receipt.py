@@ -19,8 +19,8 @@ import torch
 import torch.utils._python_dispatch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from engines import ROOT, printed_json
-from forked import fork_ranks
+from engines import ONE_THREAD, ROOT, printed_json
+from forked import fork_ranks, fork_script
 from study.receipt.document import ReceiptDocument, read_receipt
 from study.receipt.page import HEIGHT, WIDTH, receipt_lines
 
@@ -269,6 +269,8 @@ def test_after_the_measured_steps_it_costs_at_most_one_percent() -> None:
     assert cost.later_fraction is not None
     assert 0 < cost.later_fraction <= 0.01
     assert cost.measured_s > 0
+    assert cost.added_s is not None
+    assert cost.added_s > 0
 
 
 def test_a_run_that_is_interrupted_prints_its_receipt_too(tmp_path: Path) -> None:
@@ -397,6 +399,31 @@ def test_the_package_is_imported_without_torch_and_names_what_it_has() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "module 'study' has no attribute 'Reciept'\n"
+
+
+def test_the_program_for_a_gpu_compares_with_a_control(tmp_path: Path) -> None:
+    probe = ROOT / "tests" / "probes" / "receipt_gpu.py"
+    environment = {**os.environ, **ONE_THREAD}
+    result = fork_script(
+        probe, str(tmp_path), "plain", "zero2", folder=ROOT, environment=environment, read_at_import={}, timeout=180
+    )
+    rows = printed_json(result)
+    assert [row["loop"] for row in rows] == ["plain", "zero2"]
+    for row in rows:
+        assert (row["equal_control"], row["equal_with_receipt"]) == (True, True), row["loop"]
+        assert (row["state"], row["failures"], row["outside"]) == ("complete", [], [])
+        assert 0.95 <= row["attributed"] <= 1
+        # The last loss is that of trained weights.
+        assert row["losses"][0] != row["losses"][1]
+        # Most of it is in the watched step, the tenth.
+        watched_ms = row["step_ms_with"][9] - row["median_ms_with"]
+        assert 0.5 * watched_ms < 1000 * row["added_s"] < sum(row["step_ms_with"])
+    assert rows == [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    engines = [read_receipt(str(tmp_path / f"{name}.json")).engine for name in ("plain", "zero2")]
+    assert [(engine.engine, engine.zero_stage, engine.ranks) for engine in engines] == [
+        ("none", None, 1),
+        ("deepspeed", 2, 1),
+    ]
 
 
 def test_the_schema_of_a_receipt_is_stable() -> None:

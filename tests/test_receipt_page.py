@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from study.receipt.document import (
     EngineFacts,
     Fault,
     ModelFacts,
+    OwnCost,
     PeakFacts,
     RankFacts,
     ReceiptDocument,
@@ -32,6 +35,12 @@ from study.receipt.forecast import make_forecast
 from study.receipt.page import HEIGHT, WIDTH, receipt_lines
 
 MIB = 2**20
+RECEIPTS = REPOSITORY / "tests" / "data" / "receipts"
+# Loops on one H200, and the name of the engine on their screens.
+GPU_LOOPS = {
+    "plain": "no engine", "checkpointed": "no engine", "ddp": "DDP", "zero2": "DeepSpeed stage 2",
+    "zero3": "DeepSpeed stage 3",
+}  # fmt: skip
 # GPT-2 in its smallest size.
 GPT2: dict[str, object] = {
     "model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257,
@@ -282,10 +291,15 @@ def test_three_receipts_and_an_unmeasured_one_are_refused(tmp_path: Path, capsys
     assert "has no measured step" in capsys.readouterr().err
 
 
+def block_of_docs(name: str) -> str:
+    text = (REPOSITORY / "docs" / "receipt.md").read_text(encoding="utf-8")
+    return text.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- /{name} -->")[0]
+
+
 def test_the_screen_of_the_docs_is_that_of_a_real_run() -> None:
     file = "tests/data/receipts/ddp.json"
     text = (REPOSITORY / "docs" / "receipt.md").read_text(encoding="utf-8")
-    screen = text.partition("<!-- screen -->\n```text\n")[2].partition("```\n<!-- /screen -->")[0]
+    screen = block_of_docs("screen").removeprefix("```text\n").removesuffix("```\n")
     receipt = read_receipt(str(REPOSITORY / file))
     assert screen.splitlines() == receipt_lines(receipt, file)
     assert {fault.id for fault in receipt.faults} == {"data-loader-waits", "forgotten-no-sync"}
@@ -295,3 +309,105 @@ def test_the_screen_of_the_docs_is_that_of_a_real_run() -> None:
     listed = re.findall(r"^\| `([a-z-]+)` \| ", text.partition("## Faults")[2].partition("##")[0], re.MULTILINE)
     source = (REPOSITORY / "study" / "receipt" / "faults.py").read_text(encoding="utf-8")
     assert set(listed) == set(re.findall(r'id="([a-z-]+)"', source))
+
+
+def read_gpu_rows() -> dict[str, dict[str, Any]]:
+    """Return the rows of the loops on an H200: the milliseconds of each micro-batch, with and without a receipt."""
+    lines = (RECEIPTS / "cuda_rows.jsonl").read_text(encoding="utf-8").splitlines()
+    return {row["name"]: row for row in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("loop", GPU_LOOPS)
+def test_receipts_of_a_gpu_are_printed(loop: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = f"tests/data/receipts/cuda_{loop}.json"
+    assert main(["receipt", "--strict", str(REPOSITORY / file)]) == 0
+    printed = capsys.readouterr().out
+    receipt = read_receipt(str(REPOSITORY / file))
+    lines = receipt_lines(receipt, file)
+    assert len(lines) <= HEIGHT
+    assert max(map(len, lines)) <= WIDTH
+    assert len(printed.splitlines()) == len(lines)
+    assert f"receipt of {GPU_LOOPS[loop]}, 1 rank on NVIDIA H200, bfloat16" in printed
+    assert "% attributed" in printed
+    assert "of host memory at its peak" in printed
+    assert "MFU" in printed or "HFU" in printed
+    # The optimizer's step counters are on the host under DeepSpeed, and nothing is offloaded.
+    assert "offloaded" not in printed
+    # 36 bytes of other tensors have no line.
+    assert ("other tensors" in printed) == (loop in ("zero2", "zero3"))
+    assert receipt.failures == ()
+    assert str(receipt.model_dump()).count("/root") == 0
+
+
+def test_the_screen_and_the_table_of_a_gpu_are_those_of_its_receipts() -> None:
+    file = "tests/data/receipts/cuda_ddp.json"
+    screen = block_of_docs("screen of a GPU").removeprefix("```text\n").removesuffix("```\n")
+    assert screen.splitlines() == receipt_lines(read_receipt(str(REPOSITORY / file)), file)
+    assert block_of_docs("table of a GPU").splitlines() == list(gpu_table())
+    assert not any(row["equal"] for row in read_gpu_rows().values())
+
+
+def gpu_table() -> Iterator[str]:
+    """Yield the rows of the table on overhead, attributed bytes and predictions on an H200."""
+    yield (
+        "| loop | step, ms | watched step, s | profiled step, ms | added, s | later steps | attributed"
+        " | peak / predicted | step / predicted |"
+    )
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for loop, row in read_gpu_rows().items():
+        receipt = read_receipt(str(RECEIPTS / f"cuda_{loop}.json"))
+        memory, micro_batches = receipt.memory, receipt.work.micro_batches
+        assert memory is not None
+        assert micro_batches is not None
+        with_one, without = (
+            [sum(row[name][begin : begin + micro_batches]) for begin in range(0, len(row[name]), micro_batches)]
+            for name in ("times_with_ms", "times_without_ms")
+        )
+        step, (profiled, watched) = statistics.median(without[5:]), with_one[8:10]
+        other_bytes = memory.parts["other_tensors"]
+        attributed = (sum(memory.parts.values()) - other_bytes) / (memory.total_bytes - other_bytes)
+        # Of the predictor of that day.
+        predicted = {it.figure: it.predicted for it in receipt.forecast.comparisons}
+        peak = (memory.total_bytes - other_bytes) / predicted["peak of tensors"]
+        cells = [
+            f"{step:.3g}", f"{watched / 1e3:.2f}", f"{profiled:.0f}", f"{(watched + profiled - 2 * step) / 1e3:.2f}",
+            f"{statistics.median(with_one[10:]) / statistics.median(without[10:]):.2f}", f"{100 * attributed:.1f} %",
+            f"{peak:.2f}", f"{(receipt.time.step_s or 0) / predicted['step']:.2f}",
+        ]  # fmt: skip
+        yield f"| `{loop}` | {' | '.join(cells)} |"
+
+
+def test_what_is_offloaded_is_told_from_counters_on_the_host() -> None:
+    def optimizer_line(on_device: int, on_host: int) -> str:
+        memory = PeakFacts(
+            moment="in the backward pass", total_bytes=100 * MIB, process_peak_bytes=400 * MIB,
+            parts={"optimizer": on_device, "activations": 59 * MIB}, host_parts={"optimizer": on_host},
+        )  # fmt: skip
+        lines = receipt_lines(make_receipt(memory=memory), "r")
+        return next((" ".join(line.split()) for line in lines if line.startswith("  optimizer  ")), "")
+
+    assert optimizer_line(40 * MIB, 600).startswith("optimizer 40.00 MiB █")
+    assert "offloaded" not in optimizer_line(40 * MIB, 600)
+    assert optimizer_line(40 * MIB, 2 * MIB).endswith("(2.00 MiB offloaded)")
+    # On a GPU the whole optimizer may be on the host.
+    assert optimizer_line(0, 40 * MIB) == "optimizer 0 B (40.00 MiB offloaded)"
+
+
+@pytest.mark.parametrize("loop", ["zero2", "zero3"])
+def test_a_peak_with_tensors_of_an_earlier_engine_is_compared_without_them(loop: str) -> None:
+    receipt = read_receipt(str(RECEIPTS / f"cuda_{loop}.json"))
+    assert [row.figure for row in receipt.forecast.comparisons if row.is_outside] == ["peak of tensors", "step"]
+    row = next(row for row in make_forecast(receipt).comparisons if row.figure.startswith("peak"))
+    assert row.figure == "peak without others"
+    assert not row.is_outside
+    assert receipt.memory is not None
+    assert row.measured == receipt.memory.total_bytes - receipt.memory.parts["other_tensors"]
+
+
+def test_the_last_line_states_what_the_receipt_added() -> None:
+    cost = OwnCost(measured_s=0.5, added_s=1.82, later_fraction=0.0033)
+    page = " ".join(" ".join(receipt_lines(make_receipt(cost=cost), "r")).split())
+    assert page.endswith(
+        "the receipt added 1.82 s to the program; its functions took 500 ms in the measured steps, 0.330% of each"
+        " later step"
+    )

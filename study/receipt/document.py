@@ -15,6 +15,8 @@ from study.records.schema import RecordError
 VERSION = 1
 # Parts of the memory of a rank at its peak, in the order of the page.
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations", "other_tensors")
+# Fraction of a part on the host from which it is offloaded.
+_OFFLOADED_FRACTION = 0.001
 # Parts of a step's time. Communication is the part in which nothing is computed.
 TIME_PARTS = ("forward", "backward", "communication", "optimizer", "data", "rest")
 # DeepSpeed, two versions of FSDP, DDP, or a model on one rank.
@@ -89,7 +91,7 @@ class PeakFacts(Part):
     # Bytes of tensors in use: those of torch's allocator, or on a CPU the growth of the process's heap.
     total_bytes: int
     parts: dict[str, int]
-    # Offloaded to the host.
+    # On the host.
     host_parts: dict[str, int] = {}
     allocator_slack_bytes: int | None = None
     outside_torch_bytes: int | None = None
@@ -103,6 +105,11 @@ class PeakFacts(Part):
         if not self.total_bytes:
             return 0.0
         return 1 - abs(self.total_bytes - sum(self.parts.values())) / self.total_bytes
+
+    def offloaded_bytes(self, part: str) -> int:
+        """Return the bytes of a part that are offloaded; the optimizer's step counters are on the host anyway."""
+        count = self.host_parts.get(part, 0)
+        return count if count >= _OFFLOADED_FRACTION * (count + self.parts.get(part, 0)) else 0
 
 
 class StateFacts(Part):
@@ -180,9 +187,13 @@ class Fault(Part):
 
 
 class OwnCost(Part):
-    """Cost of the receipt itself: seconds in measured steps, and a fraction of each later step."""
+    """Cost of the receipt itself."""
 
+    # Seconds of the receipt's functions in the measured steps.
     measured_s: float = 0.0
+    # Seconds that it added to the program: the profiled and the watched step beyond the median step, and its end.
+    added_s: float | None = None
+    # Of the host's time in each later step.
     later_fraction: float | None = None
 
 

@@ -11,6 +11,8 @@ from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ForecastRow, Receip
 WIDTH, HEIGHT = 100, 40
 _BAR = 30
 _MAX_FAULTS, _MAX_FAILURES = 5, 2
+# Fraction of the memory or of a step from which a part has a line.
+_SHOWN_FRACTION = 0.001
 _ENGINES = {"deepspeed": "DeepSpeed", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP", "none": "no engine"}
 _NAMES = {"other_tensors": "other tensors", "data": "waiting for data", "rest": "the rest"}
 
@@ -95,12 +97,12 @@ def _memory(receipt: ReceiptDocument) -> Iterator[str]:
     )
     largest = max(memory.parts.values(), default=0)
     for part in MEMORY_PARTS:
-        count = memory.parts.get(part, 0)
-        if count:
-            on_host = memory.host_parts.get(part, 0)
+        count, on_host = memory.parts.get(part, 0), memory.offloaded_bytes(part)
+        if on_host or count >= _SHOWN_FRACTION * memory.total_bytes:
             host = f"  ({size(on_host)} offloaded)" if on_host else ""
-            yield f"  {_NAMES.get(part, part):<16}{size(count):>12}  {_bar(count, largest)}{host}"
-    details = [f"process {size(memory.process_peak_bytes)} at its peak"]
+            yield f"  {_NAMES.get(part, part):<16}{size(count):>12}  {_bar(count, largest) if count else ''}{host}"
+    where = "" if receipt.engine.device == "cpu" else " of host memory"
+    details = [f"process {size(memory.process_peak_bytes)}{where} at its peak"]
     if memory.allocator_peak_bytes is not None:
         details.append(f"torch's peak of the run {size(memory.allocator_peak_bytes)}")
     if memory.allocator_slack_bytes is not None:
@@ -113,14 +115,16 @@ def _memory(receipt: ReceiptDocument) -> Iterator[str]:
 
 def _time(receipt: ReceiptDocument) -> Iterator[str]:
     times = receipt.time
-    if times.step_s is not None:
-        yield f"time of a step: {rounded_seconds(times.step_s)} (median of {times.steps})"
     total = sum(times.parts.values())
+    if times.step_s is not None:
+        # A step whose parts are timed waits for the device at both ends.
+        parts = f"; parts of one of {rounded_seconds(total)}" if total else ""
+        yield f"time of a step: {rounded_seconds(times.step_s)} (median of {times.steps}){parts}"
     if not total:
         return
     for part in TIME_PARTS:
         seconds = times.parts[part]
-        if seconds >= 0.001 * total:
+        if seconds >= _SHOWN_FRACTION * total:
             extra = ""
             if part == "communication":
                 rows = [
@@ -205,7 +209,9 @@ def _figure(row: ForecastRow, value: float) -> str:
 def _cost(receipt: ReceiptDocument) -> Iterator[str]:
     cost = receipt.cost
     later = f", {cost.later_fraction:.3%} of each later step" if cost.later_fraction is not None else ""
-    yield f"the receipt took {rounded_seconds(cost.measured_s)} in the measured steps{later}"
+    added = f"the receipt added {rounded_seconds(cost.added_s)} to the program; " if cost.added_s is not None else ""
+    whose = "its" if added else "the receipt's"
+    yield f"{added}{whose} functions took {rounded_seconds(cost.measured_s)} in the measured steps{later}"
 
 
 def size(count: float) -> str:

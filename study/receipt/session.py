@@ -110,7 +110,7 @@ class Receipt:
         self._last_timer: PartTimer | None = None
         self._reduced: list[int] = []
         self._facts: tuple[EngineFacts, ModelFacts] | None = None
-        self._measured_cost_s = self._later_cost_s = 0.0
+        self._measured_cost_s = self._later_cost_s = self._finish_s = 0.0
         self._later_steps = 0
         self._exchange: Exchange | None = None
         self._clock: StepClock | None = None
@@ -252,7 +252,9 @@ class Receipt:
         if self._step < last:
             self._start_measuring()
         elif self._step == last:
+            began = time.perf_counter()
             self._finish_measuring()
+            self._finish_s = time.perf_counter() - began
         else:
             self._later_steps += 1
             # Other ranks may have published later: look again, ever more rarely.
@@ -530,7 +532,12 @@ class Receipt:
         later = None
         if self._later_steps and step_s:
             later = self._later_cost_s / self._later_steps / step_s
-        return OwnCost(measured_s=self._measured_cost_s, later_fraction=later)
+        added = None
+        # The step that is measured last is the watched one.
+        if self._state_of_run == "complete" and self._profiled is not None and self._last_timer is not None and step_s:
+            slow = (self._profiled.total_s, self._last_timer.total_s)
+            added = sum(max(0.0, seconds - step_s) for seconds in slow) + self._finish_s
+        return OwnCost(measured_s=self._measured_cost_s, added_s=added, later_fraction=later)
 
     def _write(self, receipt: ReceiptDocument) -> None:
         path = resolve_path(str(self._path))
