@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = "docs/commands.md"
+# A page of static files that runs `study advise` in a browser; SITE_CALCULATOR=0 leaves it out. Where it is a part of the
+# site, pages with this comment link to it there.
+CALCULATOR = "docs/calculator"
+_WITH_CALCULATOR = os.environ.get("SITE_CALCULATOR", "1") != "0"
+_CALCULATOR_LINK = "<!-- The site links the calculator here. -->"
 _LIST = re.compile(r"\s*([-*]|\d+\.) ")
 _LINK = re.compile(r"\]\(([^)\s:#]+)(?=[)#])")
 
@@ -54,6 +59,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     names = {name for name in committed if name in pages | linked or name.startswith("reports/")} | built_pages()
     theme = [file for file in files if file.src_dir != config.docs_dir]
     places = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in sorted(names)]
+    if _WITH_CALCULATOR:
+        from tools.calculator.build import build
+
+        built = ROOT / "runs" / "calculator"
+        build(built)
+        places += [
+            File.generated(config, f"{CALCULATOR}/{file.relative_to(built).as_posix()}", abs_src_path=str(file))
+            for file in sorted(built.rglob("*")) if file.is_file()
+        ]  # fmt: skip
     return Files([*theme, *places, File.generated(config, COMMANDS, content=commands_markdown())])
 
 
@@ -71,6 +85,10 @@ def on_page_markdown(markdown: str, page: Page, **_arguments: Any) -> str:
     folder = (ROOT / page.file.src_uri).parent
     if Path(page.file.src_uri).name == "summary.md" and (folder / "index.html").exists():
         markdown = re.sub(r"\n", "\n\n[All figures and tables](index.html)\n", markdown, count=1)
+
+    if _WITH_CALCULATOR and _CALCULATOR_LINK in markdown:
+        place = os.path.relpath(ROOT / CALCULATOR / "index.html", folder)
+        markdown = markdown.replace(_CALCULATOR_LINK, f"[Ask it here, in this browser]({place})")
 
     def with_figures(match: re.Match[str]) -> str:
         link = re.sub(r"summary\.md$", "index.html", match[1])

@@ -120,7 +120,7 @@ class Advice:
 def advise(question: AdviceRequest, names: Sequence[str] | None = None, *, at_upper_bound: bool = True) -> Advice:
     """Rank strategies: those that fit come first, by their upper bound or, without `at_upper_bound`, by their peak."""
     checkpointing = (False, True) if question.gradient_checkpointing is None else (question.gradient_checkpointing,)
-    order, options = functools.partial(_order, at_upper_bound=at_upper_bound), list[Option]()
+    order, options = functools.partial(order_key, at_upper_bound=at_upper_bound), list[Option]()
     for name in names or candidates(question):
         variants = itertools.product(tuned_variants(read_strategy(name), question.shape, question.box), checkpointing)
         largest = min((_largest_option(question, *variant, at_upper_bound) for variant in variants), key=order)
@@ -206,7 +206,8 @@ def needs_large_host(option: Option) -> bool:
     return box.host_gib_per_node is None and option.memory.host_peak.value > usual
 
 
-def _order(option: Option, at_upper_bound: bool) -> tuple[bool, bool, float, float]:
+def order_key(option: Option, at_upper_bound: bool) -> tuple[bool, bool, float, float]:
+    """Return the key by which options are sorted before `rank_options`."""
     speed = option.time.tokens_per_s_per_gpu.value if option.time else 0.0
     return rank_key(option.memory, speed, option.request.box, at_upper_bound)
 

@@ -177,13 +177,14 @@ def _document(
         "sequence_length": question.sequence_length, "precision": question.precision,
         "chunked_loss": question.trainer.loss_kernel == "liger",
         "recommended": best and best.name, "runner_up": runner_up and runner_up.name,
-        "how_sure": advise.explain_best(advice), "faster_if_it_fits": riskier and _entry(riskier),
-        "changes": what_ifs, "nearest": measured, "strategies": [_entry(option) for option in advice.options],
+        "how_sure": advise.explain_best(advice), "faster_if_it_fits": riskier and entry(riskier),
+        "changes": what_ifs, "nearest": measured, "strategies": [entry(option) for option in advice.options],
         "files": files and {key: value and str(value) for key, value in dataclasses.asdict(files).items()},
     }  # fmt: skip
 
 
-def _entry(option: Option) -> dict[str, Any]:
+def entry(option: Option) -> dict[str, Any]:
+    """Return an option as in the document of --json."""
     request, memory, time = option.request, option.memory, option.time
     return {
         "strategy": option.name, "fits": option.fits, "sure_to_fit": option.is_safe, "why": option.why,
@@ -338,11 +339,11 @@ def _row(option: Option, best: Option | None) -> list[str]:
         rounded(device_bytes(memory, at_upper=True) / GIB),
         f"{'≤' * option.request.strategy.offloads}{rounded(option.tokens_per_s)}" if option.fits else "-",
         rounded(memory.host_peak.value / GIB), rounded(memory.nvme / GIB) if memory.nvme else "-",
-        "-" if cost is None else f"{cost:.3f}", _remark(option, best),
+        "-" if cost is None else f"{cost:.3f}", remark(option, best),
     ]  # fmt: skip
 
 
-def _remark(option: Option, best: Option | None) -> str:
+def remark(option: Option, best: Option | None) -> str:
     """Return why an option does not fit, or why it is not recommended although it is as fast."""
     if not option.fits or best is None:
         return option.why

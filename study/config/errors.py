@@ -60,13 +60,17 @@ class Unsupported(UserError):
     """A valid request that this machine does not support: a library, a device or NVMe is missing."""
 
 
+class NotInstalled(UserError):
+    """A request that needs a package which is not installed here."""
+
+
 @contextlib.contextmanager
 def require_extra(name: str) -> Iterator[None]:
     """Turn a failed import into a UserError that names the extra of pyproject.toml to install."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed here", f"run: {install_command(name)}") from None
+        raise NotInstalled(f"{error.name} is not installed here", f"run: {install_command(name)}") from None
 
 
 class ModelTooLarge(Unsupported):

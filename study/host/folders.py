@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-import pwd
 import re
 import shutil
 import sys
@@ -115,8 +114,13 @@ def cache_directory() -> Path:
 
 def home_folder() -> Path | None:
     """Return the user's home; None without one, as for a user ID that is unknown in a container."""
+    if home := os.environ.get("HOME"):
+        return Path(home)
+    # The Python of a browser, which the calculator uses, has no such module.
+    import pwd
+
     try:
-        return Path(os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir)
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:
         return None
 

@@ -15,8 +15,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from study.config import errors, strategies
 
 # Overrides the detected host memory.
@@ -91,6 +89,9 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
             if 0 < (size_gib := float(text)) < math.inf:
                 return HostMemory(size_gib, size_gib)
         raise errors.UserError(f"{HOST_MEMORY_VARIABLE} is {text!r}", "use a number of GiB, or unset it")
+    # The Python of a browser, which the calculator uses, has no such module.
+    import psutil
+
     machine = psutil.virtual_memory()
     limits = []
     for folder in _cgroups(root, "memory"):

@@ -1,0 +1,230 @@
+"""The calculator: `study advise` in a browser, compared with the command on this machine."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import math
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from study import cli
+from tools.calculator import build
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+# A question without a stored answer, with two more fields; and its command.
+ADDRESS = "#model=gpt2-xl&gpus=2&device=4090&host_memory=64&seq_length=1024"
+WORDS = ["gpt2-xl", "--hardware", "2x4090", "--host_memory", "64", "--seq_length", "1024"]
+PYTHON_TIMEOUT_MS = 240_000
+# The number of the question whose answer is whole.
+ANSWERED = "body[data-done]:not([data-done=''])"
+
+
+TYPES = {
+    ".mjs": "text/javascript", ".js": "text/javascript", ".wasm": "application/wasm", ".html": "text/html",
+    ".css": "text/css", ".json": "application/json", "": "application/zip",
+}  # fmt: skip
+
+
+class Files(http.server.SimpleHTTPRequestHandler):
+    """Static files, with the types that a web server gives them."""
+
+    extensions_map = TYPES
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Build the calculator and serve it; return its address."""
+    folder = tmp_path_factory.mktemp("calculator")
+    build.build(folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def errors() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, site: str, requests: list[str], errors: list[str]) -> Iterator[Page]:
+    """Return the page with its stored answer, 1,250 wide; its requests and errors are noted."""
+    page = browser.new_page(viewport={"width": 1250, "height": 1000})
+    page.set_default_timeout(PYTHON_TIMEOUT_MS)
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(f"{site}/index.html")
+    page.wait_for_selector("body[data-started=yes]")
+    yield page
+    page.close()
+
+
+def ask(page: Page) -> None:
+    page.click("button[type=submit]")
+    page.wait_for_selector(ANSWERED)
+
+
+def rows(page: Page) -> dict[str, list[str]]:
+    """Return the cells of each row, by strategy."""
+    lines: list[list[str]] = page.evaluate(
+        "[...document.querySelectorAll('#table tbody tr')].map((row) => [...row.cells].map((cell) => cell.innerText))"
+    )
+    return {name: cells for name, *cells in lines}
+
+
+def advised(capsys: pytest.CaptureFixture[str], words: list[str]) -> Any:
+    capsys.readouterr()
+    cli.main(["advise", *words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_stored_answer_is_shown_before_python_is_asked_for(
+    page: Page, requests: list[str], errors: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = advised(capsys, ["llama-3.1-8b", "--hardware", "8xH100"])
+    assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
+    assert list(rows(page)) == [option["strategy"] for option in document["strategies"]]
+    assert not any("pyodide" in url or "study.zip" in url for url in requests)
+    assert not errors
+
+
+def test_a_link_asks_its_question_and_the_answer_is_that_of_the_command(
+    page: Page, site: str, requests: list[str], errors: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page.goto(f"{site}/index.html?again{ADDRESS}")
+    page.wait_for_selector(ANSWERED)
+    document = advised(capsys, WORDS)
+    assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
+    assert page.inner_text("#command") == f"study advise {' '.join(WORDS)}"
+    found = page.evaluate("import('./page.js').then((module) => module.answer())")
+    assert [entry["strategy"] for entry in found] == [entry["strategy"] for entry in document["strategies"]]
+    for ours, theirs in zip(found, document["strategies"], strict=True):
+        assert_same({name: ours[name] for name in theirs}, theirs)
+    # Nothing left this machine.
+    assert {url.rpartition("/")[0].removesuffix("/pyodide") for url in requests} == {site}
+    assert not errors
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Compare two documents; sum() rounds floats differently before Python 3.12, in the last digits."""
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert_same(ours[name], value)
+    elif isinstance(theirs, float) and not isinstance(ours, str):
+        assert math.isclose(ours, theirs, rel_tol=1e-12), (ours, theirs)
+    else:
+        assert ours == theirs
+
+
+def test_files_and_changes_are_those_of_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = advised(capsys, [*WORDS, "--output", str(tmp_path)])
+    page.click(f"button[aria-label='files of {document['recommended']}']")
+    page.wait_for_selector("#files pre")
+    texts = [text.replace("\n", "") for text in page.locator("#files pre").all_inner_texts()]
+    for file in tmp_path.iterdir():
+        assert file.read_text().replace(f"{tmp_path}/", "").replace("\n", "") in texts
+    page.click("#what-if")
+    page.wait_for_selector("#what-if:enabled")
+    changes = page.locator("#changes li").all_inner_texts()
+    assert changes == (document["changes"] or ["nothing of: more or fewer GPUs, a slower network, longer samples"])
+    with page.expect_download() as download:
+        page.click("#save-csv")
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert lines[0].startswith('"strategy","micro-batch"')
+    assert len(lines) == 1 + len(document["strategies"])
+    with page.expect_download() as download:
+        page.click("#save-svg")
+    assert Path(download.value.path()).read_text().startswith("<svg viewBox=")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model": "llama-9-8b"}, "llama-9-8b"),
+        ({"global_batch_size": "7"}, "--global_batch_size 7 is not a multiple of 2 ranks"),
+        ({"config": '{"model_type": "<img src=x onerror=alert(1)>"}'}, "traced with transformers' own code"),
+        ({"model": "<img src=x onerror=alert(1)>"}, "'<img src' is not a size of a model"),
+        ({"config": "not JSON"}, "config.json"),
+        ({"config": '{"model_type": "llama", "hidden_size": 1e300}'}, "does not set its layers"),
+    ],
+)  # fmt: skip
+def test_an_impossible_question_is_refused_with_its_remedy(
+    page: Page, fields: dict[str, str], says: str, requests: list[str], site: str
+) -> None:
+    page.evaluate("document.querySelector('#form details').open = true")
+    for name in ("model", "global_batch_size", "config"):
+        page.fill(f"[name={name}]", fields.get(name, "gpt2" if name == "model" else ""))
+    page.fill("[name=gpus]", "2")
+    ask(page)
+    status = page.inner_text("#status")
+    assert says in status
+    assert "To fix it: " in status
+    assert page.is_hidden("#result")
+    assert page.locator("img").count() == 0
+    assert all(url.startswith(site) for url in requests)
+
+
+def test_a_model_of_ones_own_is_read_from_its_config(page: Page) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "_name_or_path": "mine/1b",
+    }  # fmt: skip
+    page.fill("[name=config]", json.dumps(config))
+    ask(page)
+    assert "mine-1b" in page.inner_text("#status")
+    assert page.inner_text("#answer").startswith("Use ")
+
+
+@pytest.mark.parametrize("width", [400, 800, 1600])
+def test_no_width_scrolls_sideways(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_form_has_names_and_the_keyboard_reaches_everything(page: Page) -> None:
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('input, select, textarea, button')]"
+        ".filter((field) => !field.labels?.length && !field.ariaLabel && !field.textContent.trim()).length"
+    )
+    assert unnamed == 0
+    assert page.evaluate("[...document.querySelectorAll('[tabindex]')].every((element) => element.tabIndex === 0)")
+
+
+def test_a_fragment_is_text(page: Page, site: str, errors: list[str]) -> None:
+    errors.clear()
+    page.goto(f"{site}/index.html?hostile#model=%3Cscript%3Ealert(1)%3C/script%3E&gpus=x&unknown=1&device=nosuch")
+    page.wait_for_selector(ANSWERED)
+    assert "To fix it: " in page.inner_text("#status")
+    assert page.locator("main script").count() == 0
+    assert not errors
+
+
+def test_another_archive_than_the_pinned_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    (tmp_path / "other.tgz").write_bytes(b"something else")
+    monkeypatch.setenv("PYODIDE", str(tmp_path / "other.tgz"))
+    monkeypatch.setattr("sys.argv", ["build.py", str(tmp_path / "site")])
+    assert build.main() == 2
+    assert "its digest is another one. To fix it: name the archive of npm's package" in capsys.readouterr().err

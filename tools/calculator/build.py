@@ -1,0 +1,159 @@
+"""Build the folder of the calculator, `study advise` in a browser: static files alone, for any web server.
+
+    python tools/calculator/build.py FOLDER
+
+The folder has the page, Pyodide (CPython compiled to WebAssembly), the project's modules, and answers that are shown
+while Python loads. Pyodide comes from npm's registry, once, and its digest is checked; without npm, PYODIDE names the
+archive of that release.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from study.advisor.calculator import Session
+from study.config.errors import UserError
+from study.host.folders import cache_directory
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = Path(__file__).resolve().parent / "page"
+RELEASE = "314.0.7"
+# Of the archive in npm's registry: `npm view pyodide@RELEASE dist.integrity`.
+SHA512 = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
+RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
+# What `study advise` reads.
+MODULES = (
+    "study/__init__.py",
+    *(f"study/{room}/" for room in ("config", "host", "records", "workloads", "predictor", "advisor", "releases")),
+    "accelerate_configs/",
+)
+# Large files that only other commands read.
+_LEFT_OUT = ("published.yaml", "grid.json", "stacks.lock.json")
+# Pure Python, so that nothing is compiled for WebAssembly.
+LIBRARIES = ("yaml", "packaging")
+# Questions whose answers are shown at once.
+STORED = (
+    ("llama-3.1-8b", "8xH100"), ("llama-3.1-8b", "4xA100"), ("qwen3-8b", "8xH100"), ("gemma-2-9b", "8xA100"),
+    ("gpt2-xl", "1x4090"), ("bert-large-uncased", "1xT4"),
+)  # fmt: skip
+
+
+def main() -> int:
+    """Build the folder; return 2 if Pyodide cannot be had."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
+    try:
+        build(options.folder)
+    except UserError as refusal:
+        print(f"error: {refusal.problem}. To fix it: {refusal.fix}.", file=sys.stderr)
+        return 2
+    return 0
+
+
+def build(folder: Path) -> None:
+    """Write all files of the calculator."""
+    runtime = folder / "pyodide"
+    runtime.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(pyodide_archive()) as archive:
+        for name in RUNTIME:
+            (runtime / name).write_bytes(_read(archive, name))
+        # What loadPyodide() compares with its own, instead of the list of all packages.
+        info = json.loads(_read(archive, "pyodide-lock.json"))["info"]
+    (runtime / "info.json").write_text(json.dumps(info | {"version": RELEASE}), encoding="utf-8")
+    for file in PAGE.iterdir():
+        shutil.copyfile(file, folder / file.name)
+    write_modules(folder / "study.zip")
+    (folder / "stored.json").write_text(json.dumps(stored_answers()), encoding="utf-8")
+
+
+def _read(archive: tarfile.TarFile, name: str) -> bytes:
+    member = archive.extractfile(f"package/{name}")
+    assert member is not None, f"Pyodide {RELEASE} has no {name}"
+    return member.read()
+
+
+def pyodide_archive() -> Path:
+    """Return the archive of Pyodide from the cache, or fetch it; raise UserError without it or with another digest."""
+    fix = f"name the archive of npm's package pyodide@{RELEASE}: PYODIDE=FILE"
+    if named := os.environ.get("PYODIDE"):
+        return _checked(Path(named), fix)
+    kept = cache_directory() / f"pyodide-{RELEASE}.tgz"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                result = subprocess.run(
+                    ["npm", "pack", "--silent", f"pyodide@{RELEASE}"], cwd=scratch, capture_output=True, text=True
+                )
+            except OSError as error:
+                raise UserError(f"Pyodide cannot be fetched: npm does not start ({error.strerror})", fix) from None
+            if result.returncode:
+                reason = (result.stderr.strip() or "npm pack failed").splitlines()[-1]
+                raise UserError(f"Pyodide cannot be fetched: {reason}", fix)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(_checked(Path(scratch) / f"pyodide-{RELEASE}.tgz", fix), kept)
+    return _checked(kept, f"remove {kept}")
+
+
+def _checked(archive: Path, fix: str) -> Path:
+    try:
+        digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+    except OSError as error:
+        raise UserError(f"{archive} cannot be read ({error.strerror})", fix) from None
+    if digest != SHA512:
+        raise UserError(f"{archive} is not Pyodide {RELEASE}: its digest is another one", fix)
+    return archive
+
+
+def write_modules(file: Path) -> None:
+    """Write the project's modules and the libraries that they import as one archive, the same bytes each time."""
+    with zipfile.ZipFile(file, "w", compresslevel=9) as archive:
+        for name, path in sorted([*_project_files(), *_library_files()]):
+            archive.writestr(zipfile.ZipInfo(name), path.read_bytes(), zipfile.ZIP_DEFLATED)
+
+
+def _project_files() -> Iterator[tuple[str, Path]]:
+    for part in MODULES:
+        place = ROOT / part
+        for path in [place] if place.is_file() else place.rglob("*"):
+            if path.suffix in (".py", ".yaml", ".json") and path.name not in _LEFT_OUT:
+                yield path.relative_to(ROOT).as_posix(), path
+
+
+def _library_files() -> Iterator[tuple[str, Path]]:
+    for library in LIBRARIES:
+        spec = importlib.util.find_spec(library)
+        assert spec is not None
+        assert spec.origin is not None
+        folder = Path(spec.origin).parent
+        for path in folder.rglob("*.py"):
+            yield f"{library}/{path.relative_to(folder).as_posix()}", path
+
+
+def stored_answers() -> dict[str, object]:
+    """Return the choices of the form, and the whole answers to the stored questions."""
+    session = Session()
+    answers = []
+    for model, hardware in STORED:
+        words = [model, "--hardware", hardware]
+        about = json.loads(session.ask(json.dumps(words)))
+        rows = {name: json.loads(session.best(name)) for name in about["names"]}
+        answers.append({"words": words, "about": about, "rows": rows, "rank": json.loads(session.rank())})
+    return {**json.loads(session.choices()), "answers": answers}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+// A drawing of the memory of one GPU by part, one bar a strategy.
+const SPACE = "http://www.w3.org/2000/svg";
+const LINE = 22;
+const LEFT = 160;
+const RIGHT = 80;
+const WIDTH = 1000;
+
+export const PARTS = ["parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention", "context", "fragmentation"];
+
+function make(tag, attributes, text) {
+  const element = document.createElementNS(SPACE, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+// A list of {name, fits, parts, total, bound, label} in bytes; bars far beyond the limit are cut.
+export function bars(list, limit, limitText, size) {
+  const most = Math.max(1.15 * limit, ...list.map((item) => Math.min(item.total, 2.2 * limit)));
+  const scale = (WIDTH - LEFT - RIGHT) / most;
+  const bottom = list.length * LINE;
+  const drawing = make("svg", { viewBox: `0 0 ${WIDTH} ${bottom + 20}`, role: "img" });
+  const texts = list.map((item) => `${item.name} ${item.label}${item.fits ? "" : ", does not fit"}`);
+  drawing.append(make("title", {}, `Predicted memory of one GPU, ${limitText}: ${texts.join(", ")}`));
+  const x = LEFT + limit * scale;
+  drawing.append(make("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "limit" }));
+  list.forEach((item, place) => drawing.append(bar(item, place * LINE, scale, size)));
+  drawing.append(make("text", { x, y: bottom + 15, class: "middle" }, limitText));
+  return drawing;
+}
+
+function bar(item, y, scale, size) {
+  const group = make("g", item.fits ? {} : { class: "out" });
+  group.append(make("text", { x: LEFT - 8, y: y + 15, class: "end" }, item.name));
+  const end = WIDTH - RIGHT;
+  let x = LEFT;
+  for (const part of PARTS) {
+    const width = Math.min((item.parts[part] ?? 0) * scale, end - x);
+    if (width <= 0) continue;
+    const piece = make("rect", { x, y: y + 3, width, height: LINE - 6, class: part });
+    piece.append(make("title", {}, `${item.name}, ${part}: ${size(item.parts[part])} GiB`));
+    group.append(piece);
+    x += width;
+  }
+  const bound = Math.min(LEFT + item.bound * scale, end);
+  if (bound > x) {
+    group.append(make("line", { x1: x, x2: bound, y1: y + LINE / 2, y2: y + LINE / 2, class: "bound" }));
+    group.append(make("line", { x1: bound, x2: bound, y1: y + 6, y2: y + LINE - 6, class: "bound" }));
+  }
+  group.append(make("text", { x: Math.max(x, bound) + 5, y: y + 15 }, item.label));
+  return group;
+}
+
+// A drawing as a file of its own: the colours that the page's style gives are written into it.
+export function svgText(drawing) {
+  const copy = drawing.cloneNode(true);
+  const originals = drawing.querySelectorAll("*");
+  copy.querySelectorAll("*").forEach((element, place) => {
+    const style = getComputedStyle(originals[place]);
+    for (const name of ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "text-anchor"]) {
+      element.setAttribute(name, style.getPropertyValue(name));
+    }
+  });
+  copy.setAttribute("xmlns", SPACE);
+  copy.setAttribute("width", WIDTH);
+  copy.setAttribute("font-family", "sans-serif");
+  copy.setAttribute("font-size", "12");
+  return new XMLSerializer().serializeToString(copy);
+}

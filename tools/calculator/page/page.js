@@ -1,0 +1,308 @@
+// The page: its form, the answers of worker.js, and what one takes away. Text is only ever set as textContent.
+import { bars, PARTS, svgText } from "./bars.js";
+
+const GIB = 2 ** 30;
+const form = document.getElementById("form");
+const at = (id) => document.getElementById(id);
+const fields = [...form.elements].filter((field) => field.name);
+const DEFAULTS = { model: "llama-3.1-8b", nodes: "1", gpus: "8", device: "H100" };
+// Fields that are flags of `study advise` by the same name.
+const FLAGS = ["host_memory", "network_gb_per_s", "seq_length", "global_batch_size", "precision", "gradient_checkpointing",
+  "attn_implementation", "loss_kernel"];
+const USUAL = { gradient_checkpointing: "auto", attn_implementation: "sdpa" };
+
+// --- the question
+
+function value(name) {
+  return form.elements[name].value.trim();
+}
+
+function words() {
+  const nodes = Number(value("nodes")) > 1 ? `${value("nodes")}x` : "";
+  const found = [value("config") ? "config.json" : value("model"), "--hardware", `${nodes}${value("gpus")}x${value("device")}`];
+  for (const name of FLAGS) {
+    if (value(name) && value(name) !== USUAL[name]) found.push(`--${name}`, value(name));
+  }
+  if (value("peft")) {
+    found.push("--peft", "lora");
+    if (value("lora_rank")) found.push("--lora_rank", value("lora_rank"));
+  }
+  if (value("peft") === "qlora") found.push("--quantization", "4bit");
+  return found;
+}
+
+// The address has what differs from the defaults, so that a link reproduces the question; it has no config.json.
+function readAddress() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  for (const field of fields) field.value = given.get(field.name) ?? DEFAULTS[field.name] ?? field.options?.[0]?.value ?? "";
+}
+
+function address() {
+  const usual = (field) => DEFAULTS[field.name] ?? field.options?.[0]?.value ?? "";
+  const changed = fields.filter((field) => field.name !== "config" && field.value !== usual(field));
+  return `#${new URLSearchParams(changed.map((field) => [field.name, field.value]))}`;
+}
+
+// --- Python, which starts with the first question
+
+let worker = null;
+let last = 0;
+const listeners = new Map();
+
+function startPython() {
+  if (worker) return;
+  at("status").textContent = "Python is loading: 7 MB once, then about 15 seconds ...";
+  worker = new Worker("worker.js", { type: "module" });
+  worker.onerror = () => { at("status").textContent = "Python does not start in this browser."; };
+  worker.onmessage = ({ data }) => {
+    if (data.id === 0 && data.failed) at("status").textContent = `Python does not start in this browser: ${data.failed}`;
+    else listeners.get(data.id)?.(data);
+  };
+}
+
+function post(message, listener) {
+  startPython();
+  last += 1;
+  listeners.set(last, listener);
+  worker.postMessage({ id: last, ...message });
+  return last;
+}
+
+function call(name, ...given) {
+  return new Promise((done, fail) => post({ call: name, words: given }, (data) => {
+    if (data.failed) fail(new Error(data.failed));
+    else done(JSON.parse(data.answer));
+  }));
+}
+
+// --- the answer
+
+let shown = { about: null, rows: new Map(), rank: null };
+let current = 0;
+
+function predict() {
+  const config = value("config");
+  let name = "pasted";
+  try {
+    name = String(JSON.parse(config)._name_or_path ?? name).replace(/[^\w.-]+/g, "-");
+  } catch { /* Python says what is wrong with it. */ }
+  const fresh = { about: null, rows: new Map(), rank: null };
+  clearDetails();
+  showCommand();
+  document.body.dataset.done = "";
+  at("status").textContent = worker ? "comparing ..." : "";
+  current = post({ call: "compare", words: words(), config, name }, (data) => {
+    if (data.id !== current) return;
+    if (data.failed) return refuse({ refused: data.failed, fix: "run study advise on a machine" });
+    if (data.about) {
+      fresh.about = JSON.parse(data.about);
+      if (fresh.about.refused) return refuse(fresh.about);
+      shown = fresh;
+    } else if (data.row) {
+      const row = JSON.parse(data.row);
+      if (row.refused) return refuse(row);
+      fresh.rows.set(data.strategy, row);
+      fresh.step = data.method;
+      fresh.count = (fresh.count ?? 0) + 1;
+    } else if (data.rank) {
+      fresh.rank = JSON.parse(data.rank);
+    }
+    show();
+    if (fresh.rank) document.body.dataset.done = String(current);
+  });
+}
+
+function refuse({ refused, fix }) {
+  at("status").textContent = `${refused}. To fix it: ${fix}.`;
+  at("progress").hidden = true;
+  at("result").hidden = true;
+  document.body.dataset.done = String(current);
+}
+
+function clearDetails() {
+  at("files").replaceChildren();
+  at("changes").replaceChildren();
+  at("what-if").hidden = true;
+}
+
+function size(bytes) {
+  const gib = bytes / GIB;
+  return gib >= 100 ? gib.toFixed(0) : gib.toPrecision(3);
+}
+
+function rounded(number) {
+  return Number(number.toPrecision(3)).toLocaleString("en");
+}
+
+function entries() {
+  const names = shown.rank?.order ?? [...shown.rows.keys()];
+  return names.map((name) => [name, shown.rows.get(name)]).filter(([, row]) => row);
+}
+
+// The rows of the table, as in the document of `study advise --json`; tests ask for them.
+export function answer() {
+  return entries().map(([, row]) => row);
+}
+
+function show() {
+  const { about, rank, rows } = shown;
+  const total = 2 * about.names.length;
+  at("result").hidden = rows.size === 0;
+  at("progress").hidden = Boolean(rank);
+  at("progress").max = total;
+  at("progress").value = shown.count ?? 0;
+  const question = `${about.model}, ${rounded(about.parameters / 1e9)} B parameters, on ${about.hardware}: `
+    + `${size(about.usable_bytes)} GiB usable of a GPU, ${about.sequence_length} tokens a sample, ${about.precision}`;
+  at("status").textContent = rank ? question
+    : `${question}; ${shown.step === "one_sample" ? "one sample a GPU first" : "now the largest micro-batches"} ...`;
+  const best = rank?.recommended ? `Use ${rank.recommended}: ` : "";
+  at("answer").textContent = rank ? `${best}${rank.how_sure}` : "";
+  drawBars();
+  drawTable();
+  at("what-if").hidden = !rank;
+}
+
+function showCommand() {
+  at("command").textContent = ["study", "advise", ...words().map(quoted)].join(" ");
+}
+
+function quoted(word) {
+  return /^[\w.,:/=+-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
+}
+
+function drawBars() {
+  const list = entries().map(([name, row]) => ({
+    name, fits: row.fits, parts: row.device_parts, total: row.device_bytes, bound: row.bound_bytes, label: `${size(row.device_bytes)} GiB`,
+  }));
+  at("bars").replaceChildren(bars(list, shown.about.usable_bytes, `usable ${size(shown.about.usable_bytes)} GiB`, size));
+  at("legend").replaceChildren(...PARTS.map((part) => {
+    const item = made("li", "");
+    item.className = part;
+    item.append(made("span", part));
+    return item;
+  }));
+}
+
+const COLUMNS = ["strategy", "micro-batch", "accumu\u00adlation", "check\u00adpointing", "peak GiB", "90 % bound", "tokens/s, all GPUs",
+  "sent a step and GPU, GB", "host GiB", "NVMe GiB", "", ""];
+
+function cells(name, row) {
+  const speed = row.fits ? `${row.offloads ? "≤ " : ""}${rounded(row.tokens_per_s)}` : "-";
+  return [
+    row.fits ? row.micro_batch : "-", row.fits ? row.accumulation : "-", row.gradient_checkpointing ? "yes" : "no",
+    size(row.device_bytes), size(row.bound_bytes), speed, rounded(row.sent_bytes / 1e9), size(row.host_bytes_per_node.value),
+    row.nvme_bytes_per_node ? size(row.nvme_bytes_per_node) : "-",
+  ];
+}
+
+function drawTable() {
+  const head = document.createElement("thead");
+  const titles = head.insertRow();
+  for (const title of COLUMNS) {
+    const cell = made("th", title);
+    cell.scope = "col";
+    titles.append(cell);
+  }
+  titles.firstChild.className = "text";
+  const body = document.createElement("tbody");
+  for (const [name, row] of entries()) {
+    const line = body.insertRow();
+    line.className = name === shown.rank?.recommended ? "best" : row.fits ? "" : "out";
+    const first = made("th", name);
+    first.scope = "row";
+    line.append(first);
+    for (const text of cells(name, row)) line.insertCell().textContent = text;
+    const remark = line.insertCell();
+    remark.className = "text";
+    remark.textContent = shown.rank ? shown.rank.remarks[name] : row.fits ? "" : row.why;
+    const place = line.insertCell();
+    if (shown.rank) {
+      const button = made("button", "files");
+      button.type = "button";
+      button.setAttribute("aria-label", `files of ${name}`);
+      button.onclick = () => showFiles(name);
+      place.append(button);
+    }
+  }
+  at("table").replaceChildren(head, body);
+}
+
+function made(tag, text) {
+  const element = document.createElement(tag);
+  element.textContent = text;
+  return element;
+}
+
+// --- what one takes away
+
+function save(name, text, type) {
+  const link = document.createElement("a");
+  link.download = name;
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
+
+async function showFiles(name) {
+  const found = await call("files", name);
+  if (found.refused) {
+    at("files").replaceChildren(made("p", `${found.refused}. To fix it: ${found.fix}.`));
+    return;
+  }
+  const parts = [made("h2", `Files of ${name}`), made("pre", `${found.launch}\n${found.predict}`)];
+  for (const [file, text] of Object.entries(found.texts)) {
+    const button = made("button", `Save ${file}`);
+    button.type = "button";
+    button.onclick = () => save(file, text, "text/plain");
+    parts.push(button, made("pre", text));
+  }
+  at("files").replaceChildren(...parts);
+  at("files").firstChild.scrollIntoView();
+}
+
+at("what-if").onclick = async () => {
+  at("what-if").disabled = true;
+  at("changes").replaceChildren(made("li", "comparing other hardware and lengths ..."));
+  const { changes } = await call("changes");
+  at("what-if").disabled = false;
+  const texts = changes.length ? changes : ["nothing of: more or fewer GPUs, a slower network, longer samples"];
+  at("changes").replaceChildren(...texts.map((text) => made("li", text)));
+};
+
+at("save-csv").onclick = () => {
+  const plain = (text) => `"${String(text).replaceAll("\u00ad", "").replaceAll('"', '""')}"`;
+  const lines = entries().map(([name, row]) => [name, ...cells(name, row), shown.rank?.remarks[name] ?? row.why]);
+  const text = [COLUMNS.slice(0, -1), ...lines].map((line) => line.map(plain).join(",")).join("\n");
+  save("strategies.csv", `${text}\n`, "text/csv");
+};
+
+at("save-svg").onclick = () => save("memory.svg", svgText(at("bars").firstChild), "image/svg+xml");
+
+form.onsubmit = (event) => {
+  event.preventDefault();
+  history.pushState(null, "", address());
+  predict();
+};
+onpopstate = () => {
+  readAddress();
+  predict();
+};
+
+// --- start: the answers that were made with the page are shown before Python is there
+
+const stored = await (await fetch("stored.json")).json();
+at("models").append(...stored.models.map((name) => new Option(name)));
+form.elements.device.append(...stored.devices.map((name) => new Option(name)));
+readAddress();
+const asked = words().join(" ");
+const known = stored.answers.find((answer) => answer.words.join(" ") === asked);
+if (known) {
+  shown = { about: known.about, rows: new Map(Object.entries(known.rows)), rank: known.rank };
+  show();
+  showCommand();
+  at("what-if").hidden = true;
+  for (const button of at("table").querySelectorAll("button")) button.remove();
+} else {
+  predict();
+}
+document.body.dataset.started = "yes";
