@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from study import cli
+from study.config.errors import UserError
 from tools.calculator import build
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ class Files(http.server.SimpleHTTPRequestHandler):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Build the calculator and serve it; return its address."""
     folder = tmp_path_factory.mktemp("calculator")
+    try:
+        build.pyodide_archive()
+    except UserError as refusal:
+        pytest.skip(f"{refusal.problem}: {refusal.fix}")
     build.build(folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folder)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -291,3 +293,12 @@ def test_the_site_has_every_page_of_the_docs_and_every_argument_of_every_command
     # Python-Markdown wants an empty line before a list and four spaces below an item.
     written, indented = "Text:\n- one\n  more\n1. two\n   ```\n", "Text:\n\n- one\n    more\n1. two\n     ```\n"
     assert "\n".join(site["_reindented"](written)) == indented.rstrip("\n")
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    # tests/test_calculator.py builds the calculator.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    variables = os.environ | {"SITE_CALCULATOR": "0", "NO_MKDOCS_2_WARNING": "1"}
+    result = subprocess.run(command, cwd=REPOSITORY, env=variables, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert (tmp_path / "site" / "docs" / "memory.svg").exists()

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = "docs/commands.md"
-# A page of static files that runs `study advise` in a browser; SITE_CALCULATOR=0 leaves it out. Where it is a part of the
-# site, pages with this comment link to it there.
+# Static files that run `study advise` in a browser; SITE_CALCULATOR=0 leaves them out. Pages of the site with this
+# comment link them there.
 CALCULATOR = "docs/calculator"
 _WITH_CALCULATOR = os.environ.get("SITE_CALCULATOR", "1") != "0"
 _CALCULATOR_LINK = "<!-- The site links the calculator here. -->"
 _LIST = re.compile(r"\s*([-*]|\d+\.) ")
 _LINK = re.compile(r"\]\(([^)\s:#]+)(?=[)#])")
+_IMAGE = re.compile(r'<img src="([^":]+)"')
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -52,10 +53,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         name for name in committed if re.fullmatch(r"([A-Z]+|accelerate_configs/README|(docs|reports)/.*)\.md", name)
     }
-    linked = {
-        os.path.normpath(Path(page).parent / link)
-        for page in pages for link in _LINK.findall((ROOT / page).read_text(encoding="utf-8"))
-    }  # fmt: skip
+    linked = set()
+    for page in pages:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        linked |= {os.path.normpath(Path(page).parent / link) for link in _LINK.findall(text) + _IMAGE.findall(text)}
     names = {name for name in committed if name in pages | linked or name.startswith("reports/")} | built_pages()
     theme = [file for file in files if file.src_dir != config.docs_dir]
     places = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in sorted(names)]

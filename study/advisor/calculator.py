@@ -1,6 +1,6 @@
 """Answers of the calculator, a page that asks `study advise` in a browser (tools/calculator).
 
-Every method takes and returns text, JSON where there is more than a word: no object of Python is left in JavaScript.
+Every method takes texts and returns JSON: no object of Python is left in JavaScript.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Session:
 
     @_as_json
     def ask(self, words: str) -> dict[str, Any]:
-        """Read the words of `study advise`, as JSON; return what is asked, and the strategies to compare."""
+        """Read the words of `study advise`, as JSON; return the request, and the strategies to compare."""
         parser = Parser(prog="study advise")
         advise_command.add_arguments(parser)
         self.options = parser.parse_args(json.loads(words))
@@ -135,7 +135,7 @@ class Session:
 
 
 def _row(option: advise.Option) -> dict[str, Any]:
-    """Return an option as `study advise --json` does, with its 90 % bound and what one rank sends."""
+    """Return an option as `study advise --json` does, with its 90 % bound and the bytes that one rank sends."""
     return {
         **advise_command.entry(option), "bound_bytes": device_bytes(option.memory, at_upper=True),
         "sent_bytes": sent_bytes(option.request), "offloads": option.request.strategy.offloads,

@@ -183,14 +183,17 @@ function drawBars() {
   }));
 }
 
-const COLUMNS = ["strategy", "micro-batch", "accumu\u00adlation", "check\u00adpointing", "peak GiB", "90 % bound", "tokens/s, all GPUs",
+const COLUMNS = ["strategy", "micro-batch", "accumu\u00adlation", "check\u00adpointing", "peak GiB", "90 % bound", "tokens/s, all GPUs", "80 % of runs",
   "sent a step and GPU, GB", "host GiB", "NVMe GiB", "", ""];
 
 function cells(name, row) {
   const speed = row.fits ? `${row.offloads ? "≤ " : ""}${rounded(row.tokens_per_s)}` : "-";
+  const step = row.step_s;
+  // Of an offload no interval is known.
+  const interval = step?.high ? [step.high, step.low].map((end) => rounded(row.tokens_per_s * step.value / end)).join(" to ") : "-";
   return [
     row.fits ? row.micro_batch : "-", row.fits ? row.accumulation : "-", row.gradient_checkpointing ? "yes" : "no",
-    size(row.device_bytes), size(row.bound_bytes), speed, rounded(row.sent_bytes / 1e9), size(row.host_bytes_per_node.value),
+    size(row.device_bytes), size(row.bound_bytes), speed, interval, rounded(row.sent_bytes / 1e9), size(row.host_bytes_per_node.value),
     row.nvme_bytes_per_node ? size(row.nvme_bytes_per_node) : "-",
   ];
 }
