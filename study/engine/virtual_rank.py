@@ -21,12 +21,20 @@ from study.config.errors import ModelTooLarge
 from study.config.flags import RunConfig
 from study.config.launch_context import Launch
 from study.config.strategies import Strategy
-from study.host.memory import GIB, LIBRARIES_BYTES, MALLOC_MMAP_THRESHOLD_MAX_BYTES, host_memory, required_pinned_bytes
+from study.host.memory import (
+    GIB,
+    MALLOC_MMAP_THRESHOLD_MAX_BYTES,
+    host_memory,
+    libraries_bytes,
+    required_pinned_bytes,
+)
 from study.workloads.architecture import ModelSize, model_size
 from study.workloads.presets import MAX_LAYERS, find_preset
 
 # The rest is for other processes of the machine.
 USABLE_HOST_FRACTION = 0.85
+# Interpreter, torch, DeepSpeed and their libraries without a GPU, with a reserve: they need 0.4 GiB.
+LIBRARIES_WITHOUT_GPU_BYTES = 1.2 * GIB
 
 
 def check_host_memory(config: RunConfig, launch: Launch, strategy: Strategy) -> None:
@@ -70,7 +78,8 @@ def needed_host_bytes(config: RunConfig, launch: Launch, strategy: Strategy, sha
     # Except under ZeRO-3 without tensor parallelism, the whole model is first built in fp32 on the host.
     by_layer = launched.zero_stage == 3 and _ranks_of_a_layer(launched) == 1
     built = 3 * 4 * shape.largest_parameter if by_layer else 4 * shape.parameters
-    fixed = LIBRARIES_BYTES + required_pinned_bytes(launched)
+    libraries = libraries_bytes(launched.deepspeed is not None) if on_gpu else LIBRARIES_WITHOUT_GPU_BYTES
+    fixed = libraries + required_pinned_bytes(launched)
     if on_gpu:
         elements = shape.parameters / launch.world_size
         # Frozen weights have no gradients and no optimizer states, and adapters are small.

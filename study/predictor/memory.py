@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from study.config.text import format_number
-from study.host.memory import GIB, LIBRARIES_BYTES, MALLOC_MMAP_THRESHOLD_MAX_BYTES
+from study.host.memory import GIB, MALLOC_MMAP_THRESHOLD_MAX_BYTES, libraries_bytes
 from study.predictor import state as model_state
 from study.predictor.activations import Activations, phase, predict_activations, trace
 from study.predictor.buckets import Snapshot, gradient_snapshots, has_tied_gradients, standing_bucket
@@ -18,7 +18,7 @@ from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, ca
 from study.predictor.time import estimate
 from study.predictor.zero3_gathers import GatherTrace, module_call_order, reference_gathers, simulate_gathers
 
-# LIBRARIES_BYTES of a CPU build of torch: resident memory after three steps of a model of width 16 and depth 1,
+# Libraries with a CPU build of torch: resident memory after three steps of a model of width 16 and depth 1,
 # measured with torch 2.13, transformers 5.17 and deepspeed 0.19.8; and the addition of DeepSpeed.
 CPU_LIBRARIES_BYTES, CPU_ENGINE_BYTES = 0.402 * GIB, 0.007 * GIB
 # Python objects per module that stage 3 hooks: fitted to the excess memory of virtual ranks of models with 31 to 1002
@@ -38,7 +38,8 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
     """Return host bytes per node by part, and NVMe bytes per node."""
     state, shape, strategy = model_state.predict_state(request), request.shape, request.strategy
     ranks, weight, stage = request.box.gpus_per_node, request.weight_bytes, request.strategy.zero_stage
-    buffers, pinned, saved, libraries = 0.0, 0.0, 0.0, LIBRARIES_BYTES
+    buffers, pinned, saved = 0.0, 0.0, 0.0
+    libraries = libraries_bytes(strategy.deepspeed is not None)
     if request.box.is_cpu_only:
         hooked = module_call_order(shape, recomputes=False)[0] if stage == 3 else ()
         libraries = CPU_LIBRARIES_BYTES + (CPU_ENGINE_BYTES if strategy.deepspeed else 0.0)
@@ -90,8 +91,9 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
     if not request.box.is_cpu_only:
         # The engine creates its optimizer after the weights have left the host (_configure_distributed_model), or are
         # in stage 3's host buffers.
-        weights = ranks * (libraries + loaded + state.params_host) + read
-        load = max(weights, ranks * (libraries + state.host))
+        before = libraries_bytes(strategy.deepspeed is not None, before_steps=True)
+        weights = ranks * (before + loaded + state.params_host) + read
+        load = max(weights, ranks * (before + state.host))
     train = ranks * (libraries + state.host + buffers)
     parts = {
         "state": ranks * state.host, "buffers": ranks * buffers, "libraries": ranks * libraries,
