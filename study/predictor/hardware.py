@@ -48,6 +48,8 @@ class Device:
     # Common names, and one device's network bandwidth, one direction.
     names: tuple[str, ...] = ()
     network_gb_per_s: float = 6.25
+    # Of CUDA; None if the device has none.
+    compute_capability: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "visible_gib", self.visible_gib or _SHOWN * self.memory_gib)

@@ -12,6 +12,7 @@ from study.config.text import format_number
 from study.host.memory import GIB, MALLOC_MMAP_THRESHOLD_MAX_BYTES, libraries_bytes
 from study.predictor import state as model_state
 from study.predictor.activations import Activations, phase, predict_activations, trace
+from study.predictor.allocator import cublas_workspace_bytes, unsplit_bytes
 from study.predictor.buckets import Snapshot, gradient_snapshots, has_tied_gradients, standing_bucket
 from study.predictor.live import LiveShape, live_notes
 from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
@@ -165,19 +166,23 @@ def predict_memory(request: Request) -> MemoryUse:
         grads = model_state.predict_state(request, unreduced=False).grads_device
         steady += grads
         constant["optimizer"] += grads if request.strategy.offload_device("optimizer") else 0.0
-    steady += _static_buffer_bytes(request)
+    # The bytes of weights and optimizer are exact.
+    exact = sum(constant.values())
+    # Workspaces exist from the first step on.
+    unsplit = unsplit_bytes(request)
+    allocator = cublas_workspace_bytes(request.box.device) + unsplit.parameters + unsplit.optimizer
+    steady += _static_buffer_bytes(request) + allocator
     points = device_snapshots(request)
     highest = max(points, key=lambda point: point.total)
-    peak = highest._replace(parts={**constant, **highest.parts})
+    peak = highest._replace(parts={**constant, **highest.parts, "allocator": highest.parts["allocator"] + allocator})
     most_parts = {name: max(point.parts.get(name, 0.0) for point in points) for name in PARTS if name not in constant}
+    most_parts["allocator"] += allocator
     host_parts, nvme = predict_host_memory(request)
     # Outside stage 3 each process creates both models in host memory.
     loaded = float(FP32_BYTES * request.shape.parameters * request.reference_model * (request.strategy.zero_stage != 3))
     added = {"load": loaded, "train": frozen_on_host, "state": frozen_on_host}
     host_parts = {name: size + added.get(name, 0) * request.box.gpus_per_node for name, size in host_parts.items()}
     host_parts["load"] -= request.idle_loaders * loaded
-    # The bytes of weights and optimizer are exact.
-    exact = sum(constant.values())
     in_host_memory, process = request.box.is_cpu_only, None
     reserved = peak.total * FRAGMENTATION_FRACTION
     if in_host_memory:
@@ -194,7 +199,7 @@ def predict_memory(request: Request) -> MemoryUse:
     missing = trace(request).missing if isinstance(request.shape, LiveShape) else None
     return MemoryUse(
         device_parts=parts, missing=missing, steady_allocated=estimate("state", steady), peak_allocated=allocated,
-        peak_reserved=pool, pool_with_room=_pool_with_room(request, points, exact, peak.total + reserved),
+        peak_reserved=pool, pool_with_room=_pool_with_room(request, points, exact + allocator, peak.total + reserved),
         process_peak=process, host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])), nvme=nvme,
         notes=tuple(_notes(request, peak)), moment=peak.moment, most_parts=most_parts,
@@ -249,7 +254,8 @@ def kept_for_backward(request: Request) -> float:
     return sum(_stored(request, saved, shape.layers).values()) + saved.logits + returned * (saved.logits > 0)
 
 
-PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention")
+# allocator: cuBLAS' workspaces, and remainders of blocks (study/predictor/allocator.py).
+PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention", "allocator")
 
 
 def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
@@ -306,6 +312,8 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
         accumulated = model_state.accumulated_bytes(request)
     else:
         accumulated = model_state.predict_state(request, unreduced=False).grads_device if has_accumulated else 0.0
+    # Per byte of gradients.
+    remainders = unsplit_bytes(request).gradients / max(1, request.shape.trained_parameters * request.adapter_bytes)
     stored = _stored(request, saved, layers)
     # FSDP2's root stays gathered until its backward pass; stages 1 and 2 allocate their bucket at the first gradient.
     begun, recomputed = snapshots[0].buffers if strategy.is_fsdp else standing, request.gradient_checkpointing
@@ -313,7 +321,7 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     cached = saved.cast_cached / request.checkpoint_every if recomputed else 0.0
 
     def point(moment: str, live: int, **parts: float) -> DeviceMemory:
-        all_parts = {**stored, "gradients": accumulated, **parts}
+        all_parts = {**stored, "gradients": accumulated, "allocator": accumulated * remainders, **parts}
         return DeviceMemory({**all_parts, "buffers": all_parts.get("buffers", standing) + live * weight}, moment)
 
     # The end of the forward pass, when the loss is computed from the logits.
@@ -342,7 +350,9 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     gradient = saved.logits + saved.logits_backward
     points.append(point("at the loss's gradient", gathers.live_at_end, buffers=begun, logits=gradient))
     for snapshot in _decisive_snapshots(request, recomputes=strategy.zero_stage == 3 and recomputed):
-        parts = {"gradients": snapshot.grads, "buffers": snapshot.buffers}
+        parts = {
+            "gradients": snapshot.grads, "buffers": snapshot.buffers, "allocator": snapshot.grads * remainders,
+        }  # fmt: skip
         if not snapshot.step:
             is_working = 0 <= snapshot.place < layers and not snapshot.between
             stored = _stored(request, saved, min(layers, snapshot.place + 1), is_working)

@@ -319,7 +319,7 @@ class Estimate:
 class MemoryUse:
     """Bytes of one GPU, of one node's host memory, and of NVMe."""
 
-    # parameters, gradients, optimizer, buffers, activations, logits, attention, context, fragmentation.
+    # parameters, gradients, optimizer, buffers, activations, logits, attention, allocator, context, fragmentation.
     device_parts: Mapping[str, float]
     steady_allocated: Estimate
     peak_allocated: Estimate

@@ -39,7 +39,7 @@ STRATEGIES = (
 _PARTS = {
     "parameters": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",),
     "buffers": ("buffers",), "activations": ("activations", "logits", "attention"),
-    "outside": ("context", "fragmentation"),
+    "outside": ("context", "allocator", "fragmentation"),
 }  # fmt: skip
 _FILLS: dict[str, Fill] = {
     "parameters": STATE["params"], "gradients": STATE["grads"], "optimizer": STATE["optimizer"],
