@@ -5,7 +5,9 @@ const LEFT = 160;
 const RIGHT = 80;
 const WIDTH = 1000;
 
-export const PARTS = ["parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention", "context", "fragmentation"];
+export const PARTS = [
+  "parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention", "context", "allocator", "fragmentation",
+];
 
 function make(tag, attributes, text) {
   const element = document.createElementNS(SPACE, tag);
