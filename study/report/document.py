@@ -105,6 +105,8 @@ class Question:
     # Returns None if the records do not answer it; then it is not in the report.
     answer: Callable[[Records], Answer | None]
     tables: Mapping[str, Table] = dataclasses.field(default_factory=dict)
+    # Whether the summary has these tables, if the question has no page.
+    tables_in_summary: bool = True
     # Name of its page and of its notebook in notebooks/. Without one, the first page has its tables.
     notebook: str | None = None
     # Names of the figures that its notebook draws, each of several workloads; the first is on the first page.

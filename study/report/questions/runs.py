@@ -68,6 +68,7 @@ REMAINING = Question(
             for item, part in _parts(records) if item.left
         ]),
     },
+    tables_in_summary=False,
 )  # fmt: skip
 
 
