@@ -43,7 +43,7 @@ def _as_json(method: Callable[..., dict[str, Any]]) -> Callable[..., str]:
     return answer
 
 
-class Session:
+class Calculator:
     """One page: the question that it asks, and the options found so far."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from study.advisor.calculator import Session
+from study.advisor.calculator import Calculator
 from study.config.errors import UserError
 from study.host.folders import cache_directory
 
@@ -145,7 +145,7 @@ def _library_files() -> Iterator[tuple[str, Path]]:
 
 def stored_answers() -> dict[str, object]:
     """Return the choices of the form, and the whole answers to the stored questions."""
-    session = Session()
+    session = Calculator()
     answers = []
     for model, hardware in STORED:
         words = [model, "--hardware", hardware]

@@ -84,7 +84,8 @@ def foretold_errors(folder: Path, suite: str) -> dict[str, dict[str, str]]:
     summaries = {}
     for what in ("peak", "step"):
         errors = rows[f"{what}_error"].dropna()
-        summaries[what] = {"median": _percent(errors.median()), "worst": _percent(errors.max()), "rows": str(len(errors))}
+        median, worst = _percent(errors.median()), _percent(errors.max())
+        summaries[what] = {"median": median, "worst": worst, "rows": str(len(errors))}
     return summaries
 
 

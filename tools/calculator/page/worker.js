@@ -25,7 +25,7 @@ sys.dont_write_bytecode = True
 os.chdir("${PACKAGES}")
 os.environ["HOME"] = "/tmp"
 `);
-  return python.pyimport("study.advisor.calculator").Session();
+  return python.pyimport("study.advisor.calculator").Calculator();
 }
 
 // A newer question ends this one between two strategies.
