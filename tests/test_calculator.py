@@ -119,11 +119,11 @@ def test_a_link_asks_its_question_and_the_answer_is_that_of_the_command(
     document = advised(capsys, WORDS)
     assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
     assert page.inner_text("#command") == f"study advise {' '.join(WORDS)}"
-    found = page.evaluate("import('./page.js').then((module) => module.answer())")
-    assert [entry["strategy"] for entry in found] == [entry["strategy"] for entry in document["strategies"]]
+    entries = page.evaluate("import('./page.js').then((module) => module.answer())")
+    assert [entry["strategy"] for entry in entries] == [entry["strategy"] for entry in document["strategies"]]
     drawn = page.evaluate("import('./bars.js').then((module) => module.PARTS)")
-    assert all(entry["device_parts"].keys() <= {*drawn} for entry in found)
-    for ours, theirs in zip(found, document["strategies"], strict=True):
+    assert all(entry["device_parts"].keys() <= {*drawn} for entry in entries)
+    for ours, theirs in zip(entries, document["strategies"], strict=True):
         assert_same({name: ours[name] for name in theirs}, theirs)
     # Nothing left this machine.
     assert {url.rpartition("/")[0].removesuffix("/pyodide") for url in requests} == {site}

@@ -197,7 +197,7 @@ def test_peaks_of_gpu_records_are_near_the_prediction() -> None:
 
 
 def test_cublas_has_a_workspace_for_the_forward_pass_and_one_for_autograd() -> None:
-    """In runs of a tiny model nothing else is left over."""
+    """The runs of a tiny model have no other bytes."""
     for run, request in recorded_on_gpus(("gpu_fp16",)):
         rest = measured_peak(run) - predict_memory(request).peak_allocated.value
         assert abs(rest) < 2 * 2**20 < cublas_workspace_bytes(request.box.device) == 64 * 2**20, run.run

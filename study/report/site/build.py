@@ -198,7 +198,7 @@ def _write_pages(
     numbers = [number for answer in answered.values() for number in answer.numbers]
     lead = PageSection(sentence=" · ".join([*environment.values(), *facts]))
     texts = {
-        "summary.md": page_markdown(title, [lead, *_of_summary(answered, cards), *lists], numbers),
+        "summary.md": page_markdown(title, [lead, *_shorten_cards(answered, cards), *lists], numbers),
         "index.html": page_html(
             "index.html.j2", suite, pages, "index", title=title, facts=facts, cards=cards, lists=lists,
             numbers=numbers, all_reports=all_reports, environment=pd.DataFrame(environment.items(), columns=["", " "]),
@@ -259,7 +259,7 @@ def _card(question: Question, answer: Answer, drawn: Sequence[Picture], records:
     )  # fmt: skip
 
 
-def _of_summary(questions: Iterable[Question], cards: Iterable[PageSection]) -> Iterator[PageSection]:
+def _shorten_cards(questions: Iterable[Question], cards: Iterable[PageSection]) -> Iterator[PageSection]:
     """Yield the sections without tables that are too long for the summary."""
     for question, card in zip(questions, cards, strict=True):
         yield card if question.tables_in_summary else dataclasses.replace(card, tables={})
