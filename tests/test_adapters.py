@@ -242,6 +242,9 @@ def test_scales_of_4_bit_weights_take_half_a_bit_and_an_eighth_if_they_are_quant
         shape, read_strategy("fsdp2"), to_box("8xH100"), 512, 1, 1, "bf16-engine", True, "sdpa", pure=True,
         quantized=True,
     )  # fmt: skip
+    # An equal shape that was asked for before has its own parameters.
+    copied = dataclasses.replace(shape, params=tuple(dataclasses.replace(param) for param in shape.params))
+    assert predict_memory(dataclasses.replace(request, shape=copied, micro_batch=2)).device_parts["parameters"] > 0
     packed = [param for param, stored in zip(shape.params, request.stored.params, strict=True) if param != stored]
     weights = sum(param.elements for param in packed)
     sizes = [predict_memory(dataclasses.replace(request, double_quantized=is_so)).device_parts["parameters"]

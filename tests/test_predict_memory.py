@@ -108,14 +108,15 @@ def test_the_formula_of_activations_matches_the_traced_code_with_adapters_and_as
 
 
 def assert_recomputed_as_traced(request):
-    peak = max(point.total for point in device_snapshots(request) if not point.step)
+    # A trace has tensors, and not the blocks that an allocator gives to them.
+    peak = max(point.total - point.parts["allocator"] for point in device_snapshots(request) if not point.step)
     assert 0.96 <= peak / trace_activations(request).backward_peak <= 1.06, request.precision
 
 
 def assert_activations_as_traced(request, rel):
     trace, estimate = trace_activations(request), predict_activations(request)
     # Weights and optimizer state are not included.
-    points = [point.total for point in device_snapshots(request) if not point.step]
+    points = [point.total - point.parts["allocator"] for point in device_snapshots(request) if not point.step]
     stored = points[0] - estimate.logits_forward - (estimate.cast_cached * 4 if request.gradient_checkpointing else 0)
     assert stored == pytest.approx(trace.saved_bytes, rel=rel), request
     assert 0.8 <= max(points[:2]) / trace.forward_peak <= 1.3, request

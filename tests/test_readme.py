@@ -295,7 +295,15 @@ def test_the_site_has_every_page_of_the_docs_and_every_argument_of_every_command
     assert "\n".join(site["_reindented"](written)) == indented.rstrip("\n")
 
 
+def test_the_site_has_the_images_of_its_pages() -> None:
+    linked = runpy.run_path(str(REPOSITORY / "tools" / "site.py"))["linked_files"](PAGES)
+    shown = {image for page in PAGES for image in re.findall(r'<img src="([^":]+)"', read(page)) if "/" not in page}
+    assert shown
+    assert shown <= linked
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra `site` is not installed")
     # tests/test_calculator.py builds the calculator.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     variables = os.environ | {"SITE_CALCULATOR": "0", "NO_MKDOCS_2_WARNING": "1"}

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -53,10 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         name for name in committed if re.fullmatch(r"([A-Z]+|accelerate_configs/README|(docs|reports)/.*)\.md", name)
     }
-    linked = set()
-    for page in pages:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        linked |= {os.path.normpath(Path(page).parent / link) for link in _LINK.findall(text) + _IMAGE.findall(text)}
+    linked = linked_files(pages)
     names = {name for name in committed if name in pages | linked or name.startswith("reports/")} | built_pages()
     theme = [file for file in files if file.src_dir != config.docs_dir]
     places = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in sorted(names)]
@@ -70,6 +67,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             for file in sorted(built.rglob("*")) if file.is_file()
         ]  # fmt: skip
     return Files([*theme, *places, File.generated(config, COMMANDS, content=commands_markdown())])
+
+
+def linked_files(pages: Iterable[str]) -> set[str]:
+    """Return the files that pages link to or show."""
+    linked = set()
+    for page in pages:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        linked |= {os.path.normpath(Path(page).parent / link) for link in _LINK.findall(text) + _IMAGE.findall(text)}
+    return linked
 
 
 def built_pages() -> set[str]:

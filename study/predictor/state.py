@@ -263,7 +263,7 @@ def frozen_bytes(request: Request) -> tuple[float, float]:
     shape, is_stage3 = request.shape, request.strategy.zero_stage == 3
     pairs = zip(shape.params, request.stored.params, strict=True)
     per_scale = 1 + FP32_BYTES / 256 if request.double_quantized else FP32_BYTES
-    scales = per_scale / 64 * sum(param.elements for param, stored in pairs if param is not stored)
+    scales = per_scale / 64 * sum(param.elements for param, stored in pairs if param != stored)
     ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.box.ranks if is_stage3 else 1
     size = float(request.weight_bytes * shape.parameters * request.reference_model) / ranks
     offloads = request.fsdp_offloads or (is_stage3 and request.settings.parameters is not None)
