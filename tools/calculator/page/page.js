@@ -51,7 +51,7 @@ const listeners = new Map();
 
 function startPython() {
   if (worker) return;
-  at("status").textContent = "Python is loading: 7 MB once, then about 15 seconds ...";
+  at("status").textContent = "Python is loading: 14 MB once, 7 where the server compresses ...";
   worker = new Worker("worker.js", { type: "module" });
   worker.onerror = () => { at("status").textContent = "Python does not start in this browser."; };
   worker.onmessage = ({ data }) => {
