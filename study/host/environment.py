@@ -103,7 +103,9 @@ PACKAGES = (
 # Names a file with the commit of a copy without .git, and the output of `git status --porcelain` below it.
 COMMIT_VARIABLE = "ZERO_STUDY_COMMIT"
 # Subpackages that no run imports.
-_NOT_RUN = ("advisor", "autopsy", "claims", "cli.py", "receipt", "releases", "report", "sweep", "virtual")
+_NOT_RUN = (
+    "advisor", "autopsy", "claims", "cli.py", "compositions", "receipt", "releases", "report", "sweep", "virtual",
+)  # fmt: skip
 
 
 def describe_environment() -> dict[str, Any]:

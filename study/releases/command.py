@@ -12,6 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from study.compositions.answers import look_up_answer, read_matrices
+from study.compositions.command import feature_table, parse_features
+from study.compositions.matrix import Matrix
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
 from study.config.strategies import read_strategy
@@ -87,6 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bf16 = "bf16: DeepSpeed's bf16 section, 16-bit weights with fp32 masters; default: fp32"
     add("--precision", choices=tuple(_PRECISIONS), default="fp32", help=bf16)
     add("--details", action="store_true", help="print all tested releases")
+    add("--features", type=parse_features, metavar="A,B,...", default=argparse.SUPPRESS,
+        help="judge a combination such as zero2,muon,accumulation; `--features list` prints all features")  # fmt: skip
     bisect.add_arguments(parser.add_argument_group("options of bisect"))
 
 
@@ -105,6 +110,8 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"{options.release!r} is not a release of DeepSpeed", "write a release such as 0.18.9")
     if options.strategy:
         read_strategy(options.strategy)
+    if hasattr(options, "features"):
+        return _judge_features(options)
     document = json.loads(GRID.read_text(encoding="utf-8"))
     if any(row["DeepSpeed"] == f"{options.release}.0" for row in document["releases"]):
         options.release += ".0"
@@ -112,6 +119,52 @@ def run(options: argparse.Namespace) -> int:
     verdict = judge(document, stack, is_default=not options.release)
     print_page(releases_text(document, stack, verdict, options.release, options.details))
     return verdict.status
+
+
+# Exit statuses of a combination's answer.
+_STATUS_OF_ANSWER = {
+    "right": 0, "by_design": 0, "wrong": _FAULTY, "error": _FAULTY, "pairs": _UNTESTED, "untested": _UNTESTED
+}  # fmt: skip
+
+
+def _judge_features(options: argparse.Namespace) -> int:
+    """Print the answer of the stored matrices for a combination, and return the exit status."""
+    if options.features is None:
+        print_page([feature_table()])
+        return 0
+    matrices = list(read_matrices())
+    versions = {
+        "deepspeed": options.release or package_version("deepspeed") or matrices[0].stack["deepspeed"],
+        "accelerate": options.accelerate or package_version("accelerate") or matrices[0].stack["accelerate"],
+        "torch": options.torch or package_version("torch") or matrices[0].stack["torch"],
+    }
+    chosen = [
+        matrix for matrix in matrices
+        if all(_is_same(matrix.stack[name] or "0", version or "0") for name, version in versions.items())
+    ]  # fmt: skip
+    command = f"run: study verify --features {options.features.name}"
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if not chosen:
+        tested = "; ".join(", ".join(f"{name} {matrix.stack[name]}" for name in versions) for matrix in matrices)
+        lines = [f"{options.features.name} with {packages}: not tested; {command}", f"tested: {tested}"]
+        result = look_up_answer(options.features, matrices[0])
+        print_page([*lines, f"with {_packages(matrices[0])}: {_ANSWERS[result.kind]}: {result.text}"])
+        return _UNTESTED
+    result = look_up_answer(options.features, chosen[0])
+    lines = [f"{options.features.name} with {packages}: {_ANSWERS[result.kind]}: {result.text}"]
+    lines += [command] * (_STATUS_OF_ANSWER[result.kind] == _UNTESTED)
+    print_page([*lines, "tested on two CPU ranks, in a few steps of a tiny model"])
+    return _STATUS_OF_ANSWER[result.kind]
+
+
+_ANSWERS = {
+    "right": "right", "by_design": "differs as documented", "wrong": "wrong", "error": "ends with an error",
+    "pairs": "not tested as a whole", "untested": "not tested",
+}  # fmt: skip
+
+
+def _packages(matrix: Matrix) -> str:
+    return ", ".join(f"{name} {matrix.stack[name]}" for name in ("deepspeed", "accelerate", "torch"))
 
 
 def _stack(document: Mapping[str, Any], options: argparse.Namespace) -> JudgedStack:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from study.compositions import command as compositions
 from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig, resolve_config
 from study.config.places import IMPORT_ROOT, install_command
@@ -133,6 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     runs_dir = "keep the records in this folder and reuse them; default: a temporary folder"
     add("--runs_dir", type=folder_argument, metavar="DIR", help=runs_dir)
+    compositions.add_arguments(parser.add_argument_group("combinations of features"))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -140,6 +142,8 @@ def run(options: argparse.Namespace) -> int:
 
     It is 2 if no DeepSpeed engine can run here, or if a strategy or an option that the user asked for cannot run.
     """
+    if compositions.requests_combinations(options):
+        return compositions.run(options)
     os.environ.update({UNVERIFIED_VARIABLE: "1", ENGINES_ONLY_VARIABLE: "1"})
     verifiable, started = STUDIED_STRATEGIES[1:], time.monotonic()
     if unknown := next((name for name in options.only or () if name not in verifiable), None):

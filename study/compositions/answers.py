@@ -1,0 +1,113 @@
+"""Answers of the stored matrices for a combination, and the explanation of each finding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from study.compositions.covering import list_pairs
+from study.compositions.features import Combination
+from study.compositions.matrix import Matrix
+from study.compositions.session import CombinationOutcome
+
+STACK_PACKAGES = ("deepspeed", "accelerate", "torch", "transformers", "peft")
+_FOLDER = Path(__file__).parent
+# Matrices of earlier calls of `study verify --pairs`, one for each stack.
+RESULTS = _FOLDER / "results"
+_KNOWN = _FOLDER / "known.yaml"
+# wrong: it silently trains something else. by_design: documented, or the purpose of the algorithm. cpu: only machines
+# without a GPU show it. refused: it ends with an error.
+Verdict = Literal["wrong", "by_design", "cpu", "refused"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownFinding:
+    """One entry of known.yaml: the explanation of findings."""
+
+    title: str
+    # Every one of these features, and one of each list of alternatives.
+    features: tuple[frozenset[str], ...]
+    kind: str
+    verdict: Verdict
+    says: str
+    address: str = ""
+    instead: str = ""
+    # Part of the outcome's text, to distinguish findings with these features.
+    words: str = ""
+
+    def explains(self, outcome: CombinationOutcome) -> bool:
+        levels = outcome.combination.levels
+        return (
+            outcome.kind in self.kind.split("|") and self.words in f"{outcome.says} {outcome.line}"
+            and all(levels & alternatives for alternatives in self.features)
+        )  # fmt: skip
+
+
+@functools.cache
+def read_known_findings() -> tuple[KnownFinding, ...]:
+    """Read known.yaml; tests/test_compositions.py checks that every finding of a stored matrix is in it."""
+    entries = yaml.safe_load(_KNOWN.read_text(encoding="utf-8"))["known"]
+    return tuple(
+        KnownFinding(**{**entry, "features": tuple(frozenset(name.split("|")) for name in entry["features"])})
+        for entry in entries
+    )
+
+
+def match_known_finding(outcome: CombinationOutcome) -> KnownFinding | None:
+    """Return the first entry that explains an outcome."""
+    return next((entry for entry in read_known_findings() if entry.explains(outcome)), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class CombinationAnswer:
+    """Answer for a combination on one stack."""
+
+    kind: Literal["right", "wrong", "error", "by_design", "pairs", "untested"]
+    text: str
+    stack: dict[str, str | None]
+
+
+def read_matrices() -> Iterator[Matrix]:
+    """Yield the stored matrices, that of the newest DeepSpeed first."""
+    from study.host.stacks import release_key
+
+    matrices = [Matrix.read(file) for file in RESULTS.glob("*.json")]
+    yield from sorted(matrices, key=lambda matrix: release_key(matrix.stack["deepspeed"] or "0"), reverse=True)
+
+
+def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswer:
+    """Return the answer of a matrix for a combination."""
+    features = set(combination.features)
+    for finding in matrix.findings.values():
+        if features.issuperset(finding.combination.features):
+            return _finding_answer(finding, matrix)
+    equal_runs = [outcome.combination for outcome in matrix.outcomes.values() if outcome.is_equal]
+    if combination in equal_runs:
+        return CombinationAnswer("right", "equal, to rounding, to one process of plain PyTorch", matrix.stack)
+    larger_runs = [run for run in equal_runs if features.issubset(run.features)]
+    if larger_runs:
+        example = min(larger_runs, key=lambda run: len(run.features))
+        text = f"equal in {len(larger_runs)} runs with these features, such as {example.name}"
+        return CombinationAnswer("right", text, matrix.stack)
+    feature_pairs = {pair for pair in list_pairs(combination) if pair <= features}
+    missing_pairs = feature_pairs - matrix.equal_pairs
+    if feature_pairs and not missing_pairs:
+        text = "each pair of these features is in an equal run; no run has them all"
+        return CombinationAnswer("pairs", text, matrix.stack)
+    missing = sorted("+".join(sorted(pair)) for pair in missing_pairs)
+    return CombinationAnswer("untested", f"no equal run has {', '.join(missing[:4]) or combination.name}", matrix.stack)
+
+
+def _finding_answer(finding: CombinationOutcome, matrix: Matrix) -> CombinationAnswer:
+    entry = match_known_finding(finding)
+    kind: Literal["wrong", "error", "by_design"] = "error"
+    if finding.kind == "differs":
+        kind = "by_design" if entry is not None and entry.verdict == "by_design" else "wrong"
+    title = entry.title if entry is not None else finding.says
+    instead = f"; {entry.instead}" if entry is not None and entry.instead else ""
+    return CombinationAnswer(kind, f"{finding.combination.name}: {title}{instead}", matrix.stack)

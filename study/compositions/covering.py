@@ -1,0 +1,109 @@
+"""Designs in which every pair of levels that can meet meets in a run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Iterable, Iterator
+from typing import Final
+
+from study.compositions.features import Combination, find_row, make_combination, read_rows, read_rules
+
+Pair = frozenset[str]
+# Combinations that are drawn for each run; the one with the most new pairs is taken.
+_DRAWN: Final = 30
+_TRIES_TO_COMPLETE: Final = 60
+
+# Without these some features conflict with a default.
+_COMPANIONS: Final = (("cpu_adam",), ("cpu_adam", "optimizer_cpu"), ("optimizer_cpu",))
+
+
+class Design:
+    """Draws combinations until every pair has been covered; findings on the way are left out of the next ones."""
+
+    def __init__(self, seed: int = 0, levels: Collection[str] | None = None):
+        """Levels outside `levels`, if it is given, are not drawn."""
+        self._random = random.Random(seed)
+        self._rows = {
+            row.name: [level for level in row.levels if levels is None or level in levels or level == row.default]
+            for row in read_rows().values()
+        }
+        self._forbidden: list[frozenset[str]] = []
+        self.pairs = {pair for pair in self._possible_pairs() if self._completed(pair) is not None}
+        self.uncovered = set(self.pairs)
+
+    def _possible_pairs(self) -> Iterator[Pair]:
+        for levels, later_levels in itertools.combinations(self._rows.values(), 2):
+            for first, second in itertools.product(levels, later_levels):
+                if not _conflicts({first}, second):
+                    yield frozenset((first, second))
+
+    def forbid(self, levels: Iterable[str]) -> None:
+        """Draw no further combination with all of these levels."""
+        self._forbidden.append(frozenset(levels))
+
+    def cover(self, combination: Combination) -> None:
+        """Count the pairs of a run as covered."""
+        self.uncovered -= list_pairs(combination)
+
+    def draw(self) -> Combination | None:
+        """Return the next combination; None if no uncovered pair can be part of one."""
+        candidates = sorted(self.uncovered, key=sorted)
+        self._random.shuffle(candidates)
+        for pair in candidates:
+            drawn = [self._completed(pair) for _ in range(_DRAWN)]
+            possible = [combination for combination in drawn if combination is not None]
+            if possible:
+                return max(possible, key=lambda combination: len(list_pairs(combination) & self.uncovered))
+            # No combination with this pair is allowed any more.
+            self.uncovered.discard(pair)
+        return None
+
+    def single_features(self) -> list[Combination]:
+        """Return every engine alone, and every other feature with one engine and the features that it needs."""
+        # DeepSpeed's, the highest stage first, then torch's.
+        engines = sorted(self._rows["engine"], key=lambda name: (not name.startswith("zero"), name == "hsdp"))
+        engines.sort(key=lambda name: name if name.startswith("zero") else "", reverse=True)
+        singles = [make_combination([engine]) for engine in engines]
+        for row, levels in self._rows.items():
+            for level in levels[1:] if row != "engine" else ():
+                tried = (
+                    make_combination([engine, level, *companion])
+                    for companion in ((), *_COMPANIONS) for engine in engines
+                    if find_row(level).name not in {find_row(name).name for name in companion}
+                )  # fmt: skip
+                singles += itertools.islice((single for single in tried if single.conflict is None), 1)
+        return singles
+
+    def _completed(self, pair: Pair) -> Combination | None:
+        """Return a combination with this pair, drawn at random; None if none was found."""
+        for _ in range(_TRIES_TO_COMPLETE):
+            levels = set(pair)
+            open_rows = [row for row, names in self._rows.items() if levels.isdisjoint(names)]
+            self._random.shuffle(open_rows)
+            for row in open_rows:
+                possible = [level for level in self._rows[row] if not _conflicts(levels, level)]
+                if not possible:
+                    break
+                levels.add(self._random.choice(possible))
+            else:
+                chosen = frozenset(levels)
+                if not any(forbidden <= chosen for forbidden in self._forbidden):
+                    return Combination(chosen)
+        return None
+
+
+def list_pairs(combination: Combination) -> set[Pair]:
+    return {frozenset(pair) for pair in itertools.combinations(combination.levels, 2)}
+
+
+def _conflicts(levels: Collection[str], level: str) -> bool:
+    """Whether a level cannot join others. A rule with `unless` waits for the rows that may lift it."""
+    joined = frozenset(levels) | {level}
+    for rule in read_rules():
+        rows = {find_row(name).name for name in rule.unless}
+        if any(joined.isdisjoint(read_rows()[row].levels) for row in rows):
+            continue
+        if rule.forbids(joined):
+            return True
+    return False

@@ -1,0 +1,658 @@
+"""One rank of a combination: the engine as a user would set it up, and its figures, step by step."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from study.compositions import tiny_model
+from study.compositions.experts import plain_expert_name, replace_experts
+from study.compositions.features import Combination
+from study.compositions.trace import FigureTrace, Place, plain_name, watch_modules
+
+if TYPE_CHECKING:
+    import torch
+
+# Elements of a bucket: more than the model has, and fewer than a matrix has.
+_BUCKET, _SMALL_BUCKET = 100_000, 700
+
+
+def run_rank(combination: Combination, rank: int, folder: Path) -> FigureTrace:
+    """Train the combination as one rank of the process group that the environment describes."""
+    import torch
+
+    torch.set_num_threads(1)
+    if combination.has("muon"):
+        _run_muon_in_fp32()
+    return _choose_loop(combination)(combination, rank, folder).train()
+
+
+def _choose_loop(combination: Combination) -> type[Loop]:
+    if combination.has("accelerate"):
+        return AccelerateDeepSpeedLoop if combination.uses_deepspeed else AccelerateTorchLoop
+    return DeepSpeedLoop if combination.uses_deepspeed else TorchLoop
+
+
+def _run_muon_in_fp32() -> None:
+    """Replace Muon's 16-bit iteration, which makes 1e-3 of an update out of a gradient's last bit."""
+    import torch
+    from deepspeed.runtime.zero.muon import original_muon
+
+    if hasattr(original_muon, "ns_compute_dtype"):
+        original_muon.ns_compute_dtype = lambda ns_method="gram": torch.float32
+
+
+class Loop(abc.ABC):
+    """A training of a few steps that notes the figures of the reference."""
+
+    model: torch.nn.Module
+
+    def __init__(self, combination: Combination, rank: int, folder: Path):
+        self.combination, self.rank, self.folder = combination, rank, folder
+        self.trace = FigureTrace()
+        self._noting: int | None = None
+        self._before: dict[str, torch.Tensor] = {}
+
+    def train(self) -> FigureTrace:
+        self.start(seed=0)
+        for step in range(1, tiny_model.STEPS + 1):
+            self._before = self.read("master")
+            self.train_step(step)
+            if self.combination.has("evaluation"):
+                self._evaluate(step)
+            if self.combination.has("resume") and step == tiny_model.RESUMED_AFTER:
+                self.save()
+                self.start(seed=1)
+                self.load()
+                for name, weight in self.read("weight").items():
+                    self.trace.note(Place(step, "resumed", name), weight)
+        return self.trace
+
+    def start(self, seed: int) -> None:
+        """Make new objects; the seed is that of the initial weights."""
+        self.discard()
+        plain = tiny_model.make_model(self.combination, seed)
+        self._enable_checkpointing(plain)
+        if self.combination.has("ep"):
+            replace_experts(plain, self.rank)
+        # On the plain modules, which every wrapper calls.
+        watch_modules(plain, self.trace, self._forward_place)
+        self.set_up(plain)
+
+    def _enable_checkpointing(self, model: Any) -> None:
+        if self.combination.has("checkpointing", "reentrant"):
+            reentrant = self.combination.has("reentrant")
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant and self.combination.has("frozen", "lora"):
+                # Reentrant checkpointing needs an input with a gradient.
+                model.enable_input_require_grads()
+
+    def _forward_place(self, module: str) -> Place | None:
+        return None if self._noting is None else Place(self._noting, "forward", module)
+
+    def batch(self, step: int, micro_step: int) -> dict[str, torch.Tensor]:
+        return tiny_model.make_batch(self.combination, step, micro_step, self.rank, self.combination.ranks)
+
+    def loss(self, step: int, micro_step: int) -> torch.Tensor:
+        """Return the loss of a micro-batch, with its figures noted."""
+        self._noting = step if micro_step == 0 else None
+        loss = self.forward(self.batch(step, micro_step))
+        self._noting = None
+        self.trace.note(Place(step, "loss", f"micro-batch {micro_step + 1}"), loss)
+        return loss
+
+    def note_gradients(self, step: int) -> None:
+        for name, gradient in self.read("gradient").items():
+            self.trace.note(Place(step, "gradient", name), gradient)
+
+    def note_update(self, step: int, norm: torch.Tensor | float | None) -> None:
+        # At DeepSpeed's stages this norm is that of Muon's updates, and clipping judges by it.
+        if not (self.combination.has("muon") and self.combination.stage):
+            self.trace.note(Place(step, "norm"), norm)
+        for name, master in self.read("master").items():
+            self.trace.note(Place(step, "update", name), master - self._before[name])
+        for name, weight in self.read("weight").items():
+            self.trace.note(Place(step, "weight", name), weight)
+
+    def _evaluate(self, step: int) -> None:
+        import torch
+
+        self.model.eval()
+        with torch.no_grad():
+            self.trace.note(Place(step, "evaluation"), self.forward(self.batch(0, step)))
+        self.model.train()
+
+    def discard(self) -> None:  # noqa: B027
+        """Forget the objects of before, if there are any."""
+
+    @abc.abstractmethod
+    def set_up(self, plain: torch.nn.Module) -> None:
+        """Make the engine around a plain model."""
+
+    @abc.abstractmethod
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the loss of a batch."""
+
+    @abc.abstractmethod
+    def train_step(self, step: int) -> None:
+        """Train one optimizer step; call note_gradients before the update and note_update after it."""
+
+    @abc.abstractmethod
+    def read(self, kind: str) -> dict[str, torch.Tensor]:
+        """Return whole tensors by plain name: of kind gradient, master (trained weights in fp32) or weight."""
+
+    @abc.abstractmethod
+    def save(self) -> None: ...
+
+    @abc.abstractmethod
+    def load(self) -> None: ...
+
+
+class DeepSpeedLoop(Loop):
+    """The loop of DeepSpeed's own guide: initialize, forward, backward, step."""
+
+    engine: Any
+
+    def set_up(self, plain: torch.nn.Module) -> None:
+        import deepspeed
+
+        # ZenFlow takes no optimizer of the user's.
+        optimizer = None if self.combination.has("zenflow") else make_optimizer(self.combination, plain)
+        schedule = tiny_model.make_schedule if self.combination.has("schedule") else None
+        self.engine, *_ = deepspeed.initialize(
+            model=plain, optimizer=optimizer, lr_scheduler=schedule,
+            config=deepspeed_settings(self.combination, self.folder),
+        )  # fmt: skip
+        self.model = self.engine
+
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.engine(**batch).loss
+        return loss
+
+    def train_step(self, step: int) -> None:
+        if self.combination.has("no_sync"):
+            self._train_without_sync(step)
+            return
+        last = self.combination.micro_steps - 1
+        for micro_step in range(last + 1):
+            self.engine.backward(self.loss(step, micro_step))
+            if micro_step == last:
+                self.note_gradients(step)
+            self.engine.step()
+        self.note_update(step, self.engine.get_global_grad_norm())
+
+    def _train_without_sync(self, step: int) -> None:
+        """DeepSpeed divides nothing inside no_sync, so the loop divides."""
+        last = self.combination.micro_steps - 1
+        for micro_step in range(last + 1):
+            with self.engine.no_sync() if micro_step < last else contextlib.nullcontext():
+                self.engine.backward(self.loss(step, micro_step) / (last + 1))
+        self.note_gradients(step)
+        self.engine.step()
+        self.note_update(step, self.engine.get_global_grad_norm())
+
+    def read(self, kind: str) -> dict[str, torch.Tensor]:
+        names = {
+            plain_expert_name(plain_name(name), self.rank): weight
+            for name, weight in self.engine.module.named_parameters()
+        }
+        if kind == "weight":
+            return {name: self._whole_weight(weight) for name, weight in names.items()}
+        trained = {name: weight for name, weight in names.items() if weight.requires_grad}
+        read = self._gradient if kind == "gradient" else self._master
+        tensors = {name: read(weight) for name, weight in trained.items()}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def _whole_weight(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        import deepspeed
+
+        if not hasattr(weight, "ds_id"):
+            return weight.detach().clone()
+        with deepspeed.zero.GatheredParameters([weight]):
+            return weight.detach().clone()
+
+    def _gradient(self, weight: torch.nn.Parameter) -> torch.Tensor | None:
+        from deepspeed.utils import safe_get_full_grad
+
+        if self.combination.stage and getattr(weight, "use_muon", False):
+            # DeepSpeed has replaced it by Muon's update.
+            return None
+        if self.combination.has("round_robin"):
+            # DeepSpeed's function returns the gradient of another weight (deepspeed/utils/tensor_fragment.py:119).
+            return None
+        gradient = safe_get_full_grad(weight)
+        if gradient is None:
+            return None
+        scale = tiny_model.LOSS_SCALE if self.combination.has("fp16") else 1.0
+        return gradient.detach().float() / scale
+
+    def _master(self, weight: torch.nn.Parameter) -> torch.Tensor | None:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if self.combination.has("round_robin"):
+            # This function, too, returns another weight.
+            return weight.detach().clone() if self.combination.has("fp32", "autocast") else None
+        master: torch.Tensor | None = safe_get_full_fp32_param(weight)
+        if master is None:
+            master = self._master_of_stage_0(weight)
+        return None if master is None else master.detach().float().clone()
+
+    def _master_of_stage_0(self, weight: torch.nn.Parameter) -> torch.Tensor | None:
+        optimizer = self.engine.optimizer
+        masters, weights = getattr(optimizer, "fp32_groups", None), getattr(optimizer, "fp16_groups", None)
+        if masters is None or weights is None:
+            return weight
+        pairs = zip((w for group in weights for w in group), (m for group in masters for m in group), strict=True)
+        return next((master for candidate, master in pairs if candidate is weight), None)
+
+    def save(self) -> None:
+        self.engine.save_checkpoint(str(self.folder / "checkpoint"))
+
+    def load(self) -> None:
+        self.engine.load_checkpoint(str(self.folder / "checkpoint"))
+
+
+class TorchLoop(Loop):
+    """torch's own DDP, FSDP1, FSDP2 or a mesh of it."""
+
+    def set_up(self, plain: torch.nn.Module) -> None:
+        import torch
+
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
+        self.model = self._wrapped(plain)
+        self.optimizer = make_optimizer(self.combination, self.model)
+        self.schedule = tiny_model.make_schedule(self.optimizer) if self.combination.has("schedule") else None
+
+    def _wrapped(self, plain: Any) -> Any:
+        import torch
+
+        if self.combination.has("ddp"):
+            return torch.nn.parallel.DistributedDataParallel(plain)
+        blocks = list_blocks(plain)
+        if self.combination.has("fsdp1"):
+            from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
+            from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+            return FullyShardedDataParallel(
+                plain, use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({type(blocks[0])}),
+                mixed_precision=fsdp1_precision(self.combination), device_id=torch.device("cpu"),
+                cpu_offload=CPUOffload(self.combination.has("all_cpu")),
+            )  # fmt: skip
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+        shape = (2, 2) if self.combination.has("hsdp") else (self.combination.ranks,)
+        names = ("replicate", "shard")[-len(shape) :]
+        offload = CPUOffloadPolicy(pin_memory=False) if self.combination.has("all_cpu") else OffloadPolicy()
+        shard = functools.partial(
+            fully_shard, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), offload_policy=offload,
+            mp_policy=fsdp2_precision(self.combination),
+        )  # fmt: skip
+        for block in blocks:
+            shard(block)
+        return shard(plain)
+
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.combination.has("autocast")):
+            loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def train_step(self, step: int) -> None:
+        import torch
+
+        micro_steps = self.combination.micro_steps
+        for micro_step in range(micro_steps):
+            is_synchronized = micro_step == micro_steps - 1 or not self.combination.has("no_sync")
+            with self._synchronized(is_synchronized):
+                (self.loss(step, micro_step) / micro_steps).backward()
+        self.note_gradients(step)
+        norm = None
+        if self.combination.has("clipping"):
+            if self.combination.has("fsdp1"):
+                norm = cast(Any, self.model).clip_grad_norm_(tiny_model.MAX_NORM)
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), tiny_model.MAX_NORM)
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.optimizer.zero_grad()
+        self.note_update(step, gather_tensor(norm) if norm is not None else None)
+
+    @contextlib.contextmanager
+    def _synchronized(self, is_synchronized: bool) -> Iterator[None]:
+        model: Any = self.model
+        if self.combination.has("fsdp2", "hsdp"):
+            model.set_requires_gradient_sync(is_synchronized)
+            yield
+        else:
+            with contextlib.nullcontext() if is_synchronized else model.no_sync():
+                yield
+
+    def read(self, kind: str) -> dict[str, torch.Tensor]:
+        return read_torch(self.model, kind, self.combination)
+
+    def save(self) -> None:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        weights, states = get_state_dict(self.model, self.optimizer)
+        save({"weights": weights, "states": states}, checkpoint_id=self.folder / "checkpoint")
+        self._saved_schedule = self.schedule.state_dict() if self.schedule is not None else None
+
+    def load(self) -> None:
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        weights, states = get_state_dict(self.model, self.optimizer)
+        load({"weights": weights, "states": states}, checkpoint_id=self.folder / "checkpoint")
+        set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=states)
+        if self.schedule is not None:
+            self.schedule.load_state_dict(self._saved_schedule)
+
+
+class _AccelerateLoop(Loop):
+    """The loop of Accelerate's guide, over whichever engine its settings name."""
+
+    accelerator: Any
+
+    def set_up(self, plain: torch.nn.Module) -> None:
+        if not hasattr(self, "accelerator"):
+            self.accelerator = self.make_accelerator()
+        optimizer = make_optimizer(self.combination, plain)
+        parts = [plain, optimizer]
+        if self.combination.has("schedule"):
+            parts.append(tiny_model.make_schedule(optimizer))
+        self.model, self.optimizer, *rest = self.accelerator.prepare(*parts)
+        self.schedule = rest[0] if rest else None
+
+    def discard(self) -> None:
+        if hasattr(self, "accelerator"):
+            # Otherwise the next checkpoint would be loaded into the old model, too.
+            self.accelerator.free_memory()
+
+    @abc.abstractmethod
+    def make_accelerator(self) -> Any: ...
+
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def save(self) -> None:
+        self.accelerator.save_state(str(self.folder / "checkpoint"))
+
+    def load(self) -> None:
+        self.accelerator.load_state(str(self.folder / "checkpoint"))
+
+
+class AccelerateTorchLoop(_AccelerateLoop):
+    """DDP or FSDP under Accelerate."""
+
+    def make_accelerator(self) -> Any:
+        import torch
+        from accelerate import Accelerator, DistributedType, PartialState
+
+        arguments: dict[str, Any] = {}
+        state = PartialState(cpu=True)
+        if not self.combination.has("ddp"):
+            # Without a GPU Accelerate turns only this type into FSDP.
+            state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+            arguments["fsdp_plugin"] = self._fsdp_plugin()
+        if self.combination.has("hsdp"):
+            from accelerate import ParallelismConfig
+
+            arguments["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        mixed = "bf16" if self.combination.has("autocast", "bf16", "fp32_accumulation") else "no"
+        # Its index would not be that of FSDP1.
+        state._shared_state["device"] = torch.device("cpu")
+        accelerator = Accelerator(
+            mixed_precision=mixed, gradient_accumulation_steps=self.combination.micro_steps, **arguments,
+        )  # fmt: skip
+        torch.set_num_threads(1)
+        return accelerator
+
+    def _fsdp_plugin(self) -> Any:
+        from accelerate import FullyShardedDataParallelPlugin
+
+        arguments: dict[str, Any] = {}
+        fsdp1 = self.combination.has("fsdp1")
+        if fsdp1:
+            # Otherwise FSDP1 shows no gradient of a parameter.
+            arguments["use_orig_params"] = True
+        if self.combination.has("fp32_accumulation"):
+            policy = fsdp1_precision(self.combination) if fsdp1 else fsdp2_precision(self.combination)
+            arguments["mixed_precision_policy"] = policy
+        return FullyShardedDataParallelPlugin(
+            fsdp_version=1 if fsdp1 else 2, auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["OPTDecoderLayer"], cpu_offload=self.combination.has("all_cpu"),
+            state_dict_type="SHARDED_STATE_DICT", **arguments,
+        )  # fmt: skip
+
+    def train_step(self, step: int) -> None:
+        for micro_step in range(self.combination.micro_steps):
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.loss(step, micro_step))
+                norm = None
+                if self.accelerator.sync_gradients:
+                    self.note_gradients(step)
+                    if self.combination.has("clipping"):
+                        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), tiny_model.MAX_NORM)
+                self.optimizer.step()
+                if self.schedule is not None:
+                    self.schedule.step()
+                self.optimizer.zero_grad()
+        self.note_update(step, gather_tensor(norm) if norm is not None else None)
+
+    def read(self, kind: str) -> dict[str, torch.Tensor]:
+        return read_torch(self.model, kind, self.combination)
+
+
+class AccelerateDeepSpeedLoop(_AccelerateLoop):
+    """DeepSpeed under Accelerate, whose backward steps the engine."""
+
+    def make_accelerator(self) -> Any:
+        import deepspeed
+        from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+
+        PartialState(cpu=True)
+        # On a GPU Accelerate does this.
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        settings = deepspeed_settings(self.combination, self.folder)
+        return Accelerator(
+            mixed_precision={"bf16": "bf16", "fp32_accumulation": "bf16", "fp16": "fp16"}.get(
+                self.combination.level("precision"), "no"
+            ),
+            gradient_accumulation_steps=self.combination.micro_steps,
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings),
+        )
+
+    def train_step(self, step: int) -> None:
+        # Accelerate's backward takes the engine's step: the gradients are read in between.
+        engine: Any = self.model
+        engine_step: Callable[..., Any] = type(engine).step.__get__(engine)
+
+        def step_after_noting(*arguments: Any, **keywords: Any) -> Any:
+            if engine.is_gradient_accumulation_boundary():
+                self.note_gradients(step)
+            return engine_step(*arguments, **keywords)
+
+        engine.step = step_after_noting
+        for micro_step in range(self.combination.micro_steps):
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.loss(step, micro_step))
+                if self.accelerator.sync_gradients and self.combination.has("clipping"):
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), tiny_model.MAX_NORM)
+                self.optimizer.step()
+                if self.schedule is not None:
+                    self.schedule.step()
+                self.optimizer.zero_grad()
+        self.note_update(step, engine.get_global_grad_norm())
+
+    @property
+    def engine(self) -> Any:
+        return self.model
+
+    read = DeepSpeedLoop.read
+    _whole_weight = DeepSpeedLoop._whole_weight
+    _gradient = DeepSpeedLoop._gradient
+    _master = DeepSpeedLoop._master
+    _master_of_stage_0 = DeepSpeedLoop._master_of_stage_0
+
+
+def deepspeed_settings(combination: Combination, folder: Path) -> dict[str, Any]:
+    """Return the DeepSpeed configuration of a combination, as its file has it."""
+    zero: dict[str, Any] = {
+        "stage": combination.stage,
+        "reduce_bucket_size": _SMALL_BUCKET if combination.has("small_buckets") else _BUCKET,
+        "allgather_bucket_size": _SMALL_BUCKET if combination.has("small_buckets") else _BUCKET,
+    }
+    if combination.has("zero3"):
+        zero["stage3_prefetch_bucket_size"] = zero["reduce_bucket_size"]
+        zero["stage3_param_persistence_threshold"] = 100 if combination.has("persistent") else 0
+    if combination.has("optimizer_cpu", "all_cpu"):
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if combination.has("optimizer_nvme", "all_nvme"):
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+    if combination.has("all_cpu"):
+        zero["offload_param"] = {"device": "cpu"}
+    if combination.has("all_nvme"):
+        zero["offload_param"] = {"device": "nvme", "nvme_path": str(folder / "nvme"), "buffer_size": _BUCKET}
+    zero |= _ZERO_OPTIONS.get(combination.level("zero"), {})
+    if combination.has("super_offload"):
+        zero["offload_optimizer"] |= {"super_offload": True}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1 if combination.has("no_sync") else combination.micro_steps,
+        "zero_optimization": zero, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
+    }  # fmt: skip
+    if not combination.has("clipping_unset"):
+        settings["gradient_clipping"] = tiny_model.MAX_NORM if combination.has("clipping") else 0.0
+    settings |= json.loads(json.dumps(_PRECISIONS.get(combination.level("precision"), {})))
+    if combination.has("zenflow"):
+        settings["optimizer"] = {"type": "AdamW", "params": {
+            "lr": tiny_model.LEARNING_RATE, "eps": tiny_model.EPSILON, "weight_decay": tiny_model.WEIGHT_DECAY,
+        }}  # fmt: skip
+    if combination.has("deepcompile"):
+        settings["compile"] = {"deepcompile": True}
+    return settings
+
+
+_ZERO_OPTIONS: dict[str, dict[str, Any]] = {
+    "hpz": {"zero_hpz_partition_size": 2},
+    "quantized_weights": {"zero_quantized_weights": True},
+    "quantized_gradients": {"zero_quantized_gradients": True},
+    "overlap": {"overlap_comm": True},
+    "no_reduce_scatter": {"reduce_scatter": False},
+    "no_contiguous": {"contiguous_gradients": False},
+    "round_robin": {"round_robin_gradients": True},
+    # While it warms up ZenFlow updates everything, as plain training does.
+    "zenflow": {"zenflow": {"topk_ratio": 0.5, "select_strategy": "step", "select_interval": 1, "update_interval": 1,
+                            "full_warm_up_rounds": tiny_model.STEPS + 1, "overlap_step": False}},
+}  # fmt: skip
+_PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp32_accumulation": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": tiny_model.LOSS_SCALE}},
+    "autocast": {
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []},
+    },
+}
+
+
+def make_optimizer(combination: Combination, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that the combination names, over the trained weights."""
+    import torch
+
+    trained: Any = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    rate, decay, epsilon = tiny_model.LEARNING_RATE, tiny_model.WEIGHT_DECAY, tiny_model.EPSILON
+    if combination.has("muon"):
+        return _make_muon(trained, rate, decay)
+    weights: Any = list(trained.values())
+    if combination.has("ep"):
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        weights = split_params_into_different_moe_groups_for_optimizer({"params": weights, "name": "all"})
+    if combination.has("sgd"):
+        return torch.optim.SGD(weights, rate, momentum=tiny_model.MOMENTUM, weight_decay=decay)
+    if combination.has("cpu_adam"):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(weights, lr=rate, eps=epsilon, weight_decay=decay)
+    fused = True if combination.has("fused_adamw") else None
+    return torch.optim.AdamW(weights, rate, eps=epsilon, weight_decay=decay, fused=fused)
+
+
+def _make_muon(trained: Mapping[str, torch.nn.Parameter], rate: float, decay: float) -> torch.optim.Optimizer:
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    groups = []
+    for use_muon in (True, False):
+        weights = [weight for name, weight in trained.items() if tiny_model.is_hidden_matrix(name) == use_muon]
+        for weight in weights:
+            weight.use_muon = use_muon  # type: ignore[attr-defined]
+        settings: dict[str, Any] = {"momentum": tiny_model.MUON_MOMENTUM}
+        if not use_muon:
+            settings = {"betas": (0.9, 0.999), "eps": tiny_model.EPSILON}
+        if weights:
+            groups.append({"params": weights, "use_muon": use_muon, "lr": rate, "weight_decay": decay, **settings})
+    optimizer: torch.optim.Optimizer = MuonWithAuxAdam(groups)
+    return optimizer
+
+
+def list_blocks(model: Any) -> list[torch.nn.Module]:
+    """Return the decoder's layers."""
+    return [module for module in model.modules() if type(module).__name__ == "OPTDecoderLayer"]
+
+
+def fsdp1_precision(combination: Combination) -> Any:
+    import torch
+    from torch.distributed.fsdp import MixedPrecision
+
+    if combination.has("fp32_accumulation"):
+        return MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecision(param_dtype=torch.bfloat16) if combination.has("bf16") else None
+
+
+def fsdp2_precision(combination: Combination) -> Any:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if combination.has("fp32_accumulation"):
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16) if combination.has("bf16") else MixedPrecisionPolicy()
+
+
+def gather_tensor(tensor: Any) -> torch.Tensor:
+    """Return the whole tensor of a DTensor, or the tensor itself."""
+    result: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return result
+
+
+def read_torch(model: torch.nn.Module, kind: str, combination: Combination) -> dict[str, torch.Tensor]:
+    """Return whole tensors by plain name of a model under DDP or FSDP."""
+    import torch
+
+    summoned: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if combination.has("fsdp1"):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        summoned = FullyShardedDataParallel.summon_full_params(model, with_grads=kind == "gradient", writeback=False)
+    tensors: dict[str, torch.Tensor] = {}
+    with summoned:
+        for name, weight in model.named_parameters():
+            tensor: Any = weight.grad if kind == "gradient" else weight
+            if tensor is None or (kind != "weight" and not weight.requires_grad):
+                continue
+            tensor = gather_tensor(tensor).detach().clone()
+            if kind == "weight" and combination.has("bf16", "fp32_accumulation"):
+                # The engine casts its fp32 weights in each forward pass.
+                tensor = tensor.to(torch.bfloat16)
+            tensors[plain_name(name)] = tensor
+    return tensors

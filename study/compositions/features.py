@@ -1,0 +1,139 @@
+"""Combinations of features by name, and the rules for features that exclude each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from study.config.errors import UserError
+
+_FILE = Path(__file__).with_name("features.yaml")
+# hsdp shards over two ranks and copies over two.
+_RANKS_OF_HSDP, _RANKS = 4, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One choice of a training: its levels by name, the default first."""
+
+    name: str
+    levels: Mapping[str, str]
+
+    @property
+    def default(self) -> str:
+        return next(iter(self.levels))
+
+
+@dataclasses.dataclass(frozen=True)
+class Never:
+    """Two sets of levels of which no two are combined, and why; without a reason they have no meaning together."""
+
+    first: frozenset[str]
+    second: frozenset[str]
+    reason: str
+    unless: frozenset[str]
+
+    def forbids(self, levels: frozenset[str]) -> bool:
+        return bool(self.first & levels and self.second & levels and not self.unless & levels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """One level of every row."""
+
+    levels: frozenset[str]
+
+    def has(self, *names: str) -> bool:
+        """Whether it has one of these levels."""
+        return not self.levels.isdisjoint(names)
+
+    def level(self, row: str) -> str:
+        return next(name for name in read_rows()[row].levels if name in self.levels)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The levels that are not defaults, with the engine, in the order of the rows."""
+        rows = read_rows().values()
+        chosen = [(row, self.level(row.name)) for row in rows]
+        return tuple(level for row, level in chosen if level != row.default or row.name == "engine")
+
+    @property
+    def name(self) -> str:
+        return ",".join(self.features)
+
+    @property
+    def ranks(self) -> int:
+        return _RANKS_OF_HSDP if self.has("hsdp") else _RANKS
+
+    @property
+    def micro_steps(self) -> int:
+        return 4 if self.has("accumulation", "no_sync") else 1
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        return self.has("zero0", "zero1", "zero2", "zero3")
+
+    @property
+    def stage(self) -> int | None:
+        return int(self.level("engine")[-1]) if self.uses_deepspeed else None
+
+    def replaced(self, row: str, level: str | None = None) -> Combination:
+        """Return this combination with another level of a row; by default with the row's default."""
+        new_level = level or read_rows()[row].default
+        return Combination(self.levels - {self.level(row)} | {new_level})
+
+    @property
+    def conflict(self) -> Never | None:
+        """The first rule that forbids it."""
+        return next((rule for rule in read_rules() if rule.forbids(self.levels)), None)
+
+
+def make_combination(names: Iterable[str]) -> Combination:
+    """Return the combination with these levels and the defaults of the other rows; UserError for an unknown name."""
+    chosen: dict[str, str] = {}
+    for name in names:
+        row = find_row(name)
+        if chosen.get(row.name, name) != name:
+            raise UserError(f"{chosen[row.name]} and {name} exclude each other", f"name one {row.name}")
+        chosen[row.name] = name
+    if "engine" not in chosen:
+        engines = ", ".join(read_rows()["engine"].levels)
+        raise UserError("the features lack an engine", f"add one of {engines}")
+    return Combination(frozenset(chosen.get(row.name, row.default) for row in read_rows().values()))
+
+
+def find_row(level: str) -> Row:
+    """Return the row that has a level."""
+    for row in read_rows().values():
+        if level in row.levels:
+            return row
+    names = [name for row in read_rows().values() for name in row.levels]
+    close = difflib.get_close_matches(level, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
+    raise UserError(f"no feature is called {level[:40]!r}", hint)
+
+
+@functools.cache
+def read_rows() -> dict[str, Row]:
+    return {entry["row"]: Row(entry["row"], entry["levels"]) for entry in _read()["rows"]}
+
+
+@functools.cache
+def read_rules() -> tuple[Never, ...]:
+    return tuple(
+        Never(frozenset(entry["if"]), frozenset(entry["and"]), entry.get("reason", ""),
+              frozenset(entry.get("unless", ())))
+        for entry in _read()["never"]
+    )  # fmt: skip
+
+
+@functools.cache
+def _read() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+    return document

@@ -1,0 +1,263 @@
+"""Runs combinations in forks of one process that has imported the engines: `python -m study.compositions.forks FOLDER`.
+
+Each line of standard input is a request, each line of standard output its outcome. No state survives from one
+combination to the next, and none costs the time of imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from study.compositions.features import Combination, make_combination
+from study.compositions.locate import first_difference
+from study.compositions.reference import PlainReference, make_reference, reference_key
+from study.compositions.trace import FigureTrace
+from study.config.errors import Unsupported
+from study.config.strategies import read_strategy
+from study.host.folders import cache_directory
+from study.host.operators import build_operators
+
+TIME_LIMIT_S = 60.0
+_ENGINES = ("deepspeed", "accelerate", "torch", "peft", "transformers")
+_IMPORTED = (
+    "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.device_mesh",
+    "transformers.models.opt.modeling_opt", "accelerate", "deepspeed", "deepspeed.ops.adam", "deepspeed.moe.layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "peft", "study.compositions.engines",
+)  # fmt: skip
+
+
+# Together they need every operator that DeepSpeed compiles for a CPU.
+_STRATEGIES_WITH_OPERATORS = ("zero2", "zero2_cpu", "zero3_nvme")
+
+
+def serve(folder: Path) -> None:
+    """CombinationAnswer requests until standard input closes."""
+    # What imports print must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _import_engines()
+    references = _References(folder / "references")
+    for line in sys.stdin:
+        request = json.loads(line)
+        started = time.monotonic()
+        outcome = _outcome(request, folder / "run", references)
+        outcome["seconds"] = round(time.monotonic() - started, 2)
+        answers.write(json.dumps(outcome) + "\n")
+        answers.flush()
+
+
+def _import_engines() -> None:
+    # Read at import. Functions that DeepSpeed decorates with torch.compile run uncompiled.
+    os.environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    for name in _IMPORTED:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            # Older releases lack some; a combination that needs one fails with the message of its import.
+            continue
+    for name in _STRATEGIES_WITH_OPERATORS:
+        # In this process, so that no fork compiles or waits for another's compilation.
+        with contextlib.suppress(Unsupported, ImportError):
+            build_operators(read_strategy(name), cache_directory(), say=lambda line: print(line, file=sys.stderr))
+
+
+def _outcome(request: dict[str, Any], folder: Path, references: _References) -> dict[str, Any]:
+    combination = make_combination(request["features"])
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    outcome: dict[str, Any] = {"combination": combination.name}
+    reference = references.get(combination)
+    if reference is None:
+        return outcome | {"kind": "no reference", "says": references.failure}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = combination.ranks
+    forked = [_fork(_run_rank, combination, rank, port, folder, request.get("fault")) for rank in range(ranks)]
+    timed_out = not _wait(forked, TIME_LIMIT_S, folder)
+    errors = [json.loads(file.read_text()) for file in sorted(folder.glob("error-*.json"))]
+    if errors:
+        # A rank whose peer has died reports that; the first error is the cause.
+        first = min(errors, key=lambda error: error["at"])
+        return outcome | {"kind": first["kind"], **{key: first[key] for key in ("says", "line")}}
+    files = {rank: folder / f"trace-{rank}.npz" for rank in range(ranks)}
+    if timed_out or not all(file.exists() for file in files.values()):
+        kind = "hangs" if timed_out else "crashes"
+        return outcome | {"kind": kind, "says": _last_line(folder), "line": ""}
+    mismatch = first_difference({rank: FigureTrace.load(file) for rank, file in files.items()}, reference)
+    if mismatch is None:
+        return outcome | {"kind": "equal", "says": ""}
+    return outcome | {"kind": "differs", "says": mismatch.describe, "difference": dataclasses.asdict(mismatch)}
+
+
+class _References:
+    """References by their key; a fork makes each, so that this process starts no thread of torch."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._known = folder, dict[str, PlainReference | None]()
+        self.failure = ""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, combination: Combination) -> PlainReference | None:
+        key = reference_key(combination)
+        if key not in self._known:
+            place = self._folder / key
+            place.mkdir(exist_ok=True)
+            _wait([_fork(_make_reference, combination, place)], TIME_LIMIT_S, place)
+            self._known[key] = load_reference(place, combination.ranks) if (place / "done").exists() else None
+        if self._known[key] is None:
+            self.failure = _last_line(self._folder / key)
+        return self._known[key]
+
+
+def _make_reference(combination: Combination, folder: Path) -> None:
+    import numpy as np
+
+    reference = make_reference(combination)
+    for rank, trace in reference.traces.items():
+        trace.save(folder / f"trace-{rank}.npz")
+        allowed = {place.key: np.array(value) for place, value in reference.allowed[rank].items()}
+        np.savez(folder / f"allowed-{rank}.npz", **allowed)  # type: ignore[arg-type]
+    shares = {f"{rank}|{micro_step}|{name}": value for (rank, micro_step), tensors in reference.shares.items()
+              for name, value in tensors.items()}  # fmt: skip
+    np.savez(folder / "shares.npz", **shares)  # type: ignore[arg-type]
+    (folder / "done").touch()
+
+
+def load_reference(folder: Path, ranks: int) -> PlainReference:
+    import numpy as np
+
+    from study.compositions.trace import Place
+
+    traces = {rank: FigureTrace.load(folder / f"trace-{rank}.npz") for rank in range(ranks)}
+    allowed: dict[int, dict[Place, float]] = {}
+    for rank in range(ranks):
+        with np.load(folder / f"allowed-{rank}.npz", allow_pickle=False) as saved:
+            allowed[rank] = {Place.parse(key): float(saved[key]) for key in saved.files}
+    shares: dict[tuple[int, int], dict[str, Any]] = {}
+    with np.load(folder / "shares.npz", allow_pickle=False) as saved:
+        for key in saved.files:
+            rank, micro_step, name = key.split("|")
+            shares.setdefault((int(rank), int(micro_step)), {})[name] = saved[key]
+    return PlainReference(traces, allowed, shares)
+
+
+def _run_rank(combination: Combination, rank: int, port: int, folder: Path, fault: str | None) -> None:
+    ranks = str(combination.ranks)
+    os.environ.update({
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    })  # fmt: skip
+    if combination.has("accelerate") and not combination.has("ddp"):
+        engine = "DEEPSPEED" if combination.uses_deepspeed else "FSDP"
+        os.environ[f"ACCELERATE_USE_{engine}"] = "true"
+    try:
+        from study.compositions.engines import run_rank
+
+        if fault is not None:
+            plant_fault(*fault.rsplit(":", 1))
+        run_rank(combination, rank, folder).save(folder / f"trace-{rank}.npz")
+    except BaseException as error:
+        (folder / f"error-{rank}.json").write_text(json.dumps(_described(error)))
+        raise
+
+
+def plant_fault(file: str, name: str) -> None:
+    """Put a fault of a table FAULTS in a Python file into the imported engines."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    # Data classes look their module up.
+    sys.modules[Path(file).stem] = module
+    spec.loader.exec_module(module)
+    module.FAULTS[name].plant()
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    """Return the kind of an error, its message and the innermost line of an engine that it passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = re.compile(rf"/(site|dist)-packages/({'|'.join(_ENGINES)})/")
+    engines = [frame for frame in frames if inside.search(frame.filename)]
+    line = ""
+    if engines:
+        last = engines[-1]
+        line = f"{re.split(r'(?:site|dist)-packages/', last.filename)[-1]}:{last.lineno}"
+    message = str(error).strip().splitlines()
+    says = f"{type(error).__name__}: {message[0][:300] if message else ''}"
+    # An engine raises it itself; other errors happen to it.
+    raised = bool(engines) and frames[-1] == engines[-1] and (engines[-1].line or "").startswith(("raise", "assert"))
+    return {"kind": "refuses" if raised else "crashes", "says": says, "line": line, "at": time.time()}
+
+
+def _fork(work: Callable[..., None], *arguments: Any) -> int:
+    """Start the work in a fork whose output goes to the folder among the arguments."""
+    if (process := os.fork()) == 0:
+        _leave_after(work, *arguments)
+    return process
+
+
+def _leave_after(work: Callable[..., None], *arguments: Any) -> NoReturn:
+    status = 1
+    try:
+        os.setsid()
+        folder = next(argument for argument in arguments if isinstance(argument, Path))
+        printed = os.open(folder / "printed.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        work(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+# A rank that waits for one that has failed.
+_GRACE_S = 3.0
+
+
+def _wait(processes: list[int], limit_s: float, folder: Path) -> bool:
+    """Wait for all processes; False if the time limit stopped them."""
+    deadline = time.monotonic() + limit_s
+    running, timed_out = set(processes), False
+    while running:
+        for process in list(running):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                running.remove(process)
+                if status:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if running and time.monotonic() > deadline:
+            timed_out = True
+            for process in running:
+                os.killpg(process, signal.SIGKILL)
+        time.sleep(0.005)
+    return not timed_out
+
+
+def _last_line(folder: Path) -> str:
+    printed = folder / "printed.txt"
+    lines = printed.read_text(errors="replace").strip().splitlines() if printed.exists() else []
+    return lines[-1][:300] if lines else "no message"
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

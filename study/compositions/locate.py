@@ -1,0 +1,125 @@
+"""Location and size of the first difference of a training from its reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from study.compositions.reference import PlainReference, difference
+from study.compositions.trace import FigureTrace, Place
+
+# A gradient is a combination of the micro-batches' gradients if this share of it is.
+_EXPLAINED = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstDifference:
+    """First difference of a rank from the reference."""
+
+    step: int
+    stage: str
+    tensor: str
+    rank: int
+    # Relative to the reference, what rounding allows, and how many tensors of that stage differ.
+    size: float
+    allowed: float
+    tensors: int
+    compared_tensors: int
+    # The factor to the reference, if the figure is a multiple of it.
+    factor: float | None
+    # Of a gradient: the weight of each micro-batch's gradient, by rank and micro-batch; 1 is right.
+    weights: tuple[tuple[float, ...], ...] | None
+
+    @property
+    def describe(self) -> str:
+        """Return the difference in one line."""
+        where = f"step {self.step}, {self.stage}"
+        if self.tensor:
+            where += f" of {self.tensor}"
+        if self.compared_tensors > 1:
+            where += f" and {self.tensors - 1} more of {self.compared_tensors}" * (self.tensors > 1)
+        return f"{where}: {self.what}"
+
+    @property
+    def what(self) -> str:
+        if self.factor is not None:
+            return f"{self.factor:.3g} times the reference"
+        if self.weights is not None:
+            return _shares_text(self.weights)
+        size = "not finite" if not np.isfinite(self.size) else f"differs by {self.size:.2g} of it"
+        return f"{size} (rounding: {self.allowed:.1g})"
+
+
+def _shares_text(weights: tuple[tuple[float, ...], ...]) -> str:
+    """Return which micro-batches count wrongly."""
+    ranks = [f"rank {rank}: {' '.join(f'{weight:.2g}' for weight in row)}" for rank, row in enumerate(weights)]
+    return f"each micro-batch counts ({'; '.join(ranks)}), right is 1"
+
+
+def first_difference(traces: Mapping[int, FigureTrace], reference: PlainReference) -> FirstDifference | None:
+    """Return the first place outside rounding over all ranks; None if there is none."""
+    wrong: list[tuple[tuple[int, int], int, Place, float]] = []
+    for rank, trace in traces.items():
+        allowed = reference.allowed[rank]
+        for place, value in trace.figures.items():
+            expected = reference.traces[rank].figures.get(place)
+            if expected is None:
+                continue
+            size = difference(value, expected)
+            if size > allowed[place]:
+                wrong.append((place.order, rank, place, size))
+    if not wrong:
+        return None
+    first = min(order for order, *_ in wrong)
+    entries = [entry for entry in wrong if entry[0] == first]
+    # The forward pass has an order; of the rest the largest difference is the clearest.
+    _, rank, place, size = entries[0] if entries[0][2].stage == "forward" else max(entries, key=lambda entry: entry[3])
+    tensors = {entry[2] for entry in entries}
+    compared_tensors = {other_place for other_place in traces[rank].figures if other_place.order == first}
+    value, expected = traces[rank].figures[place], reference.traces[rank].figures[place]
+    return FirstDifference(
+        place.step, place.stage, place.tensor, rank, size, reference.allowed[rank][place], len(tensors),
+        len(compared_tensors), _factor(value, expected, reference.allowed[rank][place]),
+        _weights(entries, traces[rank], reference) if place.stage == "gradient" and place.step == 1 else None,
+    )  # fmt: skip
+
+
+def _factor(value: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], allowed: float) -> float | None:
+    """Return c if the figure is c times the reference up to rounding, and not 0."""
+    if value.shape != expected.shape or not np.isfinite(value).all():
+        return None
+    size = float((expected * expected).sum())
+    if not size:
+        return None
+    factor = float((value * expected).sum()) / size
+    rest = float(np.linalg.norm(value - factor * expected)) / size**0.5
+    return factor if rest <= max(allowed, 1e-3 * abs(factor)) and factor else None
+
+
+def _weights(
+    wrong: Iterable[tuple[Any, int, Place, float]], trace: FigureTrace, reference: PlainReference
+) -> tuple[tuple[float, ...], ...] | None:
+    """Solve for the weight with which each micro-batch's gradient entered the wrong tensors; None if they do not."""
+    tensors = sorted({place.tensor for _, _, place, _ in wrong})
+    step = 1
+    keys = sorted(reference.shares)
+    tensors = [name for name in tensors if all(name in reference.shares[key] for key in keys)]
+    if not tensors:
+        return None
+    values = np.concatenate([trace.figures[Place(step, "gradient", name)].ravel() for name in tensors])
+    columns = np.stack(
+        [np.concatenate([reference.shares[key][name].ravel() for name in tensors]) for key in keys], axis=1
+    ) / len(keys)  # fmt: skip
+    if not np.isfinite(values).all():
+        return None
+    solution, *_ = np.linalg.lstsq(columns, values, rcond=None)
+    rest = np.linalg.norm(values - columns @ solution) / (np.linalg.norm(values) or 1.0)
+    if rest > _EXPLAINED:
+        return None
+    ranks = sorted({rank for rank, _ in keys})
+    return tuple(
+        tuple(float(weight) for key, weight in zip(keys, solution, strict=True) if key[0] == rank) for rank in ranks
+    )

@@ -1,0 +1,151 @@
+"""The matrix of combinations on one stack: a covering design, run and searched, as one document."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from study.compositions.covering import Design, list_pairs
+from study.compositions.features import Combination, make_combination
+from study.compositions.session import CombinationOutcome, CombinationSession
+
+
+@dataclasses.dataclass
+class Matrix:
+    """Outcomes of runs, and the smallest combinations that are not equal."""
+
+    stack: dict[str, str | None]
+    outcomes: dict[Combination, CombinationOutcome] = dataclasses.field(default_factory=dict)
+    findings: dict[Combination, CombinationOutcome] = dataclasses.field(default_factory=dict)
+    # Pairs that can meet, and those that no run of the design has covered.
+    pairs: int = 0
+    open_pairs: list[list[str]] = dataclasses.field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum(outcome.seconds for outcome in self.outcomes.values())
+
+    @property
+    def equal_pairs(self) -> set[frozenset[str]]:
+        """Pairs that are in a run which equals one process."""
+        equal = [combination for combination, outcome in self.outcomes.items() if outcome.is_equal]
+        return set().union(*map(list_pairs, equal)) if equal else set()
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "stack": self.stack, "pairs": self.pairs, "open_pairs": sorted(map(sorted, self.open_pairs)),
+            "findings": [outcome.document() for outcome in self.findings.values()],
+            "runs": [outcome.document() for outcome in self.outcomes.values()],
+        }  # fmt: skip
+
+    def write(self, file: Path) -> None:
+        """Write it with one run a line, so that a change of one run is a change of one line."""
+        document = self.document()
+        lines = []
+        for key, value in document.items():
+            if isinstance(value, list):
+                entries = ",\n  ".join(json.dumps(entry) for entry in value)
+                lines.append(f' "{key}": [\n  {entries}\n ]' if value else f' "{key}": []')
+            else:
+                lines.append(f' "{key}": {json.dumps(value)}')
+        new = file.with_suffix(".new")
+        new.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        new.replace(file)
+
+    @classmethod
+    def read(cls, file: Path) -> Matrix:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        matrix = cls(document["stack"], pairs=document["pairs"], open_pairs=document["open_pairs"])
+        for entry in document["runs"]:
+            outcome = CombinationOutcome.read_document(entry)
+            matrix.outcomes[outcome.combination] = outcome
+        for entry in document["findings"]:
+            outcome = CombinationOutcome.read_document(entry)
+            matrix.findings[outcome.combination] = outcome
+        return matrix
+
+
+def fill(
+    matrix: Matrix,
+    session: CombinationSession,
+    *,
+    minutes: float,
+    report: Callable[[str], None],
+    file: Path | None = None,
+    levels: Collection[str] | None = None,
+    seed: int = 0,
+) -> None:
+    """Run combinations until every pair is covered or the time is over; `file` keeps the matrix after each run."""
+    deadline = time.monotonic() + 60 * minutes
+    design = Design(seed, levels)
+    matrix.pairs = len(design.pairs)
+    for outcome in matrix.outcomes.values():
+        session.remember(outcome)
+    for outcome in matrix.findings.values():
+        design.forbid(_shown_by(outcome.combination))
+    for combination in matrix.outcomes:
+        design.cover(combination)
+
+    def keep(outcome: CombinationOutcome) -> None:
+        matrix.outcomes[outcome.combination] = outcome
+        matrix.open_pairs = [sorted(pair) for pair in design.uncovered]
+        if outcome.is_equal:
+            design.cover(outcome.combination)
+        if file is not None:
+            matrix.write(file)
+
+    # First each feature alone: what fails alone is not looked for in pairs.
+    for combination in design.single_features():
+        if time.monotonic() > deadline:
+            return
+        outcome = session.run(combination)
+        keep(outcome)
+        if not outcome.is_equal:
+            _note(matrix, design, outcome, report)
+    while time.monotonic() < deadline:
+        drawn = design.draw()
+        if drawn is None:
+            break
+        outcome = session.run(drawn)
+        keep(outcome)
+        covered = 1 - len(design.uncovered) / len(design.pairs)
+        report(f"{len(matrix.outcomes)} runs, {covered:.1%} of {len(design.pairs)} pairs: {drawn.name} {outcome.kind}")
+        if not outcome.is_equal:
+            finding = _like_an_earlier_one(matrix, session, outcome, keep) or session.reduce(outcome, keep)
+            _note(matrix, design, finding, report)
+    matrix.open_pairs = [sorted(pair) for pair in design.uncovered]
+    if file is not None:
+        matrix.write(file)
+
+
+def _like_an_earlier_one(
+    matrix: Matrix, session: CombinationSession, outcome: CombinationOutcome, keep: Callable[[CombinationOutcome], None]
+) -> CombinationOutcome | None:
+    """Return the outcome of an earlier finding's features with this engine, if it explains this outcome."""
+    levels = outcome.combination.levels
+    engine = outcome.combination.level("engine")
+    for finding in list(matrix.findings):
+        features = [name for name in finding.features if name != finding.level("engine")]
+        if not levels.issuperset(features):
+            continue
+        candidate = make_combination([engine, *features])
+        if candidate.conflict is None:
+            tried = session.run(candidate)
+            keep(tried)
+            if tried.is_like(outcome):
+                return tried
+    return None
+
+
+def _note(matrix: Matrix, design: Design, finding: CombinationOutcome, report: Callable[[str], None]) -> None:
+    matrix.findings[finding.combination] = finding
+    design.forbid(_shown_by(finding.combination))
+    report(f"  finding: {finding.combination.name} {finding.kind}: {finding.says}")
+
+
+def _shown_by(combination: Combination) -> tuple[str, ...]:
+    return combination.features

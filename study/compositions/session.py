@@ -1,0 +1,133 @@
+"""Runs of combinations from a process without torch: the server of forks, and the search for the smallest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from study.compositions.features import Combination, make_combination, read_rows
+from study.config.errors import UserError
+from study.config.places import IMPORT_ROOT
+
+
+@dataclasses.dataclass(frozen=True)
+class CombinationOutcome:
+    """Outcome of a combination: equal, differs, refuses, crashes or hangs."""
+
+    combination: Combination
+    kind: str
+    says: str
+    # The innermost line of an engine that an error passed.
+    line: str
+    seconds: float
+    difference: dict[str, Any] | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        return self.kind == "equal"
+
+    def is_like(self, earlier: CombinationOutcome) -> bool:
+        """Whether two combinations show the same."""
+        if self.kind != earlier.kind:
+            return False
+        if self.difference is not None and earlier.difference is not None:
+            return bool(self.difference["stage"] == earlier.difference["stage"])
+        return self.line == earlier.line
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "features": list(self.combination.features), "kind": self.kind, "says": self.says, "line": self.line,
+            "seconds": self.seconds, "difference": self.difference,
+        }  # fmt: skip
+
+    @classmethod
+    def read_document(cls, document: dict[str, Any]) -> CombinationOutcome:
+        values = {name: value for name, value in document.items() if name != "features"}
+        return cls(make_combination(document["features"]), **values)
+
+
+class CombinationSession:
+    """A server that runs combinations on the installed engines; a context manager."""
+
+    def __init__(self) -> None:
+        self._known: dict[Combination, CombinationOutcome] = {}
+
+    def __enter__(self) -> CombinationSession:
+        self._folder = tempfile.TemporaryDirectory(prefix="compositions-")
+        self._log = Path(self._folder.name) / "server.txt"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "study.compositions.forks", self._folder.name], cwd=IMPORT_ROOT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log.open("w"), text=True,
+        )  # fmt: skip
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if kind is not None:
+            self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def run(self, combination: Combination) -> CombinationOutcome:
+        """Run a combination, once per session."""
+        if combination not in self._known:
+            self._known[combination] = self._ask(combination, None)
+        return self._known[combination]
+
+    def run_with_fault(self, combination: Combination, fault: str) -> CombinationOutcome:
+        """Run a combination with a planted fault: FILE:NAME of a table FAULTS."""
+        return self._ask(combination, fault)
+
+    def remember(self, outcome: CombinationOutcome) -> None:
+        """Take the outcome of an earlier session for a combination."""
+        self._known[outcome.combination] = outcome
+
+    def _ask(self, combination: Combination, fault: str | None) -> CombinationOutcome:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {"features": list(combination.features), "fault": fault}
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        answer = self._process.stdout.readline()
+        if not answer:
+            lines = self._log.read_text(errors="replace").strip().splitlines()
+            raise UserError(
+                f"the engines cannot be imported together: {lines[-1] if lines else 'no message'}",
+                "install releases that support each other",
+            )
+        fields = json.loads(answer)
+        return CombinationOutcome(
+            combination, fields["kind"], fields["says"], fields.get("line", ""), fields["seconds"],
+            fields.get("difference"),
+        )  # fmt: skip
+
+    def reduce(
+        self, outcome: CombinationOutcome, report: Callable[[CombinationOutcome], None] = lambda _: None
+    ) -> CombinationOutcome:
+        """Return a smallest combination that still shows an outcome: without any of its features it does not."""
+        smallest = outcome
+        # Last rows first: they change least of an engine.
+        for row in reversed(read_rows().values()):
+            if row.name == "engine" or smallest.combination.level(row.name) == row.default:
+                continue
+            smaller = smallest.combination.replaced(row.name)
+            if smaller.conflict is not None:
+                continue
+            tried = self.run(smaller)
+            report(tried)
+            if tried.is_like(smallest):
+                smallest = tried
+        return smallest

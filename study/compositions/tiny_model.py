@@ -1,0 +1,115 @@
+"""The model and the samples of every combination: a decoder of three layers, small enough for milliseconds a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from study.compositions.features import Combination
+
+if TYPE_CHECKING:
+    import torch
+
+STEPS = 3
+# After this step a combination with `resume` saves, and new objects load.
+RESUMED_AFTER = 2
+LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.1
+# Adam divides a gradient by its size. Its default would make a whole step out of the rounding of a zero gradient, and
+# would hide a wrong factor.
+EPSILON = 1e-2
+MOMENTUM = 0.9
+MUON_MOMENTUM = 0.95
+# Less than the norm of any step.
+MAX_NORM = 0.25
+LOSS_SCALE = 256.0
+_VOCABULARY, _LENGTH, _SAMPLES = 96, 12, 2
+_WIDTH, _HEADS, _LAYERS = 32, 4, 3
+
+
+def make_model(combination: Combination, seed: int = 0) -> torch.nn.Module:
+    """Return the plain model; equal seeds give equal weights in every process."""
+    import torch
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(seed)
+    config = OPTConfig(
+        vocab_size=_VOCABULARY, hidden_size=_WIDTH, word_embed_proj_dim=_WIDTH, ffn_dim=2 * _WIDTH,
+        num_hidden_layers=_LAYERS, num_attention_heads=_HEADS, max_position_embeddings=2 * _LENGTH, dropout=0.0,
+        attention_dropout=0.0, layerdrop=0.0, use_cache=False, tie_word_embeddings=combination.has("tied"),
+        init_std=0.1, activation_function="gelu",
+    )  # fmt: skip
+    model: Any = OPTForCausalLM(config)
+    with torch.no_grad():
+        # Weights that start as ones and zeros would hide a factor or a permutation.
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    if combination.has("ep"):
+        _add_experts(model)
+    if combination.has("frozen"):
+        decoder = model.model.decoder
+        for module in (decoder.embed_tokens, decoder.embed_positions, decoder.layers[0]):
+            module.requires_grad_(False)
+    if combination.has("lora"):
+        model = _with_adapters(model)
+    model.train()
+    return model
+
+
+def _with_adapters(model: Any) -> Any:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    # PEFT draws A and leaves B at zero, where A has no gradient.
+    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def _add_experts(model: Any) -> None:
+    import torch
+
+    from study.compositions.experts import PlainExperts
+
+    layer = model.model.decoder.layers[-1]
+    layer.fc1 = PlainExperts(_WIDTH)
+    layer.fc2 = torch.nn.Linear(_WIDTH, _WIDTH)
+
+
+def is_hidden_matrix(name: str) -> bool:
+    """Whether Muon trains this weight."""
+    return ".layers." in name and name.endswith(".weight") and "norm" not in name
+
+
+def make_batch(combination: Combination, step: int, micro_step: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Return the samples of one micro-batch on one rank; step 0 is the evaluation's."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro_step + 1000 * step)
+    samples = 1 if combination.has("uneven") and rank == ranks - 1 else _SAMPLES
+    tokens = torch.randint(0, _VOCABULARY, (samples, _LENGTH), generator=generator)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+
+def learning_rate(combination: Combination, step: int) -> float:
+    """Return the rate of a step, counted from 1."""
+    if not combination.has("schedule"):
+        return LEARNING_RATE
+    # Accelerate counts samples: its schedule advances by the number of ranks in each step.
+    pace = combination.ranks if combination.has("accelerate") else 1
+    return LEARNING_RATE * _share(pace * (step - 1))
+
+
+def _share(advanced: int) -> float:
+    return 1 - 0.1 * min(advanced, 9)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the schedule with the rate of `learning_rate`."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    return LambdaLR(optimizer, _share)

@@ -1,0 +1,95 @@
+"""docs/compositions.md, from the stored matrices and the recall; `make releases` writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from study.compositions.answers import KnownFinding, Verdict, match_known_finding, read_matrices
+from study.compositions.features import read_rows
+from study.compositions.matrix import Matrix
+from study.compositions.session import CombinationOutcome
+from study.config.places import REPOSITORY
+from study.report.document import render_markdown
+
+PAGE = REPOSITORY / "docs" / "compositions.md"
+RECALL = REPOSITORY / "reports" / "compositions" / "replanted.json"
+
+
+def page(matrix: Matrix, recall: dict[str, Any]) -> str:
+    """Return the page of the newest matrix."""
+    faults = recall["faults"]
+    return render_markdown(
+        "compositions.md.j2",
+        stack=", ".join(f"{name} {version}" for name, version in matrix.stack.items() if version),
+        runs=len(matrix.outcomes), minutes=round(matrix.seconds / 60), pairs=matrix.pairs,
+        equal_runs=sum(outcome.is_equal for outcome in matrix.outcomes.values()),
+        equal_pairs=_count_equal_pairs(matrix),
+        features=sum(len(row.levels) for row in read_rows().values()),
+        wrong=_table(matrix, "wrong"), refused=_table(matrix, "refused"), by_design=_table(matrix, "by_design"),
+        cpu=_table(matrix, "cpu"), wrong_count=len(_rows(matrix, "wrong")),
+        faults=len(faults), found=sum(row["found"] for row in faults),
+        located=sum(row["located"] for row in faults), alarms=sum(row["without"] != "equal" for row in faults),
+        recall=_recall_table(faults), rows=_feature_table(),
+    )  # fmt: skip
+
+
+def _count_equal_pairs(matrix: Matrix) -> int:
+    possible = {frozenset(pair) for pair in matrix.equal_pairs}
+    return min(len(possible), matrix.pairs)
+
+
+def _rows(matrix: Matrix, verdict: Verdict) -> dict[KnownFinding, list[CombinationOutcome]]:
+    """Return the findings of one verdict by their explanation."""
+    rows: dict[KnownFinding, list[CombinationOutcome]] = {}
+    for finding in matrix.findings.values():
+        entry = match_known_finding(finding)
+        if entry is not None and entry.verdict == verdict:
+            rows.setdefault(entry, []).append(finding)
+    return rows
+
+
+def _table(matrix: Matrix, verdict: Verdict) -> pd.DataFrame:
+    return pd.DataFrame([
+        {
+            "Features": "; ".join(f"`{finding.combination.name}`" for finding in findings),
+            "What happens": entry.title, "Why": entry.says + f" ({entry.address})" * bool(entry.address),
+            "Instead": entry.instead or "\N{EN DASH}",
+        }
+        for entry, findings in _rows(matrix, verdict).items()
+    ])  # fmt: skip
+
+
+def _recall_table(faults: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    repositories = {
+        "deepspeed": "deepspeedai/DeepSpeed", "accelerate": "huggingface/accelerate", "torch": "pytorch/pytorch",
+    }  # fmt: skip
+    return pd.DataFrame([
+        {
+            "Fault": row["title"],
+            "Fixed by": f"https://github.com/{repositories[row['package']]}/pull/{row['pull']}",
+            "Features": f"`{row['features']}`",
+            "Outcome": f"{row['with']}: {row['says']}" if row["found"] else "not found",
+        }
+        for row in faults
+    ])  # fmt: skip
+
+
+def _feature_table() -> pd.DataFrame:
+    return pd.DataFrame([
+        {"Row": row.name, "Levels, the default first": ", ".join(f"`{level}`" for level in row.levels)}
+        for row in read_rows().values()
+    ])  # fmt: skip
+
+
+def main() -> None:
+    """Write the page."""
+    recall = json.loads(RECALL.read_text(encoding="utf-8"))
+    PAGE.write_text(page(next(read_matrices()), recall), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

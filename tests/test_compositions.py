@@ -1,0 +1,299 @@
+"""Combinations of features: designs, differences, answers, and the real engines with and without planted faults."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from study.compositions.answers import look_up_answer, match_known_finding, read_known_findings, read_matrices
+from study.compositions.command import exit_status, parse_features
+from study.compositions.covering import Design, list_pairs
+from study.compositions.features import Combination, find_row, make_combination, read_rows
+from study.compositions.locate import first_difference
+from study.compositions.matrix import Matrix, fill
+from study.compositions.reference import PlainReference, make_reference, reference_key
+from study.compositions.session import CombinationOutcome, CombinationSession
+from study.compositions.trace import FigureTrace, Place, plain_name
+from study.config.errors import UserError
+from study.config.places import REPOSITORY
+
+FAULTS_FILE = REPOSITORY / "tests" / "probes" / "replanted.py"
+REPLANTED = json.loads((REPOSITORY / "reports" / "compositions" / "replanted.json").read_text(encoding="utf-8"))
+
+
+def test_a_combination_has_one_level_of_every_row() -> None:
+    combination = make_combination(["accumulation", "zero2", "muon"])
+    assert combination.features == ("zero2", "muon", "accumulation")
+    assert len(combination.levels) == len(read_rows())
+    assert (combination.stage, combination.micro_steps, combination.ranks) == (2, 4, 2)
+    assert make_combination(["hsdp"]).ranks == 4
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("zero2,accumulatoin", "did you mean accumulation?"),
+    ("muon", "the features lack an engine"),
+    ("zero1,zero2", "exclude each other"),
+    ("ddp,hpz", "cannot be combined"),
+    ("zero2,no_sync", "DeepSpeed refuses no_sync"),
+    ("", "the features lack an engine"),
+])  # fmt: skip
+def test_a_wrong_combination_is_refused_with_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=message.replace("?", r"\?")):
+        parse_features(text)
+
+
+def test_a_design_covers_every_pair_that_can_meet_in_about_a_hundred_runs() -> None:
+    design, runs = Design(), list[Combination]()
+    while (combination := design.draw()) is not None:
+        runs.append(combination)
+        design.cover(combination)
+    covered = set[frozenset[str]]().union(*map(list_pairs, runs))
+    assert design.pairs <= covered
+    assert len(design.pairs) > 1500
+    assert len(runs) < 150
+    assert all(combination.conflict is None for combination in runs)
+    # The same design every time: a matrix can be resumed.
+    assert Design().draw() == runs[0]
+
+
+def test_a_design_leaves_out_what_was_found() -> None:
+    design = Design()
+    design.forbid(["zero2", "muon"])
+    runs = []
+    for _ in range(40):
+        drawn = design.draw()
+        if drawn is None:
+            break
+        design.cover(drawn)
+        runs.append(drawn)
+    assert runs
+    assert not any(run.levels >= {"zero2", "muon"} for run in runs)
+
+
+def test_names_of_wrapped_parameters_are_those_of_the_plain_model() -> None:
+    name = "model.decoder.layers.1.fc1.weight"
+    for prefix in ("module.", "_fsdp_wrapped_module.", "_forward_module.module.", "module.base_model.model."):
+        assert plain_name(prefix + name) == name
+    assert plain_name("model.decoder.layers.0._fsdp_wrapped_module.fc1.weight") == "model.decoder.layers.0.fc1.weight"
+
+
+@pytest.fixture(scope="module")
+def reference() -> PlainReference:
+    return make_reference(make_combination(["zero2", "accumulation"]))
+
+
+def test_the_reference_allows_little_where_a_gradient_is_not_zero(reference: PlainReference) -> None:
+    allowed = {place: value for place, value in reference.allowed[0].items() if place.stage == "gradient"}
+    # The bias of the keys has no gradient but rounding.
+    first = [value for place, value in allowed.items() if place.step == 1 and "k_proj.bias" not in place.tensor]
+    assert max(first) < 1e-4
+    assert reference.allowed[0][Place(1, "gradient", "model.decoder.layers.0.self_attn.k_proj.bias")] > 0.1
+
+
+def test_equal_figures_have_no_difference(reference: PlainReference) -> None:
+    assert first_difference(reference.traces, reference) is None
+
+
+def changed(reference: PlainReference, stage: str, change: dict[str, np.ndarray]) -> dict[int, FigureTrace]:
+    traces = {rank: FigureTrace(dict(trace.figures)) for rank, trace in reference.traces.items()}
+    for tensor, value in change.items():
+        for trace in traces.values():
+            trace.figures[Place(1, stage, tensor)] = value
+    return traces
+
+
+def gradients(reference: PlainReference) -> dict[str, np.ndarray]:
+    figures = reference.traces[0].figures
+    return {place.tensor: value for place, value in figures.items() if (place.step, place.stage) == (1, "gradient")}
+
+
+def test_a_gradient_of_a_quarter_is_named_with_its_factor(reference: PlainReference) -> None:
+    mismatch = first_difference(
+        changed(reference, "gradient", {name: value / 4 for name, value in gradients(reference).items()}), reference
+    )
+    assert mismatch is not None
+    assert (mismatch.step, mismatch.stage) == (1, "gradient")
+    assert mismatch.factor == pytest.approx(0.25, rel=1e-3)
+    assert "0.25 times the reference" in mismatch.describe
+
+
+def test_a_rank_whose_micro_batches_are_missing_is_named(reference: PlainReference) -> None:
+    only_rank_0 = {
+        name: np.sum([reference.shares[0, micro_step][name] for micro_step in range(4)], axis=0) / 8
+        for name in gradients(reference)
+    }  # fmt: skip
+    mismatch = first_difference(changed(reference, "gradient", only_rank_0), reference)
+    assert mismatch is not None
+    assert mismatch.weights is not None
+    assert np.allclose(mismatch.weights, [[1, 1, 1, 1], [0, 0, 0, 0]], atol=1e-3)
+    assert "rank 1: " in mismatch.describe
+
+
+def test_the_last_micro_batch_alone_is_named(reference: PlainReference) -> None:
+    last = {name: (reference.shares[0, 3][name] + reference.shares[1, 3][name]) / 2 for name in gradients(reference)}
+    mismatch = first_difference(changed(reference, "gradient", last), reference)
+    assert mismatch is not None
+    assert mismatch.weights is not None
+    assert np.allclose(mismatch.weights, [[0, 0, 0, 4], [0, 0, 0, 4]], atol=1e-2)
+
+
+def test_one_wrong_tensor_is_found_and_named(reference: PlainReference) -> None:
+    tensor = "model.decoder.layers.1.fc2.weight"
+    value = reference.traces[0].figures[Place(2, "update", tensor)]
+    traces = {rank: FigureTrace(dict(trace.figures)) for rank, trace in reference.traces.items()}
+    traces[1].figures[Place(2, "update", tensor)] = -value
+    mismatch = first_difference(traces, reference)
+    assert mismatch is not None
+    assert (mismatch.step, mismatch.stage, mismatch.tensor, mismatch.rank) == (2, "update", tensor, 1)
+    assert mismatch.factor == pytest.approx(-1)
+
+
+def test_a_figure_that_is_not_finite_is_a_difference(reference: PlainReference) -> None:
+    mismatch = first_difference(changed(reference, "norm", {"": np.array(np.nan)}), reference)
+    assert mismatch is not None
+    assert mismatch.stage == "norm"
+    assert "not finite" in mismatch.describe
+
+
+def test_what_changes_no_figure_shares_a_reference() -> None:
+    plain = reference_key(make_combination(["zero2", "accumulation"]))
+    for features in (["fsdp2", "no_sync"], ["zero3", "accumulation", "checkpointing", "evaluation", "hpz"]):
+        assert reference_key(make_combination(features)) == plain
+    for feature in ("clipping", "bf16", "sgd", "tied", "uneven", "lora"):
+        assert reference_key(make_combination(["zero2", "accumulation", feature])) != plain
+
+
+def outcome(features: str, kind: str = "equal") -> CombinationOutcome:
+    return CombinationOutcome(make_combination(features.split(",")), kind, "", "", 1.0)
+
+
+def test_the_answer_of_a_matrix() -> None:
+    matrix = Matrix({"deepspeed": "0.0.1"})
+    for run in (outcome("zero1,accumulation,clipping"), outcome("zero1,lora"), outcome("zero1,accumulation,tied"),
+                outcome("zero1,clipping,tied"), outcome("zero1,resume", "differs")):  # fmt: skip
+        matrix.outcomes[run.combination] = run
+    matrix.findings[make_combination(["zero1", "resume"])] = outcome("zero1,resume", "differs")
+    kinds = {
+        features: look_up_answer(make_combination(features.split(",")), matrix).kind
+        for features in ("zero1,accumulation,clipping", "zero1,accumulation", "zero1,accumulation,clipping,tied",
+                         "zero1,resume,lora", "zero1,lora,tied", "zero2")
+    }  # fmt: skip
+    assert kinds == {
+        "zero1,accumulation,clipping": "right", "zero1,accumulation": "right",
+        "zero1,accumulation,clipping,tied": "pairs", "zero1,resume,lora": "wrong", "zero1,lora,tied": "untested",
+        "zero2": "untested",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("kinds", "status"), [
+    (["equal"], 0), (["equal", "differs"], 1), (["crashes"], 1), (["hangs"], 1), (["refuses"], 2),
+    (["equal", "refuses"], 2), (["no reference"], 2),
+])  # fmt: skip
+def test_the_exit_status_of_outcomes(kinds: list[str], status: int) -> None:
+    assert exit_status([outcome("zero1", kind) for kind in kinds]) == status
+
+
+def test_every_finding_of_a_stored_matrix_is_explained_and_every_explanation_is_used() -> None:
+    findings = [finding for matrix in read_matrices() for finding in matrix.findings.values()]
+    assert findings
+    unexplained = [f"{finding.combination.name}: {finding.says}" for finding in findings
+                   if match_known_finding(finding) is None]  # fmt: skip
+    assert not unexplained
+    used = {match_known_finding(finding) for finding in findings}
+    assert [entry.title for entry in read_known_findings() if entry not in used] == []
+
+
+def test_the_features_of_known_findings_exist() -> None:
+    for entry in read_known_findings():
+        for level in itertools.chain(*entry.features):
+            assert find_row(level)
+
+
+def test_a_stored_matrix_covers_every_pair_that_is_not_a_finding() -> None:
+    for matrix in read_matrices():
+        assert matrix.pairs > 1500
+        assert len(matrix.open_pairs) == 0
+        # Each run is of a combination that the features still allow.
+        assert all(combination.conflict is None for combination in matrix.outcomes)
+
+
+def test_a_matrix_is_read_as_it_was_written(tmp_path: Path) -> None:
+    matrix = next(read_matrices())
+    matrix.write(tmp_path / "matrix.json")
+    assert Matrix.read(tmp_path / "matrix.json") == matrix
+
+
+def test_the_recorded_recall() -> None:
+    faults = REPLANTED["faults"]
+    assert len(faults) >= 25
+    assert all(row["without"] == "equal" for row in faults)
+    assert sum(row["found"] for row in faults) >= 0.9 * len(faults)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[CombinationSession]:
+    with CombinationSession() as running:
+        yield running
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("features", [
+    "zero2,accumulation,clipping", "zero3,accelerate,bf16", "fsdp2,clipping,resume", "zero1,ep",
+])  # fmt: skip
+def test_an_engine_trains_as_one_process(session: CombinationSession, features: str) -> None:
+    result = session.run(make_combination(features.split(",")))
+    assert (result.kind, result.says) == ("equal", "")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["zero2_only_last_micro_step"])
+def test_a_replanted_fault_is_found_where_it_shows(session: CombinationSession, name: str) -> None:
+    row = next(row for row in REPLANTED["faults"] if row["name"] == name)
+    combination = make_combination(row["features"].split(","))
+    result = session.run_with_fault(combination, f"{FAULTS_FILE}:{name}")
+    assert result.kind == row["with"]
+    assert result.says == row["says"]
+
+
+@pytest.mark.engine
+def test_a_combination_is_reduced_to_what_it_takes(session: CombinationSession) -> None:
+    full = session.run(make_combination(["zero1", "clipping_unset", "tied", "checkpointing", "evaluation"]))
+    assert full.kind == "differs"
+    assert session.reduce(full).combination.name == "zero1,clipping_unset"
+
+
+@pytest.mark.engine
+def test_an_interrupted_matrix_goes_on(tmp_path: Path, session: CombinationSession) -> None:
+    file, lines = tmp_path / "matrix.json", list[str]()
+    levels = {"zero1", "zero2", "clipping"}
+    matrix = Matrix({"deepspeed": "installed"})
+    fill(matrix, session, minutes=0.01, report=lines.append, file=file, levels=levels)
+    resumed = Matrix.read(file)
+    assert resumed.outcomes == matrix.outcomes
+    fill(resumed, session, minutes=3, report=lines.append, file=file, levels=levels)
+    assert not resumed.open_pairs
+    assert set(resumed.outcomes) > set(matrix.outcomes)
+    assert all(result.is_equal for result in resumed.outcomes.values())
+
+
+def test_an_unknown_feature_has_a_hint() -> None:
+    with pytest.raises(UserError, match="no feature is called"):
+        find_row("zero5")
+
+
+def test_no_torch_is_imported_for_an_answer() -> None:
+    import subprocess
+
+    code = (
+        "import sys; from study.cli import main; sys.argv = ['study', 'releases', '--features', 'zero2,clipping'];"
+        "\ntry: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules, 'torch'"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

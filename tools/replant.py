@@ -1,0 +1,81 @@
+"""Recall and false alarms of `study verify --features`: each fault of tests/probes/replanted.py, with and without it.
+
+    python tools/replant.py [--only NAME...]
+
+It writes reports/compositions/replanted.json. The exit status is 1 if a fault is not found, or a run without one is
+not equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from study.compositions.command import installed_stack
+from study.compositions.features import make_combination
+from study.compositions.session import CombinationSession
+
+ROOT = Path(__file__).resolve().parents[1]
+FAULTS_FILE = ROOT / "tests" / "probes" / "replanted.py"
+RESULT = ROOT / "reports" / "compositions" / "replanted.json"
+# The first place of a difference, by the name that the table gives it.
+_STAGES = {
+    "forward": ("forward", "loss"), "gradient": ("gradient",), "norm": ("norm",), "update": ("update",),
+    "weights": ("weight", "forward", "loss", "evaluation"), "resume": ("resumed", "forward", "update", "loss"),
+}  # fmt: skip
+
+
+def read_faults() -> dict[str, Any]:
+    spec = importlib.util.spec_from_file_location("replanted", FAULTS_FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["replanted"] = module
+    spec.loader.exec_module(module)
+    faults: dict[str, Any] = module.FAULTS
+    return faults
+
+
+def is_located(shows: str, kind: str, difference: dict[str, Any] | None) -> bool:
+    """Whether an outcome is at the first place of the fault."""
+    if shows == "crash":
+        return kind in ("crashes", "refuses", "hangs")
+    return difference is not None and difference["stage"] in _STAGES[shows]
+
+
+def main() -> int:
+    """Run every fault and write the table."""
+    parser = argparse.ArgumentParser(description="Measure recall and false alarms of study verify --features.")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="prefixes of the names of faults")
+    options = parser.parse_args()
+    faults = {name: fault for name, fault in read_faults().items() if name.startswith(tuple(options.only))}
+    rows = []
+    with CombinationSession() as clean:
+        for name, fault in faults.items():
+            combination = make_combination(fault.features)
+            before = clean.run(combination)
+            after = clean.run_with_fault(combination, f"{FAULTS_FILE}:{name}")
+            located = is_located(fault.shows, after.kind, after.difference)
+            rows.append({
+                "name": name, "package": fault.package, "pull": fault.pull, "fixed_in": fault.fixed_in,
+                "title": fault.title, "features": combination.name, "without": before.kind, "with": after.kind,
+                "says": after.says, "found": not after.is_equal, "located": located,
+            })  # fmt: skip
+            print(f"{before.kind:8} {after.kind:8} {'located' if located else '-':8} {name}: {after.says}", flush=True)
+    if options.only == [""]:
+        RESULT.parent.mkdir(parents=True, exist_ok=True)
+        RESULT.write_text(json.dumps({"stack": installed_stack(), "faults": rows}, indent=1) + "\n", encoding="utf-8")
+    count = sum(row["found"] for row in rows)
+    alarms = sum(row["without"] != "equal" for row in rows)
+    print(
+        f"{count} of {len(rows)} faults are found, {sum(row['located'] for row in rows)} located; {alarms} false alarms"
+    )
+    return int(count < len(rows) or alarms > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
