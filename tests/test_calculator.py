@@ -1,17 +1,22 @@
-"""The calculator: `study advise` in a browser, compared with the command on this machine."""
+"""The calculator: `study advise` and `study explain` in a browser, compared with the commands on this machine."""
 
 from __future__ import annotations
 
+import base64
 import http.server
 import json
 import math
+import re
+import shutil
 import threading
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from study import cli
 from study.config.errors import UserError
@@ -49,6 +54,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("calculator")
     try:
         build.pyodide_archive()
+        build.wheels()
     except UserError as refusal:
         pytest.skip(f"{refusal.problem}: {refusal.fix}")
     build.build(folder)
@@ -225,6 +231,134 @@ def test_a_fragment_is_text(page: Page, site: str, errors: list[str]) -> None:
     assert "To fix it: " in page.inner_text("#status")
     assert page.locator("main script").count() == 0
     assert not errors
+
+
+ROOT = Path(__file__).parents[1]
+EXPLAINED = ["llama-3.1-8b", "--hardware", "8xH100"]
+
+
+def explained(capsys: pytest.CaptureFixture[str], words: list[str]) -> Any:
+    """Return the findings of `study explain`, or its refusal."""
+    capsys.readouterr()
+    cli.main(["explain", *words, "--json"])
+    printed = capsys.readouterr()
+    return json.loads(printed.out)["findings"] if printed.out else printed.err.removeprefix("error: ").strip()
+
+
+def ask_about(page: Page, words: list[str], *files: Path) -> Any:
+    contents = {file.name: base64.b64encode(file.read_bytes()).decode() for file in files}
+    question = "(words) => import('./common.js').then((module) => module.call({}, 'explain', ...words))"
+    answer = page.evaluate(question, [json.dumps(words), json.dumps(contents)])
+    return f"{answer['refused']}. To fix it: {answer['fix']}." if "refused" in answer else answer["findings"]
+
+
+def give(page: Page, *files: Path) -> str:
+    """Choose files on the page; return the line above the findings."""
+    page.evaluate("document.querySelector('#explain').open = true")
+    page.evaluate("delete document.querySelector('#file-form').dataset.done")
+    page.set_input_files("[name=files]", files)
+    page.wait_for_selector("#file-form[data-done]")
+    return page.inner_text("#explain-status")
+
+
+def test_files_are_explained_as_by_the_command(
+    page: Page, site: str, requests: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    entries = yaml.safe_load((ROOT / "tests/data/config_files.yaml").read_text())
+    for entry in entries:
+        (tmp_path / entry["name"]).write_text(entry["text"])
+    shutil.copytree(ROOT / "accelerate_configs", tmp_path / "accelerate_configs")
+    for file in tmp_path.glob("accelerate_configs/*.yaml"):
+        shutil.copy(file, tmp_path)
+    # A third of them, since each takes tenths of a second in the browser.
+    for file in sorted(tmp_path.glob("*.*"))[::3]:
+        # An Accelerate file is given with the JSON that it names.
+        inner_files = re.findall(r"deepspeed_config_file: (\S+\.json)", file.read_text())
+        words = [file.name, *EXPLAINED]
+        theirs = explained(capsys, words)
+        if "there is no file of that name" in theirs:
+            theirs = theirs.partition(" To fix it: ")[0] + " To fix it: choose that file, too."
+        assert ask_about(page, words, file, *map(Path, inner_files)) == theirs, words
+    # Nothing left this machine.
+    assert {url.rpartition("/")[0].removesuffix("/pyodide") for url in requests} == {site}
+
+
+HOSTILE = {
+    "text.json": '{"a": "' + "x" * 999_000 + '"}', "larger.json": " " * 1_000_001, "empty.yaml": "",
+    "deep.json": "[" * 400_000, "mapping.json": '{"a":' * 900 + "1" + "}" * 900, "deep.yaml": "a: " + "[" * 900,
+    "wide.json": json.dumps({f"key {number}": number for number in range(2_100)}),
+    "bomb.yaml": "a: &a [1]\n" + "".join(f"{y}: &{y} [{f'*{x}, ' * 9}]\n" for x, y in pairwise("abcdefghi")),
+    "itself.yaml": "distributed_type: &a [*a]", "twice.json": '{"train_batch_size": 8, "train_batch_size": 16}',
+    "comment.json": '{// Hjson\n"zero_optimization": {"stage": 2}}', "number.json": '{"gradient_clipping": 1e400}',
+    "html.json": '{"<img src=x onerror=alert(1)>": 1, "zero_optimization": {"stage": "<script>alert(1)</script>"}}',
+}  # fmt: skip
+
+
+REFUSALS = {
+    "larger": "larger than 1 MB", "binary": "is not readable", "deep": "nested", "mapping": "more than 50 levels deep",
+    "wide": "more than 2,000 keys", "bomb": "after its aliases are expanded", "itself": "recursive", "empty": "empty",
+}  # fmt: skip
+
+
+def test_hostile_files_are_refused_or_explained_as_by_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in HOSTILE.items():
+        (tmp_path / name).write_text(text)
+    for name in ("binary.json", "binary.yaml"):
+        (tmp_path / name).write_bytes(bytes(range(256)) * 100)
+    for file in sorted(tmp_path.iterdir()):
+        words = [file.name, *EXPLAINED]
+        theirs = explained(capsys, words)
+        assert ask_about(page, words, file) == theirs, file.name
+        assert REFUSALS.get(file.stem, "") in str(theirs)
+
+
+def test_findings_are_shown_as_text_with_their_lines(
+    page: Page, errors: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
+) -> None:
+    errors.clear()
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "--<b>.json"
+    file.write_text(HOSTILE["html.json"].replace(": ", ":\n"))
+    page.evaluate("document.querySelector('#form details').open = true")
+    for name, value in (("config", ""), ("model", "gpt2"), ("gpus", "2")):
+        page.fill(f"[name={name}]", value)
+    page.select_option("[name=device]", "H100")
+    page.evaluate("document.querySelector('#explain').open = true")
+    page.fill("[name=world_size]", "1")
+    assert give(page, file).startswith("Refused by the engine: ")
+    assert page.inner_text("#explain-command").startswith("study explain './--<b>.json' gpt2 --hardware 2xH100")
+    assert page.locator("main img, main script, main b").count() == 0
+    page.fill("[name=world_size]", "")
+    page.click("#file-form button")
+    page.wait_for_selector("#file-form[data-done]")
+    assert page.inner_text("#explain-status").startswith("Refused by the engine: ")
+    words = page.inner_text("#explain-command").replace("'", "").split()[2:]
+    cells = "(rows) => rows.map((row) => [...row.cells].map((cell) => cell.innerText))"
+    lines: list[list[str]] = page.locator("#explained tbody tr").evaluate_all(cells)
+    cells_by_row = [[line, kind, key.partition("\n")[0], message, fix] for line, kind, key, message, fix in lines]
+    documents = explained(capsys, words)
+    assert sorted(cells_by_row) == sorted(
+        [str(item["line"]), item["id"].partition("/")[0], item["key"], item["message"], item["fix"]]
+        for item in documents
+    )
+    # A pasted text is explained, too.
+    page.fill("[name=text]", "distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
+    page.click("#file-form button")
+    page.wait_for_selector("#file-form[data-done]")
+    assert "pasted.yaml" in page.inner_text("#explain-command")
+    assert page.inner_text("#explain-status").startswith("Fits in bf16")
+    assert not errors
+
+
+def test_the_wheels_have_the_versions_of_this_installation() -> None:
+    pinned = re.findall(r"^(\S+==\S+) --hash", build.WHEELS.read_text(), re.MULTILINE)
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    assert len(pinned) == 6
+    assert set(pinned) <= {*constraints}
 
 
 def test_another_archive_than_the_pinned_one_is_refused(

@@ -1,4 +1,4 @@
-"""Answers of the calculator, a page that asks `study advise` in a browser (tools/calculator).
+"""Answers of the calculator, a page that asks `study advise` and `study explain` in a browser (tools/calculator).
 
 Every method takes texts and returns JSON: no object of Python is left in JavaScript.
 """
@@ -6,15 +6,18 @@ Every method takes texts and returns JSON: no object of Python is left in JavaSc
 from __future__ import annotations
 
 import argparse
+import base64
 import dataclasses
 import functools
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from study.advisor import advise, advise_command
+from study.advisor import advise, advise_command, explain
 from study.config.errors import NotInstalled, UserError
 from study.config.flags import Parser
 from study.predictor.communication import sent_bytes
@@ -23,7 +26,7 @@ from study.predictor.time import device_bytes, usable_bytes
 from study.workloads.presets import PRESETS
 
 # Folders of the browser's file system, which is in memory.
-_MODELS, _FILES = Path("/tmp/models"), Path("/tmp/files")
+_MODELS, _FILES, _GIVEN = Path("/tmp/models"), Path("/tmp/files"), Path("/tmp/given")
 
 
 def _as_json(method: Callable[..., dict[str, Any]]) -> Callable[..., str]:
@@ -129,9 +132,43 @@ class Calculator:
             "predict": advise_command.predict_words(option.request, self.options),
         }  # fmt: skip
 
+    @_as_json
+    def explain(self, words: str, files: str) -> dict[str, Any]:
+        """Return the findings of `study explain` about the first of some files.
+
+        The words are those of the command, as JSON; the files have their contents in base64. An Accelerate file finds
+        the JSON that it names if that is among them.
+        """
+        _keep_files({Path(name).name: base64.b64decode(text) for name, text in json.loads(files).items()})
+        parser = Parser(prog="study explain", allow_abbrev=False)
+        explain.add_arguments(parser)
+        before = Path.cwd()
+        os.chdir(_GIVEN)
+        try:
+            case = explain.read_case(parser.parse_args(json.loads(words)))
+        except UserError as refusal:
+            is_alone = "deepspeed_config_file" in refusal.problem
+            raise UserError(refusal.problem, "choose that file, too" if is_alone else refusal.fix) from None
+        finally:
+            os.chdir(before)
+        return {"first_line": explain.first_line(case), "findings": [finding.document for finding in case.findings]}
+
     def _asked(self) -> advise.AdviceRequest:
         assert self.question is not None, "ask() comes first"
         return self.question
+
+
+def _keep_files(contents: dict[str, bytes]) -> None:
+    """Store files in a separate folder, and a JSON also at the relative path by which the first file names it."""
+    shutil.rmtree(_GIVEN, ignore_errors=True)
+    _GIVEN.mkdir(parents=True)
+    first = next(iter(contents.values())).decode("utf-8", "replace")
+    inner = re.findall(r"^\s*deepspeed_config_file\s*:\s*[\"']?([^\"'#\s]+)", first, re.MULTILINE)
+    inner_paths = [path for path in map(Path, inner) if not path.is_absolute() and ".." not in path.parts]
+    for name, content in contents.items():
+        for place in [Path(name), *(path for path in inner_paths if path.name == name)]:
+            (_GIVEN / place).parent.mkdir(parents=True, exist_ok=True)
+            (_GIVEN / place).write_bytes(content)
 
 
 def _row(option: advise.Option) -> dict[str, Any]:

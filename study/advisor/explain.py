@@ -121,6 +121,13 @@ def run(options: argparse.Namespace) -> int:
     if len(options.model) != 1:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
         raise UserError(problem, "give one CONFIG and one MODEL: study explain ds.json gpt2")
+    case = read_case(options)
+    print_result(options.json, lambda: _document(case), _page(case, options.details), options.details)
+    return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
+
+
+def read_case(options: argparse.Namespace) -> ConfigCase:
+    """Return the file of a command line for its model and hardware, with its findings in the order of the document."""
     box_options = (options.bus_gb_per_s, options.host_gb_per_s, options.network_gb_per_s, options.host_memory)
     if not options.hardware and box_options != (math.inf, None, None, None):
         raise UserError("a speed or a host memory is one of the hardware", "add --hardware BOX")
@@ -132,9 +139,7 @@ def run(options: argparse.Namespace) -> int:
     case = resolve(file, shape, options.world_size, _program_settings(options, shape), box)
     text = resolve_path(options.config).read_text(encoding="utf-8")
     results = tuple(in_file(finding, file, text) for finding in findings(case))
-    case = dataclasses.replace(case, findings=results, generated_tokens=options.generated_tokens)
-    print_result(options.json, lambda: _document(case), _page(case, options.details), options.details)
-    return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
+    return dataclasses.replace(case, findings=results, generated_tokens=options.generated_tokens)
 
 
 def _with_fsdp_version(file: UserFile, version: int | None) -> UserFile:
@@ -262,11 +267,8 @@ def _excess(memory: MemoryUse, box: Hardware) -> str:
     return why(memory, box)
 
 
-def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
-    request, memory = case.request, case.memory
-    engine = f"FSDP{1 if case.file.sharding else 2}" if request.strategy.is_fsdp else request.strategy.name
-    if case.file.deepspeed is not None:
-        engine = f"DeepSpeed, stage {case.stage}"
+def first_line(case: ConfigCase) -> str:
+    """Return what ends a run, then the peak of a rank and whether it fits."""
     verdict, refused = _verdict(case), [item for item in case.findings if item.kind == "refused"]
     if refused:
         keys = ", ".join(dict.fromkeys(item.key for item in refused))
@@ -274,7 +276,15 @@ def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
     elif wrong := [item.key for item in case.findings if item.rule == "wrong-argument"]:
         # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler.
         verdict = f"Ends with an error: {', '.join(wrong)}. Apart from that: {verdict[0].lower()}{verdict[1:]}"
-    yield verdict
+    return verdict
+
+
+def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
+    request, memory = case.request, case.memory
+    engine = f"FSDP{1 if case.file.sharding else 2}" if request.strategy.is_fsdp else request.strategy.name
+    if case.file.deepspeed is not None:
+        engine = f"DeepSpeed, stage {case.stage}"
+    yield first_line(case)
     yield from predict_command.pair_notes(request)
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"

@@ -20,6 +20,8 @@ from study.host.folders import resolve_path
 MAX_FILE_BYTES = 1_000_000
 # Settings are four levels deep.
 _MAX_NESTING = 50
+# The libraries support 300. For each other key the similar names are computed.
+_MAX_KEYS = 2_000
 _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -206,6 +208,9 @@ def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, An
     if not text.strip():
         raise UserError(f"{name} is empty", _EITHER)
     if is_json(path, text):
+        # The reader of a Python in a browser does not come back from deep nesting.
+        if _json_depth(text) > _MAX_NESTING:
+            raise _too_deep(name)
         document = _read_json(name, text, findings)
     else:
 
@@ -218,7 +223,11 @@ def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, An
     if not isinstance(document, dict):
         raise UserError(f"{name} is not a mapping of settings", _EITHER)
     level: list[Any] = [document]
+    keys = 0
     for _ in range(_MAX_NESTING):
+        keys += sum(len(item) for item in level if isinstance(item, Mapping))
+        if keys > _MAX_KEYS:
+            raise UserError(f"{name} has more than {_MAX_KEYS:,} keys", _EITHER)
         values = [item.values() if isinstance(item, Mapping) else item for item in level]
         below = (value for row in values for value in row if isinstance(value, Mapping | list))
         # With aliases one list may be in many places.
@@ -226,6 +235,15 @@ def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, An
     if level:
         raise _too_deep(name)
     return document
+
+
+def _json_depth(text: str) -> int:
+    """Return the levels of brackets outside of strings, in one pass, whether or not the text is JSON."""
+    depth = deepest = 0
+    for token in re.finditer(r'"(?:[^"\\]+|\\.)*"?|[][{}]', text, re.DOTALL):
+        depth += (token[0] in "[{") - (token[0] in "]}")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _too_deep(name: str) -> UserError:

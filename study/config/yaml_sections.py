@@ -117,7 +117,9 @@ def read_document(file: Path, kind: type[Section]) -> Any:
         loader = (_OwnLoader if is_own else _YamlLoader)(file.read_text(encoding="utf-8"))
         loader.file, loader.kind = file, kind
         return loader.checked_data()
-    except (OSError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise UserError(f"{file} is not readable (nested too deeply)", "fix the file") from None
+    except (OSError, ValueError) as error:
         raise UserError(f"{file} is not readable ({error})", "fix the file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

@@ -1,10 +1,11 @@
-"""Build the folder of the calculator, `study advise` in a browser: static files alone, for any web server.
+"""Build the folder of the calculator, `study advise` and `study explain` in a browser, for any web server.
 
     python tools/calculator/build.py FOLDER
 
-The folder has the page, Pyodide (CPython compiled to WebAssembly), the project's modules, and answers that are shown
-while Python loads. Pyodide comes from npm's registry, once, and its digest is checked; without npm, PYODIDE names the
-archive of that release.
+Its files are static: the page, Pyodide (CPython compiled to WebAssembly), the project's modules, the wheels that
+`study explain` needs, and answers that are shown while Python loads. Pyodide comes from npm's registry and the wheels
+from Python's, once, and their digests are checked. Without a network PYODIDE names the archive of that release, and
+WHEELS a folder with the wheels of wheels.txt.
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ MODULES = (
     *(f"study/{room}/" for room in ("config", "host", "records", "workloads", "predictor", "advisor", "releases")),
     "accelerate_configs/",
 )
+# What `study explain` reads settings with: pydantic's core is compiled for Pyodide, the others are pure Python. The
+# versions are those of constraints.txt, which decide the words of findings.
+WHEELS = Path(__file__).resolve().parent / "wheels.txt"
+# Modules of pydantic for programs of its first version, and for mypy.
+_UNUSED = ("pydantic/v1/", "pydantic/mypy.py")
+# What a release of Pyodide accepts, its Python first.
+_TARGET = (
+    "--python-version=3.14", "--abi=cp314", "--implementation=cp", "--platform=pyemscripten_2026_0_wasm32",
+)  # fmt: skip
 # Large files that only other commands read.
 _LEFT_OUT = ("published.yaml", "grid.json", "stacks.lock.json")
 # Pure Python, so that nothing is compiled for WebAssembly.
@@ -77,6 +87,7 @@ def build(folder: Path) -> None:
     for file in PAGE.iterdir():
         shutil.copyfile(file, folder / file.name)
     write_modules(folder / "study.zip")
+    write_wheels(folder / "wheels.zip")
     (folder / "stored.json").write_text(json.dumps(stored_answers()), encoding="utf-8")
 
 
@@ -116,6 +127,39 @@ def _checked(archive: Path, fix: str) -> Path:
     if digest != SHA512:
         raise UserError(f"{archive} is not Pyodide {RELEASE}: its digest is another one", fix)
     return archive
+
+
+def wheels() -> list[Path]:
+    """Return the wheels of wheels.txt from the cache, or fetch them; raise UserError without one."""
+    digest = hashlib.sha256(WHEELS.read_bytes()).hexdigest()[:12]
+    kept = cache_directory() / f"wheels-{digest}"
+    if not kept.is_dir():
+        with tempfile.TemporaryDirectory() as scratch:
+            fetched = Path(scratch) / "wheels"
+            source = ["--no-index", "--find-links", os.environ["WHEELS"]] if "WHEELS" in os.environ else []
+            command = [
+                sys.executable, "-m", "pip", "download", "--quiet", "--require-hashes", "--no-deps", *_TARGET,
+                "--only-binary", ":all:", "--dest", str(fetched), "--requirement", str(WHEELS), *source,
+            ]  # fmt: skip
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode:
+                reason = next((line for line in result.stderr.splitlines() if line.startswith("ERROR")), "pip failed")
+                fix = f"name a folder with the wheels of {WHEELS.relative_to(ROOT)}: WHEELS=FOLDER"
+                raise UserError(f"the wheels of `study explain` cannot be fetched: {reason}", fix)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(fetched, kept)
+    return sorted(kept.glob("*.whl"))
+
+
+def write_wheels(file: Path) -> None:
+    """Write the modules and licences of all wheels as one archive, the same bytes each time."""
+    with zipfile.ZipFile(file, "w", compresslevel=9) as archive:
+        for wheel in wheels():
+            with zipfile.ZipFile(wheel) as source:
+                for name in sorted(source.namelist()):
+                    is_module = name.endswith((".py", ".so")) and not name.startswith(_UNUSED)
+                    if is_module or "/licenses/" in name:
+                        archive.writestr(zipfile.ZipInfo(name), source.read(name), zipfile.ZIP_DEFLATED)
 
 
 def write_modules(file: Path) -> None:

@@ -1,14 +1,17 @@
 // The page: its form, the answers of worker.js, and what one takes away. Text is only ever set as textContent.
 import { bars, PARTS, svgText } from "./bars.js";
+import { at, call, isStarted, made, post, quoted } from "./common.js";
+import { connectFile } from "./file.js";
 
 const GIB = 2 ** 30;
-const form = document.getElementById("form");
-const at = (id) => document.getElementById(id);
+const form = at("form");
 const fields = [...form.elements].filter((field) => field.name);
 const DEFAULTS = { model: "llama-3.1-8b", nodes: "1", gpus: "8", device: "H100" };
 // Fields that are flags of `study advise` by the same name.
 const FLAGS = ["host_memory", "network_gb_per_s", "seq_length", "global_batch_size", "precision", "gradient_checkpointing",
   "attn_implementation", "loss_kernel"];
+// Of these `study explain` has another form, or none.
+const OTHERWISE = ["global_batch_size", "precision", "gradient_checkpointing"];
 const USUAL = { gradient_checkpointing: "auto", attn_implementation: "sdpa" };
 
 // --- the question
@@ -20,7 +23,12 @@ function value(name) {
 function words() {
   const nodes = Number(value("nodes")) > 1 ? `${value("nodes")}x` : "";
   const found = [value("config") ? "config.json" : value("model"), "--hardware", `${nodes}${value("gpus")}x${value("device")}`];
-  for (const name of FLAGS) {
+  return [...found, ...flags(FLAGS)];
+}
+
+function flags(names) {
+  const found = [];
+  for (const name of names) {
     if (value(name) && value(name) !== USUAL[name]) found.push(`--${name}`, value(name));
   }
   if (value("peft")) {
@@ -29,6 +37,26 @@ function words() {
   }
   if (value("peft") === "qlora") found.push("--quantization", "4bit");
   return found;
+}
+
+// The words of `study explain` about the same model, hardware and training, after those of the file.
+function explainWords() {
+  const [model, , hardware] = words();
+  const found = [model, "--hardware", hardware, ...flags(FLAGS.filter((name) => !OTHERWISE.includes(name)))];
+  if (value("precision")) found.push("--precision", value("precision") === "fp32" ? "no" : value("precision"));
+  if (value("gradient_checkpointing") === "on") found.push("--gradient_checkpointing");
+  return found;
+}
+
+// The name that a model of one's own has in answers, and its config.json; null for a preset.
+function ownModel() {
+  const config = value("config");
+  if (!config) return null;
+  let name = "pasted";
+  try {
+    name = String(JSON.parse(config)._name_or_path ?? name).replace(/[^\w.-]+/g, "-");
+  } catch { /* Python says what is wrong with it. */ }
+  return { name, config };
 }
 
 // The address has what differs from the defaults, so that a link reproduces the question; it has no config.json.
@@ -43,55 +71,18 @@ function address() {
   return `#${new URLSearchParams(changed.map((field) => [field.name, field.value]))}`;
 }
 
-// --- Python, which starts with the first question
-
-let worker = null;
-let last = 0;
-const listeners = new Map();
-
-function startPython() {
-  if (worker) return;
-  at("status").textContent = "Python is loading: 14 MB once, 7 where the server compresses ...";
-  worker = new Worker("worker.js", { type: "module" });
-  worker.onerror = () => { at("status").textContent = "Python does not start in this browser."; };
-  worker.onmessage = ({ data }) => {
-    if (data.id === 0 && data.failed) at("status").textContent = `Python does not start in this browser: ${data.failed}`;
-    else listeners.get(data.id)?.(data);
-  };
-}
-
-function post(message, listener) {
-  startPython();
-  last += 1;
-  listeners.set(last, listener);
-  worker.postMessage({ id: last, ...message });
-  return last;
-}
-
-function call(name, ...given) {
-  return new Promise((done, fail) => post({ call: name, words: given }, (data) => {
-    if (data.failed) fail(new Error(data.failed));
-    else done(JSON.parse(data.answer));
-  }));
-}
-
 // --- the answer
 
 let shown = { about: null, rows: new Map(), rank: null };
 let current = 0;
 
 function predict() {
-  const config = value("config");
-  let name = "pasted";
-  try {
-    name = String(JSON.parse(config)._name_or_path ?? name).replace(/[^\w.-]+/g, "-");
-  } catch { /* Python says what is wrong with it. */ }
   const fresh = { about: null, rows: new Map(), rank: null };
   clearDetails();
   showCommand();
   document.body.dataset.done = "";
-  at("status").textContent = worker ? "comparing ..." : "";
-  current = post({ call: "compare", words: words(), config, name }, (data) => {
+  at("status").textContent = isStarted() ? "comparing ..." : "";
+  current = post(at("status"), { call: "compare", words: words(), ...ownModel() }, (data) => {
     if (data.id !== current) return;
     if (data.failed) return refuse({ refused: data.failed, fix: "run study advise on a machine" });
     if (data.about) {
@@ -166,10 +157,6 @@ function showCommand() {
   at("command").textContent = ["study", "advise", ...words().map(quoted)].join(" ");
 }
 
-function quoted(word) {
-  return /^[\w.,:/=+-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
-}
-
 function drawBars() {
   const list = entries().map(([name, row]) => ({
     name, fits: row.fits, parts: row.device_parts, total: row.device_bytes, bound: row.bound_bytes, label: `${size(row.device_bytes)} GiB`,
@@ -230,12 +217,6 @@ function drawTable() {
   at("table").replaceChildren(head, body);
 }
 
-function made(tag, text) {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  return element;
-}
-
 // --- what one takes away
 
 function save(name, text, type) {
@@ -247,7 +228,7 @@ function save(name, text, type) {
 }
 
 async function showFiles(name) {
-  const found = await call("files", name);
+  const found = await call(at("status"), "files", name);
   if (found.refused) {
     at("files").replaceChildren(made("p", `${found.refused}. To fix it: ${found.fix}.`));
     return;
@@ -266,7 +247,7 @@ async function showFiles(name) {
 at("what-if").onclick = async () => {
   at("what-if").disabled = true;
   at("changes").replaceChildren(made("li", "comparing other hardware and lengths ..."));
-  const { changes } = await call("changes");
+  const { changes } = await call(at("status"), "changes");
   at("what-if").disabled = false;
   const texts = changes.length ? changes : ["nothing of: more or fewer GPUs, a slower network, longer samples"];
   at("changes").replaceChildren(...texts.map((text) => made("li", text)));
@@ -290,6 +271,8 @@ onpopstate = () => {
   readAddress();
   predict();
 };
+
+connectFile(explainWords, ownModel);
 
 // --- start: the answers that were made with the page are shown before Python is there
 

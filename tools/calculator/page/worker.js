@@ -25,7 +25,16 @@ sys.dont_write_bytecode = True
 os.chdir("${PACKAGES}")
 os.environ["HOME"] = "/tmp"
 `);
-  return python.pyimport("study.advisor.calculator").Calculator();
+  return { python, session: python.pyimport("study.advisor.calculator").Calculator() };
+}
+
+// Only `study explain` needs these: pydantic, whose core is WebAssembly, too.
+let wheels = null;
+
+async function loadWheels(python) {
+  const response = await fetch(`${BASE}wheels.zip`);
+  if (!response.ok) throw new Error(`wheels.zip: ${response.status}`);
+  python.unpackArchive(await response.arrayBuffer(), "zip", { extractDir: PACKAGES });
 }
 
 // A newer question ends this one between two strategies.
@@ -53,8 +62,13 @@ const started = start();
 started.catch((error) => postMessage({ id: 0, failed: String(error.message ?? error) }));
 
 onmessage = async ({ data: { id, call, ...rest } }) => {
-  const session = await started;
+  const { python, session } = await started;
   try {
+    if (call === "explain") {
+      wheels ??= loadWheels(python);
+      wheels.catch(() => { wheels = null; });
+      await wheels;
+    }
     if (call === "compare") await compare(session, id, rest);
     else postMessage({ id, answer: session[call](...(rest.words ?? [])) });
   } catch (error) {
