@@ -1,4 +1,4 @@
-"""The calculator: `study advise` and `study explain` in a browser, compared with the commands on this machine."""
+"""The calculator: three commands of `study` in a browser, compared with the commands on this machine."""
 
 from __future__ import annotations
 
@@ -352,6 +352,41 @@ def test_findings_are_shown_as_text_with_their_lines(
     assert "pasted.yaml" in page.inner_text("#explain-command")
     assert page.inner_text("#explain-status").startswith("Fits in bf16")
     assert not errors
+
+
+@pytest.mark.parametrize(
+    ("release", "strategy", "flags", "says"),
+    [
+        ("0.19.8", "", {}, "Right. deepspeed 0.19.8 with accelerate 1.15.0 and torch 2.13.0, every tested strategy"),
+        ("0.19.5", "zero2", {}, "Wrong. deepspeed 0.19.5"), ("0.19.5", "zero2", {"precision": "bf16"}, "Wrong. "),
+        ("0.19.8", "zero3_nvme", {}, "Not tested. "), ("0.19.6", "zero1", {"accelerate": "1.14.0"}, "Not tested. "),
+        ("<b>", "", {}, "'<b>' is not a release of DeepSpeed. To fix it: "),
+        ("0.19.6", "", {"torch": "new"}, "'new' is not a release such as 1.15.0"),
+    ],
+)  # fmt: skip
+def test_a_release_is_judged_as_by_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], release: str, strategy: str, flags: dict[str, str], says: str
+) -> None:
+    page.evaluate("document.querySelector('#releases').open = true")
+    choices = {"precision": "fp32", "strategy": strategy} | flags
+    for name, value in ({"release": release, "accelerate": "1.15.0", "torch": "2.13.0"} | choices).items():
+        field = page.locator(f"#releases-form [name={name}]")
+        field.select_option(value) if name in ("precision", "strategy") else field.fill(value)
+    page.click("#releases-form button")
+    page.wait_for_selector("#releases-form[data-done]")
+    status = page.inner_text("#releases-status")
+    assert says in status
+    capsys.readouterr()
+    code = cli.main([word.strip("'") for word in page.inner_text("#releases-command").split()[1:]])
+    printed = capsys.readouterr()
+    if code == 2:
+        assert status == printed.err.removeprefix("error: ").strip()
+        return
+    first, *lines = printed.out.splitlines()
+    assert status.partition(". ")[0] == {0: "Right", 1: "Wrong", 3: "Not tested"}[code]
+    assert status.partition(". ")[2] == first
+    assert {*page.locator("#faults li").all_inner_texts()} <= {*lines}
+    assert bool(page.locator("#faults li").count()) == (code == 1)
 
 
 def test_the_wheels_have_the_versions_of_this_installation() -> None:

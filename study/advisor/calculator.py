@@ -1,4 +1,4 @@
-"""Answers of the calculator, a page that asks `study advise` and `study explain` in a browser (tools/calculator).
+"""Answers of the calculator, a page that asks three commands of `study` in a browser (tools/calculator).
 
 Every method takes texts and returns JSON: no object of Python is left in JavaScript.
 """
@@ -20,9 +20,12 @@ from typing import Any
 from study.advisor import advise, advise_command, explain
 from study.config.errors import NotInstalled, UserError
 from study.config.flags import Parser
+from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import known_devices
 from study.predictor.time import device_bytes, usable_bytes
+from study.releases.causes import GRID
+from study.releases.judge import add_stack_arguments, cause_line, judge_request
 from study.workloads.presets import PRESETS
 
 # Folders of the browser's file system, which is in memory.
@@ -57,8 +60,13 @@ class Calculator:
 
     @_as_json
     def choices(self) -> dict[str, Any]:
-        """Return the models and the GPUs that have a name."""
-        return {"models": list(PRESETS), "devices": [device.names[0] for device in known_devices() if device.names]}
+        """Return the models, the GPUs that have a name, the tested releases, and the strategies of DeepSpeed."""
+        document = json.loads(GRID.read_text(encoding="utf-8"))
+        return {
+            "models": list(PRESETS), "devices": [device.names[0] for device in known_devices() if device.names],
+            "releases": [row["DeepSpeed"] for row in document["releases"]], "versions": document["versions"],
+            "strategies": [name for name in STRATEGY_NAMES if read_strategy(name).deepspeed is not None],
+        }  # fmt: skip
 
     @_as_json
     def keep_config(self, name: str, text: str) -> dict[str, Any]:
@@ -152,6 +160,15 @@ class Calculator:
         finally:
             os.chdir(before)
         return {"first_line": explain.first_line(case), "findings": [finding.document for finding in case.findings]}
+
+    @_as_json
+    def releases(self, words: str) -> dict[str, Any]:
+        """Return the first line of `study releases`, its exit status, and the faults; the words are JSON."""
+        parser = Parser(prog="study releases", allow_abbrev=False)
+        add_stack_arguments(parser)
+        _, _, verdict = judge_request(parser.parse_args(json.loads(words)))
+        faults = [cause_line(letter, cause) for letter, cause in sorted(verdict.faults.items())]
+        return {"first_line": verdict.text, "status": verdict.status, "faults": faults}
 
     def _asked(self) -> advise.AdviceRequest:
         assert self.question is not None, "ask() comes first"

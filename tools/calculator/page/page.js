@@ -2,6 +2,7 @@
 import { bars, PARTS, svgText } from "./bars.js";
 import { at, call, isStarted, made, post, quoted } from "./common.js";
 import { connectFile } from "./file.js";
+import { connectReleases } from "./releases.js";
 
 const GIB = 2 ** 30;
 const form = at("form");
@@ -278,6 +279,7 @@ connectFile(explainWords, ownModel);
 
 const stored = await (await fetch("stored.json")).json();
 at("models").append(...stored.models.map((name) => new Option(name)));
+connectReleases(stored);
 form.elements.device.append(...stored.devices.map((name) => new Option(name)));
 readAddress();
 const asked = words().join(" ");

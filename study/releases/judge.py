@@ -1,0 +1,201 @@
+"""Whether DeepSpeed with its packages computes the gradients of DDP, by the tests and the recorded faults."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from study.config.errors import UserError
+from study.config.strategies import read_strategy
+from study.host.stacks import package_version
+from study.releases.causes import GRID, PACKAGES, Cause, known_faults
+
+# Marks a verdict by DeepSpeed's source: a fault of CPUs crashed the run.
+DAGGER = "\N{DAGGER}"
+# Exit statuses, next to 0: no fault was found.
+FAULTY, UNTESTED = 1, 3
+# Precisions of the command line, as the records name them.
+_PRECISIONS = {"fp32": "fp32", "bf16": "bf16-engine"}
+_EVERY = "every tested strategy"
+# Packages besides DeepSpeed whose releases decide whether a stack was tested.
+_PAIRED = ("accelerate", "torch")
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedStack:
+    """The packages, the precision and the strategy that are judged; without a strategy every tested one."""
+
+    deepspeed: str
+    accelerate: str
+    torch: str
+    transformers: str
+    precision: str
+    strategy: str | None = None
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {name: getattr(self, name) for name in PACKAGES}
+
+    @property
+    def short_precision(self) -> str:
+        """The precision as the command line names it."""
+        return self.precision.removesuffix("-engine")
+
+    def known_faults(self, deepspeed: str) -> list[Cause]:
+        """Return the faults of a release of DeepSpeed, with the other packages of this stack."""
+        return [
+            cause for cause in known_faults(self.versions | {"deepspeed": deepspeed}, on_gpu=True)
+            if self.strategy in (None, *cause.strategies)
+            and (not cause.precisions or self.precision in cause.precisions)
+        ]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class ReleaseVerdict:
+    """The first line, the exit status, and the faults by letter."""
+
+    text: str
+    status: int
+    faults: Mapping[str, Cause]
+
+
+def add_stack_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the packages, the strategy and the precision."""
+    add = parser.add_argument
+    add("release", nargs="?", metavar="RELEASE", help="a DeepSpeed release such as 0.18.9; default: the installed one")
+    add("strategy", nargs="?", metavar="STRATEGY", help="judge this strategy alone; after the word bisect: bisect it")
+    for package in ("accelerate", "torch"):
+        add(f"--{package}", type=_release, metavar="RELEASE", help="default: the installed one, or else the tested one")
+    bf16 = "bf16: DeepSpeed's bf16 section, 16-bit weights with fp32 masters; default: fp32"
+    add("--precision", choices=tuple(_PRECISIONS), default="fp32", help=bf16)
+
+
+def _release(text: str) -> str:
+    """Parse the release of a package, as an argparse type."""
+    if not re.fullmatch(r"\d+(\.\d+)+(\+\w+)?", text):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a release such as 1.15.0")
+    return text
+
+
+def judge_request(options: argparse.Namespace) -> tuple[dict[str, Any], JudgedStack, ReleaseVerdict]:
+    """Return the document of the tested releases, and the judged packages with their verdict."""
+    if options.release and not re.fullmatch(r"\d+(\.\d+)+", options.release):
+        raise UserError(f"{options.release!r} is not a release of DeepSpeed", "write a release such as 0.18.9")
+    if options.strategy:
+        read_strategy(options.strategy)
+    document = json.loads(GRID.read_text(encoding="utf-8"))
+    if any(row["DeepSpeed"] == f"{options.release}.0" for row in document["releases"]):
+        options.release += ".0"
+    stack = _stack(document, options)
+    verdict = judge(document, stack, is_default=not options.release)
+    return document, stack, verdict
+
+
+def _stack(document: Mapping[str, Any], options: argparse.Namespace) -> JudgedStack:
+    """Return the packages that the flags name, else the installed ones, else the tested ones."""
+    requested = {"deepspeed": options.release, "accelerate": options.accelerate, "torch": options.torch}
+    tested = {**document["versions"], "deepspeed": document["releases"][0]["DeepSpeed"]}
+    versions = {name: requested.get(name) or package_version(name) or tested[name] for name in PACKAGES}
+    versions["deepspeed"] = versions["deepspeed"].partition("+")[0]
+    return JudgedStack(**versions, precision=_PRECISIONS[options.precision], strategy=options.strategy)
+
+
+def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = False) -> ReleaseVerdict:
+    """Judge a stack by the tests and the known faults; `is_default`: no release was asked for."""
+    letters, tested = document["letters"], [row["DeepSpeed"] for row in document["releases"]]
+    faults = {letters[cause.id]: cause for cause in stack.known_faults(stack.deepspeed)}
+    untested = _untested(document, stack)
+    notes = [untested] if untested else []
+    if is_default and not package_version("deepspeed"):
+        notes.append("not installed here, but the newest tested")
+    row: Mapping[str, str] = next((row for row in document["releases"] if row["DeepSpeed"] == stack.deepspeed), {})
+    daggered = set(re.findall(rf"(\w+)`{DAGGER}", " ".join(row.values())))
+    notes += _fault_notes(stack, faults, daggered)
+    for cause in faults_in_bf16(stack):
+        notes.append(f"in bf16 also wrong under {', '.join(cause.strategies)} ({letters[cause.id]})")
+    if untested:
+        notes.append("run: study verify --quick")
+    elif not faults:
+        notes.append("no fault found")
+        # An upgrade may stop at a release that is worse.
+        newer = tested[: tested.index(stack.deepspeed)]
+        if stack.strategy and (worse := [name for name in newer if stack.known_faults(name)]):
+            notes.append(f"stay, or use {newer[0]}: wrong in {worse[-1]} to {worse[0]}")
+    muon = document["muon"].get(stack.deepspeed, "not tested").replace("`", "")
+    muon = re.sub(r"(\w): ([^;]+)", r"\2 (\1)", muon).replace(";", ",")
+    if stack.deepspeed in tested and muon != "no fault":
+        notes.append(f"Muon {muon if muon == 'not tested' else f'wrong under {muon}'}")
+    notes += [f"use {tested[0]}"] * bool(faults)
+    packages = f"deepspeed {stack.deepspeed} with accelerate {stack.accelerate} and torch {stack.torch}"
+    text = f"{packages}, {stack.strategy or _EVERY}, {stack.short_precision}: {'; '.join(notes)}"
+    text += f" ({DAGGER}: from its source, not from a run)" * (DAGGER in text)
+    return ReleaseVerdict(text, FAULTY if faults else UNTESTED if untested else 0, faults)
+
+
+def _fault_notes(stack: JudgedStack, faults: Mapping[str, Cause], daggered: set[str]) -> Iterator[str]:
+    """Yield the strategies that compute wrong gradients, and those that end with an error, by condition."""
+    for outcome in ("wrong gradients", "an error"):
+        places: dict[str, list[str]] = {}
+        for letter, cause in sorted(faults.items()):
+            if cause.ends_training == (outcome == "an error"):
+                names = [stack.strategy] if stack.strategy else cause.strategies
+                marked = ", ".join(name + DAGGER * (name in daggered) for name in names)
+                condition = " with accumulation" * (cause.accumulation == "several")
+                places.setdefault(condition, []).append(f"{marked} ({letter})")
+        if places:
+            by_condition = (f"{condition} under {', '.join(where)}" for condition, where in sorted(places.items()))
+            yield f"{outcome}{';'.join(by_condition)}"
+    if stack.strategy and faults and all(cause.accumulation == "several" for cause in faults.values()):
+        yield "without accumulation no fault" + DAGGER * (stack.strategy in daggered)
+
+
+def faults_in_bf16(stack: JudgedStack) -> list[Cause]:
+    """Return the faults that a stack in fp32 would have in bf16 only."""
+    in_bf16 = dataclasses.replace(stack, precision=_PRECISIONS["bf16"])
+    faults = stack.known_faults(stack.deepspeed)
+    return [cause for cause in in_bf16.known_faults(stack.deepspeed) if cause not in faults]
+
+
+def _untested(document: Mapping[str, Any], stack: JudgedStack) -> str | None:
+    """Return what of a stack was not tested, and the nearest that was; None if it was tested."""
+    if stack.strategy and read_strategy(stack.strategy).deepspeed is None:
+        return f"not tested: {stack.strategy} runs without DeepSpeed"
+    trained = [case for case in document["trained"] if case["deepspeed"] == stack.deepspeed]
+    if not trained:
+        is_in_grid = any(row["DeepSpeed"] == stack.deepspeed for row in document["releases"])
+        return "does not run with the packages of the test" if is_in_grid else "not tested"
+    if stack.strategy:
+        trained = [case for case in trained if stack.strategy in case["strategies"]]
+    if not trained:
+        return f"{stack.strategy} was not tested"
+    same = [case for case in trained if all(is_same_release(case[name], getattr(stack, name)) for name in _PAIRED)]
+    if not same:
+        pairs = dict.fromkeys(" and ".join(f"{name} {case[name]}" for name in _PAIRED) for case in trained)
+        return f"not tested with these packages, but with {', or '.join(pairs)}"
+    precisions = {case["precision"] for case in same}
+    if stack.precision not in precisions:
+        elsewhere = " and ".join(name for name, recorded in _PRECISIONS.items() if recorded in precisions)
+        return f"not tested in {stack.short_precision}, but in {elsewhere}"
+    return None
+
+
+def is_same_release(tested: str, requested: str) -> bool:
+    """Whether two versions are of one release; a local label, such as +cu129, does not change it."""
+    from packaging.version import Version
+
+    return Version(tested).public == Version(requested).public
+
+
+def cause_line(letter: str, cause: Cause) -> str:
+    """Return a fault with its precisions, and the release and the change that fixed it; the grid has its strategies."""
+    change = re.sub(r"https://github.com/([^/]+/[^/]+)/(?:pull|issues)/(\d+)", r" by \1#\2", cause.left.change)
+    fixed = f" (fixed in {cause.left.release}{change})" if cause.left.release else ""
+    return f"{letter}: {cause.title}{_precisions(cause)}{fixed}"
+
+
+def _precisions(cause: Cause) -> str:
+    return f" in {', '.join(cause.precisions)}" if cause.precisions else ""
