@@ -117,6 +117,22 @@ def test_a_stored_answer_is_shown_before_python_is_asked_for(
     assert not errors
 
 
+def test_a_stored_answer_stays_until_python_has_the_whole_one(
+    page: Page, site: str, requests: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page.goto(f"{site}/index.html?stored#gpus=1&device=4090&peft=qlora")
+    page.wait_for_selector("body[data-started=yes]")
+    document = advised(capsys, ["llama-3.1-8b", "--hardware", "1x4090", "--peft", "lora", "--quantization", "4bit"])
+    answer = f"Use {document['recommended']}: {document['how_sure']}"
+    assert page.inner_text("#answer") == answer
+    assert not any("pyodide" in url for url in requests)
+    page.click("#form button")
+    assert page.inner_text("#answer") == answer
+    page.wait_for_selector(ANSWERED)
+    assert page.inner_text("#answer") == answer
+    assert page.locator("#table button").count() == len(document["strategies"])
+
+
 def test_a_link_asks_its_question_and_the_answer_is_that_of_the_command(
     page: Page, site: str, requests: list[str], errors: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

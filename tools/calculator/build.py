@@ -54,10 +54,12 @@ _TARGET = (
 _LEFT_OUT = ("published.yaml", "stacks.lock.json")
 # Pure Python, so that nothing is compiled for WebAssembly.
 LIBRARIES = ("yaml", "packaging")
-# Questions whose answers are shown at once.
+# Questions whose answers are shown at once: model, GPUs, and flags in the order of the page's.
 STORED = (
-    ("llama-3.1-8b", "8xH100"), ("llama-3.1-8b", "4xA100"), ("qwen3-8b", "8xH100"), ("gemma-2-9b", "8xA100"),
-    ("gpt2-xl", "1x4090"), ("bert-large-uncased", "1xT4"),
+    ("llama-3.1-8b", "8xH100"), ("llama-3.1-8b", "4xA100"), ("llama-3.1-8b", "1xH100", "--peft", "lora"),
+    ("llama-3.1-8b", "1x4090", "--peft", "lora", "--quantization", "4bit"), ("qwen3-8b", "8xH100"),
+    ("qwen3-8b", "2x4090"), ("qwen3-32b", "8xH100"), ("mistral-7b-v0.3", "4xA100-40"), ("gemma-2-9b", "8xA100"),
+    ("llama-3.1-70b", "4x8xH100"), ("gpt2-xl", "1x4090"), ("bert-large-uncased", "1xT4"),
 )  # fmt: skip
 
 
@@ -191,8 +193,8 @@ def stored_answers() -> dict[str, object]:
     """Return the choices of the form, and the whole answers to the stored questions."""
     session = Calculator()
     answers = []
-    for model, hardware in STORED:
-        words = [model, "--hardware", hardware]
+    for model, hardware, *flags in STORED:
+        words = [model, "--hardware", hardware, *flags]
         about = json.loads(session.ask(json.dumps(words)))
         rows = {name: json.loads(session.best(name)) for name in about["names"]}
         answers.append({"words": words, "about": about, "rows": rows, "rank": json.loads(session.rank())})

@@ -74,22 +74,38 @@ function address() {
 
 // --- the answer
 
+let stored = { answers: [] };
 let shown = { about: null, rows: new Map(), rank: null };
 let current = 0;
+
+// Show the answer that was made with the page; return false if there is none to this question.
+function showStored() {
+  const asked = words().join(" ");
+  const known = stored.answers.find((answer) => answer.words.join(" ") === asked);
+  if (!known || value("config")) return false;
+  shown = { about: known.about, rows: new Map(Object.entries(known.rows)), rank: known.rank };
+  show();
+  // These need Python.
+  at("what-if").hidden = true;
+  for (const button of at("table").querySelectorAll("button")) button.remove();
+  return true;
+}
 
 function predict() {
   const fresh = { about: null, rows: new Map(), rank: null };
   clearDetails();
   showCommand();
   document.body.dataset.done = "";
-  at("status").textContent = isStarted() ? "comparing ..." : "";
+  // A stored answer stays until Python has the whole one, with its files.
+  const isShown = showStored();
+  if (!isShown) at("status").textContent = isStarted() ? "comparing ..." : "";
   current = post(at("status"), { call: "compare", words: words(), ...ownModel() }, (data) => {
     if (data.id !== current) return;
     if (data.failed) return refuse({ refused: data.failed, fix: "run study advise on a machine" });
     if (data.about) {
       fresh.about = JSON.parse(data.about);
       if (fresh.about.refused) return refuse(fresh.about);
-      shown = fresh;
+      if (!isShown) shown = fresh;
     } else if (data.row) {
       const row = JSON.parse(data.row);
       if (row.refused) return refuse(row);
@@ -98,8 +114,9 @@ function predict() {
       fresh.count = (fresh.count ?? 0) + 1;
     } else if (data.rank) {
       fresh.rank = JSON.parse(data.rank);
+      shown = fresh;
     }
-    show();
+    if (shown === fresh) show();
     if (fresh.rank) document.body.dataset.done = String(current);
   });
 }
@@ -234,7 +251,8 @@ async function showFiles(name) {
     at("files").replaceChildren(made("p", `${found.refused}. To fix it: ${found.fix}.`));
     return;
   }
-  const parts = [made("h2", `Files of ${name}`), made("pre", `${found.launch}\n${found.predict}`)];
+  const where = "Save them in one folder, and launch in it: the Accelerate file names the JSON by its name alone.";
+  const parts = [made("h2", `Files of ${name}`), made("p", where), made("pre", `${found.launch}\n${found.predict}`)];
   for (const [file, text] of Object.entries(found.texts)) {
     const button = made("button", `Save ${file}`);
     button.type = "button";
@@ -277,20 +295,11 @@ connectFile(explainWords, ownModel);
 
 // --- start: the answers that were made with the page are shown before Python is there
 
-const stored = await (await fetch("stored.json")).json();
+stored = await (await fetch("stored.json")).json();
 at("models").append(...stored.models.map((name) => new Option(name)));
 connectReleases(stored);
 form.elements.device.append(...stored.devices.map((name) => new Option(name)));
 readAddress();
-const asked = words().join(" ");
-const known = stored.answers.find((answer) => answer.words.join(" ") === asked);
-if (known) {
-  shown = { about: known.about, rows: new Map(Object.entries(known.rows)), rank: known.rank };
-  show();
-  showCommand();
-  at("what-if").hidden = true;
-  for (const button of at("table").querySelectorAll("button")) button.remove();
-} else {
-  predict();
-}
+if (showStored()) showCommand();
+else predict();
 document.body.dataset.started = "yes";
