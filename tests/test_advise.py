@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ from engines import ONE_THREAD, ROOT
 from study.advisor import advise as rules
 from study.advisor.advise import SPEED_TOLERANCE, Advice, AdviceRequest, Option, advise, candidates, explain_best
 from study.advisor.advise_command import add_arguments, build_advice_request, write_files
+from study.advisor.fitted import RankKey, find_best, precision_under
 from study.cli import main
 from study.config.errors import UserError
 from study.config.flags import parse_command_line, resolve_config
@@ -29,8 +31,8 @@ from study.config.strategies import WITH_REPLICAS, read_strategy, read_yaml
 from study.config.text import rounded, rounded_seconds
 from study.predictor import time as intervals
 from study.predictor.hardware import to_box
-from study.predictor.memory import predict_memory
-from study.predictor.request import Estimate, TrainerSettings, request_for
+from study.predictor.memory import least_device_bytes, predict_memory
+from study.predictor.request import Estimate, Request, TrainerSettings, request_for
 from study.predictor.shape import model_shape, with_adapters
 from study.predictor.time import device_bytes, fits, max_offload_slowdown, usable_bytes
 from study.records.directory import read_run
@@ -84,6 +86,88 @@ def test_eight_b_over_every_strategy_takes_less_than_ten_seconds_of_cpu() -> Non
     before = time.process_time()
     print_page(LLAMA_8B, "8xH100")
     assert time.process_time() - before < 10
+
+
+# Predictions of memory take most of the time; without bounds on the speed there were 177 and 233 of them.
+@pytest.mark.parametrize(
+    ("model", "hardware", "most"), [("llama-3.1-8b", "8xH100", 45), ("llama-3.1-70b", "8x8xH100", 65)]
+)
+def test_a_page_of_advice_predicts_the_memory_of_few_requests(
+    model: str, hardware: str, most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predict_memory.cache_clear()
+    assert main(["advise", model, "--hardware", hardware]) == 0
+    assert capsys.readouterr().out.startswith("Use ")
+    assert predict_memory.cache_info().misses < most
+
+
+@pytest.mark.parametrize("at_upper_bound", [True, False])
+@pytest.mark.parametrize(
+    ("model", "hardware"),
+    [
+        ("llama-3.1-8b", "4xA100"),
+        ("llama-3.1-8b", "2x4090"),
+        ("gpt2", "L4"),
+        ("qwen2.5-14b", "2x8xL4"),
+        ("gpt-1t", "8xH100"),
+    ],
+)
+def test_a_what_if_question_leaves_out_only_what_cannot_win(model: str, hardware: str, at_upper_bound: bool) -> None:
+    shape, box = model_shape(model), to_box(hardware)
+    question = AdviceRequest(shape, box, 1024, "bf16", global_batch=8 * box.ranks)
+    complete = advise(question, at_upper_bound=at_upper_bound)
+    for baseline in (None, "zero3", "zero3_cpu"):
+        brief = rules.advise_without_losers(question, candidates(question), baseline, at_upper_bound=at_upper_bound)
+        assert brief is not None
+        assert brief.best == complete.best
+        assert len(brief.options) <= len(complete.options)
+        options = {option.name: option for option in complete.options}
+        assert all(option == options[option.name] for option in brief.options)
+        assert (
+            baseline not in options
+            or not options[baseline].fits
+            or baseline in {option.name for option in brief.options}
+        )
+    if complete.best is not None:
+        faster_than_all = 1.01 * max(option.tokens_per_s for option in complete.options)
+        assert rules.advise_without_losers(question, ["ddp"], worth=100 * faster_than_all) is None
+
+
+def test_the_best_settings_are_those_of_all_although_most_are_not_evaluated() -> None:
+    # By name: whether it may not fit, the speed, a bound on the speed, and the peak.
+    rows = {
+        "a": (True, 9.0, 9.0, 1.0),
+        "b": (False, 3.0, 8.0, 5.0),
+        "c": (False, 5.0, 5.0, 4.0),
+        "d": (False, 5.0, 5.0, 3.0),
+        "e": (False, 4.0, 4.0, 1.0),
+    }
+    evaluated = list[str]()
+
+    def evaluate(name: str) -> tuple[RankKey, str]:
+        evaluated.append(name)
+        is_uncertain, speed, _, peak = rows[name]
+        return (is_uncertain, not speed, -speed, peak), name
+
+    assert find_best(list(rows), lambda name: rows[name][2], evaluate) == "d"
+    assert evaluated == ["a", "b", "c", "d"]
+    # Of equal ones the first, as min() does.
+    assert find_best(["c", "c2"], lambda _: math.inf, lambda name: ((False, False, -5.0, 4.0), name)) == "c"
+
+
+def test_the_least_memory_of_a_request_is_less_than_the_prediction_and_its_bound() -> None:
+    shape = model_shape("llama-3.2-1b")
+    for name in rules.SIMPLEST_FIRST:
+        box = to_box("A100" if name == "single" else "2x8xA100")
+        for accumulation, checkpointing in ((1, False), (4, True)):
+            precision = precision_under(read_strategy(name), "bf16")
+            request = Request(shape, read_strategy(name), box, 512, 2, accumulation, precision, checkpointing, "sdpa")
+            memory = predict_memory(request)
+            for at_upper in (False, True):
+                least = least_device_bytes(request, at_upper)
+                assert 0.5 * device_bytes(memory, at_upper) < least <= device_bytes(memory, at_upper) * (1 + 1e-12), (
+                    name
+                )
 
 
 def test_every_strategy_is_there_with_the_largest_micro_batch_that_fits(eight_b: Advice) -> None:

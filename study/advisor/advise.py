@@ -6,10 +6,19 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from study.advisor.fitted import fit_settings, rank_key, tuned_variants, usual_weights
+from study.advisor.fitted import (
+    RankKey,
+    find_best,
+    fit_settings,
+    rank_key,
+    speed_if_it_fits,
+    tuned_variants,
+    usual_weights,
+)
 from study.advisor.predict_command import workload_text
 from study.config.registry import REGISTRY
 from study.config.strategies import WITH_REPLICAS, Strategy, read_strategy
@@ -119,16 +128,43 @@ class Advice:
 
 def advise(question: AdviceRequest, names: Sequence[str] | None = None, *, at_upper_bound: bool = True) -> Advice:
     """Rank strategies: those that fit come first, by their upper bound or, without `at_upper_bound`, by their peak."""
-    checkpointing = (False, True) if question.gradient_checkpointing is None else (question.gradient_checkpointing,)
-    order, options = functools.partial(order_key, at_upper_bound=at_upper_bound), list[Option]()
-    for name in names or candidates(question):
-        variants = itertools.product(tuned_variants(read_strategy(name), question.shape, question.box), checkpointing)
-        largest = min((_largest_option(question, *variant, at_upper_bound) for variant in variants), key=order)
-        # At this micro-batch other settings may be better; `study predict --fitted` compares the same ones.
-        stock = dataclasses.replace(largest.request, strategy=read_strategy(name))
-        request = fit_settings(stock, at_upper_bound)
-        options.append(largest if request == largest.request else _option(question, request, predict_memory(request)))
-    return Advice(question, rank_options(sorted(options, key=order), at_upper_bound))
+    searches = [_Search(question, name, at_upper_bound) for name in names or candidates(question)]
+    return _ranked(question, [search.option for search in searches], at_upper_bound)
+
+
+def _ranked(question: AdviceRequest, options: Sequence[Option], at_upper_bound: bool) -> Advice:
+    order = functools.partial(order_key, at_upper_bound=at_upper_bound)
+    ranked = sorted(options, key=order)
+    return Advice(question, rank_options(ranked, at_upper_bound) if ranked else ())
+
+
+def advise_without_losers(
+    question: AdviceRequest,
+    names: Sequence[str],
+    baseline: str | None = None,
+    *,
+    at_upper_bound: bool = True,
+    worth: float = 0.0,
+) -> Advice | None:
+    """Return the advice of `advise`, without the options that cannot be its recommendation, but with that of
+    `baseline` if it may fit.
+
+    None if no option can have `worth` tokens/s. As in `rank_options`, the fastest option whose bound fits decides,
+    and the fastest such one without an offload: one slower than both by more than `SPEED_TOLERANCE` changes nothing.
+    """
+    searches = [search for name in names if (search := _Search(question, name, at_upper_bound)).may_fit]
+    if worth and all(search.most_tokens_per_s < worth for search in searches):
+        return None
+    fastest, plain, options = 0.0, 0.0, dict[str, Option]()
+    for search in sorted(searches, key=lambda search: (search.name != baseline, -search.most_tokens_per_s)):
+        ahead = max(fastest, timing.max_offload_slowdown() * plain) if search.offloads else plain
+        if search.name != baseline and search.most_tokens_per_s < (1 - SPEED_TOLERANCE) * ahead:
+            continue
+        option = options[search.name] = search.option
+        if option.fits and (option.is_safe or not at_upper_bound):
+            fastest = max(fastest, option.tokens_per_s)
+            plain = plain if search.offloads else max(plain, option.tokens_per_s)
+    return _ranked(question, [options[name] for name in names if name in options], at_upper_bound)
 
 
 def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tuple[Option, ...]:
@@ -206,7 +242,7 @@ def needs_large_host(option: Option) -> bool:
     return box.host_gib_per_node is None and option.memory.host_peak.value > usual
 
 
-def order_key(option: Option, at_upper_bound: bool) -> tuple[bool, bool, float, float]:
+def order_key(option: Option, at_upper_bound: bool) -> RankKey:
     """Return the key by which options are sorted before `rank_options`."""
     speed = option.time.tokens_per_s_per_gpu.value if option.time else 0.0
     return rank_key(option.memory, speed, option.request.box, at_upper_bound)
@@ -235,41 +271,115 @@ def candidates(question: AdviceRequest) -> list[str]:
     return [name for name in _SIMPLICITY if name not in left_out]
 
 
-def _largest_option(question: AdviceRequest, strategy: Strategy, checkpointing: bool, at_upper_bound: bool) -> Option:
-    """Return the largest micro-batch whose upper bound fits, else the largest whose peak fits, else the smallest."""
-    box = question.box
-    samples = None if question.global_batch is None else max(1, round(question.global_batch / box.ranks))
-    largest = min(MAX_MICRO_BATCH, samples or MAX_MICRO_BATCH)
-    sizes = [size for size in range(1, largest + 1) if not samples or samples % size == 0]
-    precision, is_pure = usual_weights(question.shape, strategy, question.precision)
+class _Search:
+    """The search for a strategy's best settings: bucket sizes, checkpointing and the largest micro-batch that fits."""
 
-    @functools.cache
-    def requested(micro_batch: int) -> Request:
+    def __init__(self, question: AdviceRequest, name: str, at_upper_bound: bool) -> None:
+        self.name, self._question, self._at_upper_bound = name, question, at_upper_bound
+        self._strategy = read_strategy(name)
+        strategies = tuned_variants(self._strategy, question.shape, question.box)
+        requested = question.gradient_checkpointing
+        checkpointing = (False, True) if requested is None else (requested,)
+        variants = itertools.product(strategies, checkpointing)
+        self._variants = [_Variant(question, *variant, at_upper_bound) for variant in variants]
+
+    @property
+    def offloads(self) -> bool:
+        return self._strategy.offloads
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether the least memory of a variant fits."""
+        return any(variant.may_fit for variant in self._variants)
+
+    @functools.cached_property
+    def most_tokens_per_s(self) -> float:
+        """Throughput of all ranks that no variant exceeds at any micro-batch whose upper bound may fit."""
+        return max(variant.most_speed for variant in self._variants) * self._question.box.ranks
+
+    @functools.cached_property
+    def option(self) -> Option:
+        """The strategy with its best settings."""
+
+        def evaluate(variant: _Variant) -> tuple[RankKey, Option]:
+            option = variant.largest_option()
+            return order_key(option, self._at_upper_bound), option
+
+        largest = find_best(self._variants, lambda variant: variant.most_speed, evaluate)
+        # At this micro-batch other settings may be better; `study predict --fitted` compares the same ones.
+        request = fit_settings(dataclasses.replace(largest.request, strategy=self._strategy), self._at_upper_bound)
+        return largest if request == largest.request else _option(self._question, request, predict_memory(request))
+
+
+class _Variant:
+    """A strategy with fitted settings, with or without checkpointing, at every micro-batch of a request."""
+
+    def __init__(self, question: AdviceRequest, strategy: Strategy, checkpointing: bool, at_upper_bound: bool) -> None:
+        self._question, self._strategy, self._checkpointing = question, strategy, checkpointing
+        self._at_upper_bound = at_upper_bound
+        batch = question.global_batch
+        samples = None if batch is None else max(1, round(batch / question.box.ranks))
+        largest = min(MAX_MICRO_BATCH, samples or MAX_MICRO_BATCH)
+        self._samples = samples
+        self._sizes = [size for size in range(1, largest + 1) if not samples or samples % size == 0]
+        self._requests = dict[int, Request]()
+        self._least_bytes = dict[tuple[int, bool], float]()
+
+    def _request(self, micro_batch: int) -> Request:
+        if micro_batch not in self._requests:
+            self._requests[micro_batch] = self._make_request(micro_batch)
+        return self._requests[micro_batch]
+
+    def _make_request(self, micro_batch: int) -> Request:
+        question, strategy, samples = self._question, self._strategy, self._samples
+        precision, is_pure = usual_weights(question.shape, strategy, question.precision)
         return Request(
-            shape=question.shape, strategy=strategy, box=box, sequence_length=question.sequence_length,
+            shape=question.shape, strategy=strategy, box=question.box, sequence_length=question.sequence_length,
             micro_batch=micro_batch, accumulation=samples // micro_batch if samples else 1,
-            precision=precision, pure=is_pure, gradient_checkpointing=checkpointing,
+            precision=precision, pure=is_pure, gradient_checkpointing=self._checkpointing,
             # The files are for the user's program, not for study/train.py.
             attention=question.attention, autocast=not strategy.is_fsdp,
             reference_model=question.reference_model, quantized=question.quantized,
             fsdp_version=question.fsdp_version if strategy.is_fsdp else 2, **vars(question.trainer),
         )  # fmt: skip
 
-    def does_fit(micro_batch: int, at_upper_end: bool) -> bool:
-        request = requested(micro_batch)
-        if least_device_bytes(request) > timing.usable_bytes(box) and not box.is_cpu_only:
-            return False
-        return timing.fits(predict_memory(request), box, at_upper_end)
+    def _may_fit(self, micro_batch: int, at_upper_end: bool) -> bool:
+        box, key = self._question.box, (micro_batch, at_upper_end)
+        if box.is_cpu_only:
+            return True
+        if key not in self._least_bytes:
+            self._least_bytes[key] = least_device_bytes(self._request(micro_batch), at_upper_end)
+        return self._least_bytes[key] <= timing.usable_bytes(box)
 
-    count = 0
-    for at_upper_end in (True, False) if at_upper_bound else (False,):
-        # A single micro-batch accumulates no gradients, so the largest size may fit even if smaller ones do not.
-        # Among the others memory never falls with the size.
-        if not count and does_fit(sizes[-1], at_upper_end):
-            count = len(sizes)
-        count = count or bisect.bisect_left(sizes[:-1], True, key=lambda size: not does_fit(size, at_upper_end))
-    request = requested(sizes[max(count - 1, 0)])
-    return _option(question, request, predict_memory(request))
+    def _fits(self, micro_batch: int, at_upper_end: bool) -> bool:
+        request, box = self._request(micro_batch), self._question.box
+        return self._may_fit(micro_batch, at_upper_end) and timing.fits(predict_memory(request), box, at_upper_end)
+
+    @functools.cached_property
+    def may_fit(self) -> bool:
+        """Whether the least memory of a micro-batch fits."""
+        return any(self._may_fit(size, False) for size in self._sizes)
+
+    @functools.cached_property
+    def most_speed(self) -> float:
+        """Tokens/s of one GPU that no micro-batch exceeds whose upper bound may fit; infinite without a global batch,
+        since there are too many to try."""
+        if self._samples is None:
+            return math.inf
+        possible = [size for size in self._sizes if self._may_fit(size, self._at_upper_bound)]
+        return max((speed_if_it_fits(self._request(size)) for size in possible), default=0.0)
+
+    def largest_option(self) -> Option:
+        """Return the largest micro-batch whose bound fits, else the largest whose peak fits, else the smallest."""
+        sizes, count = self._sizes, 0
+        for at_upper_end in (True, False) if self._at_upper_bound else (False,):
+            # A single micro-batch accumulates no gradients, so the largest size may fit even if smaller ones do not.
+            # Among the others memory never falls with the size.
+            if not count and self._fits(sizes[-1], at_upper_end):
+                count = len(sizes)
+            count = count or bisect.bisect_left(sizes[:-1], True, key=lambda size: not self._fits(size, at_upper_end))
+        request = self._request(sizes[max(count - 1, 0)])
+        return _option(self._question, request, predict_memory(request))
 
 
 def _option(question: AdviceRequest, request: Request, memory: MemoryUse) -> Option:
@@ -407,8 +517,10 @@ def faster_riskier_option(advice: Advice) -> Option | None:
     best = advice.best
     if best is None or not best.is_safe:
         return None
-    faster = advise(advice.question, _near(advice, advice.question), at_upper_bound=False).best
     enough = (1 + _WORTH_SAYING) * best.tokens_per_s
+    names = _near(advice, advice.question)
+    risky = advise_without_losers(advice.question, names, at_upper_bound=False, worth=enough)
+    faster = None if risky is None else risky.best
     return faster if faster is not None and faster.tokens_per_s >= enough else None
 
 
@@ -423,12 +535,16 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
     """Yield what-if lines: changes of hardware or sequence length that change the recommendation."""
     question, best = advice.question, advice.best
     if question.box.nodes > 1:
-        alone = advise(_with_box(question, nodes=1)).best
+        worth = (1 - SPEED_TOLERANCE) * best.tokens_per_s if best is not None and best.is_safe else 0.0
+        one_node = _with_box(question, nodes=1)
+        on_one_node = advise_without_losers(one_node, candidates(one_node), worth=worth)
+        alone = None if on_one_node is None else on_one_node.best
         if alone is not None and (best is None or _is_as_good(alone, best)):
             times = "enough" if best is None else f"{alone.tokens_per_s / best.tokens_per_s:.1f} x as fast"
             yield "; ".join([f"one of these machines alone is {times}, under {alone.name}", *unchecked_needs(alone)])
     for label, scenario in _scenarios(question).items():
-        if (change := _changed_advice(best, advise(scenario, _near(advice, scenario)))) is not None:
+        changed = advise_without_losers(scenario, _near(advice, scenario), None if best is None else best.name)
+        if changed is not None and (change := _changed_advice(best, changed)) is not None:
             yield f"with {label} {change}"
 
 

@@ -99,8 +99,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]] | None = None) -> int:
     """Print the advice and return the exit status; `nearest` yields lines about the nearest measurements."""
-    question = build_advice_request(options)
+    # The first question about a class outside the table traces it, before anything is compared.
     with _progress():
+        question = build_advice_request(options)
         advice = advise.advise(question)
         riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
     best, files = advice.best, None

@@ -121,7 +121,7 @@ class Calculator:
 
     @_as_json
     def changes(self) -> dict[str, Any]:
-        """Return the changes of hardware or length that would change the recommendation: as much work as two tables."""
+        """Return the changes of hardware or length that would change the recommendation: less work than a table."""
         assert self.advice is not None, "rank() comes first"
         return {"changes": list(advise.sensitivity_lines(self.advice))}
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, cast
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor import time as timing
+from study.predictor.activations import trace
 from study.predictor.hardware import Hardware
+from study.predictor.live import LiveShape
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, MemoryUse, Request
 from study.predictor.shape import ModelShape
@@ -20,6 +23,11 @@ _SMALL_BUCKET = 50_000_000
 # Live parameters and reuse distance if memory is short, in layers.
 _LIVE_LAYERS = 2
 _FEWEST_SUB_GROUPS = 10
+
+# Whether it may not fit, whether it has no speed, the negative speed, and the peak; the least is the best.
+RankKey = tuple[bool, bool, float, float]
+_C = TypeVar("_C")
+_V = TypeVar("_V")
 
 
 def precision_under(strategy: Strategy, precision: str) -> Precision:
@@ -39,14 +47,42 @@ def usual_weights(shape: ModelShape, strategy: Strategy, precision: str) -> tupl
     return precision_under(strategy, precision), False
 
 
-def rank_key(
-    memory: MemoryUse, tokens_per_s: float, box: Hardware, at_upper_bound: bool = True
-) -> tuple[bool, bool, float, float]:
+def rank_key(memory: MemoryUse, tokens_per_s: float, box: Hardware, at_upper_bound: bool = True) -> RankKey:
     """Return the sort key of a prediction: those whose bound fits come first, then those whose peak fits, the fastest
     and the smallest.
     """
     is_uncertain = at_upper_bound and not timing.fits(memory, box, at_upper=True)
     return is_uncertain, not tokens_per_s, -tokens_per_s, memory.peak_reserved.value
+
+
+def speed_if_it_fits(request: Request) -> float:
+    """Return the predicted tokens/s of one GPU, for which no memory is predicted; 0 if DeepSpeed refuses the request.
+
+    Infinite if the time cannot be predicted before it is known that the request fits.
+    """
+    if request.box.is_cpu_only or (isinstance(request.shape, LiveShape) and trace(request).missing is not None):
+        return math.inf
+    if unswapped_kind(request) is not None:
+        return 0.0
+    return timing.predict_time(request).tokens_per_s_per_gpu.value
+
+
+def find_best(
+    candidates: Sequence[_C], most_speed: Callable[[_C], float], evaluate: Callable[[_C], tuple[RankKey, _V]]
+) -> _V:
+    """Return the value of the first candidate whose `rank_key` is the least.
+
+    A prediction of memory takes ten times as long as one of time. So candidates are evaluated in the order of a speed
+    that each of them cannot exceed, until one that certainly fits is faster than all that remain.
+    """
+    bounds = [most_speed(candidate) for candidate in candidates] if len(candidates) > 1 else [math.inf]
+    evaluated = list[tuple[RankKey, int, _V]]()
+    for place in sorted(range(len(candidates)), key=lambda place: -bounds[place]):
+        if any(key[:3] < (False, False, -bounds[place]) for key, _, _ in evaluated):
+            break
+        key, value = evaluate(candidates[place])
+        evaluated.append((key, place, value))
+    return min(evaluated, key=lambda entry: entry[:2])[2]
 
 
 def fit_settings(request: Request, at_upper_bound: bool = True) -> Request:
@@ -58,13 +94,13 @@ def fit_settings(request: Request, at_upper_bound: bool = True) -> Request:
     if len(requests) == 1:
         return requests[0]
 
-    def key(candidate: Request) -> tuple[bool, bool, float, float]:
+    def evaluate(candidate: Request) -> tuple[RankKey, Request]:
         memory, speed = predict_memory(candidate), 0.0
         if timing.fits(memory, request.box) and unswapped_kind(candidate) is None:
             speed = timing.predict_time(candidate).tokens_per_s_per_gpu.value
-        return rank_key(memory, speed, request.box, at_upper_bound)
+        return rank_key(memory, speed, request.box, at_upper_bound), candidate
 
-    return min(requests, key=key)
+    return find_best(requests, speed_if_it_fits, evaluate)
 
 
 def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iterator[Strategy]:

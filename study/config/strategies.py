@@ -25,6 +25,7 @@ from study.config.flags import RunConfig
 from study.config.places import REPOSITORY
 from study.config.registry import REGISTRY
 from study.config.strategy_names import apply_overrides, parse_overrides
+from study.config.yaml_sections import load_package_yaml
 
 
 def settings_of_options(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +53,11 @@ def read_yaml(file: Path) -> dict[str, Any]:
 @functools.cache
 def _parsed(text: str) -> Any:
     """Return a parsed document, cached: advice and validation read the same few files a thousand times."""
-    return yaml.safe_load(text)
+    try:
+        return load_package_yaml(text)
+    except yaml.YAMLError:
+        # Its messages are better.
+        return yaml.safe_load(text)
 
 
 def read_deepspeed_json(file: Path) -> dict[str, Any]:

@@ -11,8 +11,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from study.config.strategies import Strategy
 from study.predictor import live
 from study.predictor.families import READS_INPUT
+from study.predictor.hardware import Hardware
 from study.predictor.losses import bytes_without_logits, logit_bytes
 from study.predictor.request import Request
 from study.predictor.shape import INFIX, ModelShape, Parameter
@@ -32,6 +34,7 @@ class MatMul:
     in_layer: bool = True
 
 
+@functools.lru_cache(maxsize=64)
 def matmuls(shape: ModelShape) -> tuple[MatMul, ...]:
     """Return the matrix products of the base model, without adapters."""
     query, key_value = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
@@ -205,7 +208,7 @@ def predict_activations(request: Request) -> Activations:
         scores = each_score * rows * request.sequence_length
     pairs = 0.0 if fused else float(rows * request.sequence_length)
     largest_scores = pairs * (4 if in_fp32 else width)
-    matrices = [param for param in shape.params if param.place == 0 and param.elements > param.rows]
+    matrices = shape.layer_matrices
     is_classifier = shape.family == "sequence-classification"
     logits, logits_forward, logits_backward = _loss(request, 0 if is_classifier else tokens * shape.vocabulary, width)
     # The first layer's input, or if it is among the checkpoints the last one's output.
@@ -273,9 +276,20 @@ class Trace:
     missing: str | None = None
 
 
-@functools.lru_cache(maxsize=512)
+_ANY_STRATEGY = Strategy("any", "NO")
+
+
+@functools.lru_cache(maxsize=2048)
 def trace(request: Request) -> Trace:
-    """Return the traced figures. A layer has the mean of all, and its temporaries the difference to the largest one."""
+    """Return the traced figures, which strategies and numbers of GPUs share."""
+    box = Hardware(request.box.device.name, request.box.device, gpus_per_node=1)
+    without_engine = dataclasses.replace(request, strategy=_ANY_STRATEGY, box=box, accumulation=1)
+    return _traced(without_engine, has_casts=not _saves_parameters(request))
+
+
+@functools.lru_cache(maxsize=512)
+def _traced(request: Request, has_casts: bool) -> Trace:
+    """Return the figures. A layer has the mean of all, and its temporaries the difference to the largest one."""
     shape, layers = request.shape, request.shape.layers
     assert isinstance(shape, live.LiveShape)
     answer = live.measure(
@@ -304,7 +318,6 @@ def trace(request: Request) -> Trace:
 
     pairs = {name: (layer, second_pass["layers"][name]) for name, layer in first_pass["layers"].items() if layer}
     saved = growth(total("saved", first_pass), total("saved", second_pass)) / layers
-    has_casts = not _saves_parameters(request)
     constant = has_casts * (2 * total("saved", first_pass) - total("saved", second_pass)) / layers
     checkpoints = [total("checkpoint", at) / layers for at in (first_pass, second_pass)]
     grown = {name: growth(layer["saved"], double["saved"]) * layer["recomputed"]
@@ -405,8 +418,8 @@ def _adapter_inputs(request: Request) -> tuple[float, float]:
     if shape.lora_rank is None:
         return 0.0, 0.0
     adapted = adapted_modules(shape)
-    matrices = [param for param in shape.params if param.place == 0 and param.elements > param.rows]
-    block, inside = family.block, (param.name.removesuffix(".weight") for param in matrices if INFIX not in param.name)
+    block = family.block
+    inside = (param.name.removesuffix(".weight") for param in shape.layer_matrices if INFIX not in param.name)
     modules = [module for module in inside if module not in block]
     reads_input = [module for module in modules if module in READS_INPUT]
     query, is_kept = shape.heads * shape.head_dim, is_fused(request) and family.keeps_output

@@ -19,7 +19,7 @@ from study.predictor.state import (
     flat_elements,
     flat_units,
     rank0_shards,
-    shard_elements,
+    shards_of_model,
     sub_groups,
 )
 
@@ -82,7 +82,11 @@ def _with_tied(request: Request, snapshots: Iterator[Snapshot]) -> Iterator[Snap
         head_bytes = size if is_pending else 0.0
         if snapshot.param is embedding:
             head_bytes, is_pending = (2 * size if snapshot.arrival else 0.0), False
-        yield snapshot if snapshot.step or not head_bytes else snapshot._replace(grads=snapshot.grads + head_bytes)
+        if snapshot.step or not head_bytes:
+            yield snapshot
+        else:
+            place, grads, buffers, _, param, arrival, between = snapshot
+            yield Snapshot(place, grads + head_bytes, buffers, False, param, arrival, between)
 
 
 def _torch_step(request: Request, elements: float, buffers: float) -> Snapshot:
@@ -271,8 +275,10 @@ class _Bucket:
             # Larger than the bucket: not copied into it.
             self.waiting += param.elements
         self.filled, self.count = self.filled + param.elements, self.count + 1
-        self.written = max(self.written, self.filled - self.waiting)
-        self.norm = max(self.norm, self.own.get(param.index, 0) * NORM_BYTES)
+        if self.lazily:
+            self.written = max(self.written, self.filled - self.waiting)
+        if self.own:
+            self.norm = max(self.norm, self.own.get(param.index, 0) * NORM_BYTES)
 
     def empty(self) -> None:
         self.filled = self.waiting = self.count = self.norm = 0
@@ -296,10 +302,11 @@ class _Bucket:
 def standing_bucket(request: Request) -> float:
     """Return the bytes of stage 3's bucket, which exists from the start."""
     bucket = _Bucket(request, request.weight_bytes)
-    for param in reversed(request.shape.trained_params):
-        if bucket.is_full_with(param):
-            bucket.empty()
-        bucket.add(param)
+    if bucket.lazily:
+        for param in reversed(request.shape.trained_params):
+            if bucket.is_full_with(param):
+                bucket.empty()
+            bucket.add(param)
     return bucket.bytes
 
 
@@ -393,7 +400,7 @@ def _stage3(request: Request) -> Iterator[Snapshot]:
     grad_width = FP32_BYTES if settings.accumulates_in_fp32 else weight
     grads = 0.0
     if settings.optimizer is None:
-        grads = float(shard_elements(request, request.shape.trained_params) * grad_width)
+        grads = float(shards_of_model(request.shape, ranks)[1] * grad_width)
     bucket, standing = _Bucket(request, weight), standing_bucket(request)
 
     def reduced() -> float:

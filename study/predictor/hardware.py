@@ -21,7 +21,6 @@ from study.config.errors import UserError, clip, did_you_mean
 from study.config.places import install_command
 from study.config.strategies import DEFAULT_RANKS_PER_NODE
 from study.config.yaml_sections import load_package_yaml
-from study.host.machine import MEASUREMENT_ERRORS, detect_machine, gpu_names, matmul_rates, measured_rates
 from study.host.memory import available_cores, host_memory
 
 # Visible fraction of the memory if no source gives it: that of A100 and V100.
@@ -119,6 +118,11 @@ class Hardware:
     @property
     def ranks(self) -> int:
         return self.gpus_per_node * self.nodes
+
+    @functools.cached_property
+    def with_any_network(self) -> Hardware:
+        """This hardware with one network for all: memory does not depend on it."""
+        return dataclasses.replace(self, network_gb_per_s=1.0)
 
     @property
     def is_cpu_only(self) -> bool:
@@ -341,6 +345,9 @@ def _unknown(name: str) -> UserError:
 
 def _this() -> Hardware:
     """Return the hardware of the local machine: its GPUs, or without any its CPU cores, one per rank."""
+    # The driver's library, which no other hardware needs, takes a tenth of the start-up.
+    from study.host.machine import MEASUREMENT_ERRORS, detect_machine, gpu_names, matmul_rates, measured_rates
+
     # Memory bandwidth of a copy, read plus written: the best of three.
     source, seconds = b"1" * (256 * 2**20), math.inf
     target = memoryview(bytearray(source))

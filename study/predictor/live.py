@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from study.config.errors import UserError, first_line, require_extra
 from study.host.folders import cache_directory
-from study.host.stacks import package_version
 from study.predictor.shape import BEFORE, ModelShape, Parameter
 from study.records.directory import write_json
 from study.workloads.presets import check_depth
@@ -116,6 +115,8 @@ def answer(kind: Literal["survey", "measure"], document: str, rank: int | None, 
 @functools.cache
 def _libraries() -> str:
     """Return the versions and code on which an answer depends."""
+    from study.host.stacks import package_version
+
     versions = [package_version(package) or "" for package in ("torch", "transformers", "peft")]
     code = Path(__file__).with_name("live_trace.py").read_bytes()
     return " ".join([*versions, hashlib.sha256(code).hexdigest()])

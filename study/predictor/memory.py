@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from study.config.strategies import Strategy
 from study.config.text import format_number
 from study.host.memory import GIB, MALLOC_MMAP_THRESHOLD_MAX_BYTES, libraries_bytes
 from study.predictor import state as model_state
@@ -16,6 +17,7 @@ from study.predictor.allocator import cublas_workspace_bytes, unsplit_bytes
 from study.predictor.buckets import Snapshot, gradient_snapshots, has_tied_gradients, standing_bucket
 from study.predictor.live import LiveShape, live_notes
 from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
+from study.predictor.shape import ModelShape
 from study.predictor.time import estimate
 from study.predictor.zero3_gathers import GatherTrace, module_call_order, reference_gathers, simulate_gathers
 
@@ -58,7 +60,7 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
             locked += [part * 4.0, part * 4.0, float(part * weight), float(staged)]
             buffers += part * weight + staged
         elif optimizer is not None:
-            locked.append(model_state.shard_elements(request, shape.trained_params) * float(weight))
+            locked.append(model_state.shards_of_model(shape, request.box.ranks)[1] * float(weight))
             groups = model_state.sub_groups(request)
             if optimizer.device == "cpu":
                 locked += [group * 4.0 for group in groups]
@@ -154,16 +156,11 @@ class DeviceMemory(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def predict_memory(request: Request) -> MemoryUse:
     """Predict the memory of one GPU, its node's host, and NVMe."""
-    state = model_state.predict_state(request)
-    frozen, frozen_on_host = model_state.frozen_bytes(request)
-    frozen += reference_gathers(request).live_at_end * request.gathered_bytes
-    constant = {"parameters": state.params_device + frozen, "optimizer": state.optimizer_device}
+    frozen_on_host = model_state.frozen_bytes(request)[1]
+    constant, grads = _constant_parts(request)
     # Between two steps: weights, optimizer, and persistent buffers.
     steady = sum(constant.values())
     if request.strategy.zero_stage == 3:
-        # Gradients have a persistent buffer (stage3.py, grad_partitions_flat_buffer). With an offload they are those in
-        # fp32 of sub-groups that `ratio` leaves on the device, allocated at the start (initialize_optimizer_states).
-        grads = model_state.predict_state(request, unreduced=False).grads_device
         steady += grads
         constant["optimizer"] += grads if request.strategy.offload_device("optimizer") else 0.0
     # The bytes of weights and optimizer are exact.
@@ -206,18 +203,39 @@ def predict_memory(request: Request) -> MemoryUse:
     )  # fmt: skip
 
 
-def least_device_bytes(request: Request) -> float:
-    """Return device bytes that a prediction has at least: weights, optimizer, and the activations at the loss.
+def _constant_parts(request: Request) -> tuple[dict[str, float], float]:
+    """Return the bytes of weights and optimizer, and those of stage 3's gradients.
 
-    It needs no gathers and no gradients, so a search for the largest micro-batch begins with it.
+    These have a persistent buffer (stage3.py, grad_partitions_flat_buffer). With an offload they are those in fp32 of
+    sub-groups that `ratio` leaves on the device, allocated at the start (initialize_optimizer_states).
+    """
+    state, frozen = model_state.predict_state(request), model_state.frozen_bytes(request)[0]
+    frozen += reference_gathers(request).live_at_end * request.gathered_bytes
+    constant = {"parameters": state.params_device + frozen, "optimizer": state.optimizer_device}
+    has_buffer = request.strategy.zero_stage == 3
+    return constant, model_state.predict_state(request, unreduced=False).grads_device if has_buffer else 0.0
+
+
+def least_device_bytes(request: Request, at_upper: bool = False) -> float:
+    """Return device bytes that a prediction, or its upper bound, has at least: weights, optimizer, accumulated
+    gradients, and the activations at the loss.
+
+    It needs no gathers and no order of gradients, so a search for the largest micro-batch begins with it.
     """
     if request.box.is_cpu_only:
         return 0.0
-    state, saved = model_state.predict_state(request), predict_activations(request)
+    constant, grads = _constant_parts(request)
+    exact = sum(constant.values())
+    if request.strategy.zero_stage == 3 and request.strategy.offload_device("optimizer"):
+        exact += grads
+    saved = predict_activations(request)
     stored = sum(_stored(request, saved, request.shape.layers).values())
     logits = saved.logits + max(saved.logits_forward, saved.logits_backward)
-    allocated = state.params_device + state.optimizer_device + stored + logits
-    return allocated * (1 + FRAGMENTATION_FRACTION) + _cuda_context_bytes(request.box.ranks)
+    buffers = _static_buffer_bytes(request) + cublas_workspace_bytes(request.box.device)
+    reserved = (exact + stored + logits + buffers + _accumulated_bytes(request)) * (1 + FRAGMENTATION_FRACTION)
+    if at_upper:
+        reserved = max(reserved, estimate("above_state", reserved, exact).high or 0.0)
+    return reserved + _cuda_context_bytes(request.box.ranks)
 
 
 def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: float, needed: float) -> float:
@@ -301,17 +319,22 @@ def _static_buffer_bytes(request: Request) -> float:
     return 0.0
 
 
+def _accumulated_bytes(request: Request) -> float:
+    """Return the bytes of gradients during the forward pass of a step's last micro-batch."""
+    strategy = request.strategy
+    if strategy.is_fsdp:
+        return model_state.accumulated_bytes(request)
+    # Stage 3 allocates its gradient buffer at the start, unless the optimizer is offloaded.
+    has_accumulated = not strategy.offload_device("optimizer") if strategy.zero_stage == 3 else request.accumulation > 1
+    return model_state.predict_state(request, unreduced=False).grads_device if has_accumulated else 0.0
+
+
 def device_snapshots(request: Request) -> list[DeviceMemory]:
     """Return the memory snapshots of a step, without the weights and the optimizer, which are constant."""
     saved, strategy, layers = predict_activations(request), request.strategy, request.shape.layers
     gathers = simulate_gathers(request) if strategy.zero_stage == 3 else GatherTrace()
     weight, snapshots, standing = request.weight_bytes, gradient_snapshots(request), _static_buffer_bytes(request)
-    # Stage 3 allocates its gradient buffer at the start, unless the optimizer is offloaded.
-    has_accumulated = not strategy.offload_device("optimizer") if strategy.zero_stage == 3 else request.accumulation > 1
-    if strategy.is_fsdp:
-        accumulated = model_state.accumulated_bytes(request)
-    else:
-        accumulated = model_state.predict_state(request, unreduced=False).grads_device if has_accumulated else 0.0
+    accumulated = _accumulated_bytes(request)
     # Per byte of gradients.
     remainders = unsplit_bytes(request).gradients / max(1, request.shape.trained_parameters * request.adapter_bytes)
     stored = _stored(request, saved, layers)
@@ -349,7 +372,7 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     # The loss's gradient.
     gradient = saved.logits + saved.logits_backward
     points.append(point("at the loss's gradient", gathers.live_at_end, buffers=begun, logits=gradient))
-    for snapshot in _decisive_snapshots(request, recomputes=strategy.zero_stage == 3 and recomputed):
+    for snapshot in _decisive_snapshots(_gradient_request(request), recomputes=strategy.zero_stage == 3 and recomputed):
         parts = {
             "gradients": snapshot.grads, "buffers": snapshot.buffers, "allocator": snapshot.grads * remainders,
         }  # fmt: skip
@@ -386,31 +409,65 @@ _Candidate = tuple[tuple[float, float, float], Snapshot]
 _CRITERIA = 3
 
 
+def _gradient_request(request: Request) -> Request:
+    """Return a request with the same snapshots, one for all strategies of stage 3 that differ elsewhere.
+
+    Stage 3 has its gradients' shards from the start, whether they are accumulated or not.
+    """
+    if request.strategy.zero_stage != 3:
+        return request
+    strategy = _gradient_strategy(request.strategy, request.box.ranks)
+    return dataclasses.replace(request.without_batch, strategy=strategy, accumulation=1)
+
+
+@functools.lru_cache(maxsize=256)
+def _gradient_strategy(strategy: Strategy, ranks: int) -> Strategy:
+    """Return a strategy of stage 3 with the settings that affect gradients and gathers.
+
+    With an offloaded optimizer the device has no gradients between steps, and its sub-groups step on the host. A single
+    rank gathers parameters only from the host. The gathers exclude hpZ's secondary shard.
+    """
+    assert strategy.deepspeed is not None
+    zero = dict(strategy.deepspeed["zero_optimization"])
+    zero.pop("zero_hpz_partition_size", None)
+    if ranks > 1:
+        zero.pop("offload_param", None)
+    if strategy.offload_device("optimizer") is not None:
+        zero.pop("sub_group_size", None)
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return dataclasses.replace(strategy, name="zero3", deepspeed={**strategy.deepspeed, "zero_optimization": zero})
+
+
 @cache_by_request
 def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]:
     """Return the snapshots that can be the peak, with all buffers: those with the most gradients, buffers, or both, per
     part of a layer and for the optimizer step. All other memory is equal in the snapshots of a part, which are many."""
     standing, weight, shape = _static_buffer_bytes(request), request.weight_bytes, request.shape
+    layers = shape.layers
     request = dataclasses.replace(request, gradient_checkpointing=recomputes)
     gathers = simulate_gathers(request) if request.strategy.zero_stage == 3 else GatherTrace()
-    phases = {param.index: phase(shape, param) for param in shape.trained_params}
+    phases = _phases(shape)
     # By layer, None for the optimizer step, and by part of a layer: the largest sum, gradients and buffers, each with
     # its own gradients, buffers and snapshot.
     largest: dict[tuple[int | None, bool, str], list[_Candidate]] = {}
 
     def consider(snapshot: Snapshot, part: tuple[int | None, bool, str], grads: float, buffers: float) -> None:
-        candidate = ((grads + buffers, grads, buffers), snapshot)
-        rows = largest.setdefault(part, [candidate] * _CRITERIA)
-        for criterion, size in enumerate(candidate[0]):
+        sizes = (grads + buffers, grads, buffers)
+        if (rows := largest.get(part)) is None:
+            largest[part] = [(sizes, snapshot)] * _CRITERIA
+            return
+        for criterion, size in enumerate(sizes):
             if size > rows[criterion][0][criterion]:
-                rows[criterion] = candidate
+                rows[criterion] = (sizes, snapshot)
 
     for snapshot in gradient_snapshots(request):
-        param, buffers = snapshot.param, max(standing, snapshot.buffers)
-        live = 0 if snapshot.step else gathers.live_backward.get(snapshot.place, 0)
-        live = live if param is None else gathers.live_at.get(param.index, live)
-        name = phases[param.index] if param is not None and 0 <= snapshot.place < shape.layers else ""
-        part = (None if snapshot.step else snapshot.place, snapshot.between, name)
+        param, at, buffers = snapshot.param, snapshot.place, max(standing, snapshot.buffers)
+        live = 0 if snapshot.step else gathers.live_backward.get(at, 0)
+        name = ""
+        if param is not None:
+            live = gathers.live_at.get(param.index, live)
+            name = phases[param.index] if 0 <= at < layers else ""
+        part = (None if snapshot.step else at, snapshot.between, name)
         consider(snapshot, part, snapshot.grads, buffers + live * weight)
         if snapshot.arrival and param is not None and param.index in gathers.live_before:
             # A tied embedding has both gradients and their sum; before that, only the head's.
@@ -430,6 +487,12 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
         decisive_indexes.update(_upper_hull(points))
     decisive = [row for index, (_, _, row) in enumerate(chosen) if index in decisive_indexes]
     return [snapshot._replace(grads=grads, buffers=buffers) for (_, grads, buffers), snapshot in decisive]
+
+
+@functools.lru_cache(maxsize=64)
+def _phases(shape: ModelShape) -> Mapping[int, str]:
+    """Return the part of a layer that begins with each trained parameter's gradient, by the parameter's index."""
+    return {param.index: phase(shape, param) for param in shape.trained_params}
 
 
 def _upper_hull(points: list[tuple[int, float, int]]) -> list[int]:

@@ -98,6 +98,36 @@ def auto_bucket_sizes(hidden: int) -> dict[str, int]:
     }
 
 
+@functools.lru_cache(maxsize=256)
+def _engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
+    """Return the settings of a strategy's DeepSpeed JSON, for a model of a hidden size."""
+    assert strategy.deepspeed is not None
+    zero = strategy.deepspeed["zero_optimization"]
+    auto, values = auto_bucket_sizes(hidden), dict[str, Any](overlap_comm=int(zero["stage"]) == 3)
+    for field in dataclasses.fields(EngineSettings):
+        value = zero.get(field.name)
+        if (value := auto.get(field.name) if value == "auto" else value) is not None:
+            values[field.name] = bool(value) if field.type == "bool" else int(value)
+    if isinstance(zero.get("offload_param"), Mapping):
+        values["max_in_cpu"] = int(zero["offload_param"].get("max_in_cpu", 1e9))
+    bf16, types = (strategy.deepspeed.get(key) for key in ("bf16", "data_types"))
+    if isinstance(bf16, Mapping):
+        values["bf16_masters"] = bool(bf16.get("bf16_master_weights_and_grads"))
+        values["bf16_moments"] = bool(bf16.get("bf16_optimizer_states"))
+    if isinstance(types, Mapping):
+        values["accumulates_in_fp32"] = types.get("grad_accum_dtype") == "fp32"
+    for name, what, buffers in (("optimizer", "optimizer", 4), ("parameters", "param", 5)):
+        if (device := strategy.offload_device(what)) is not None:
+            section = zero[f"offload_{what}"]
+            # deepspeed 0.19 pins by default.
+            values[name] = Offload(
+                device=device, pinned=bool(section.get("pin_memory", True)),
+                buffers=int(section.get("buffer_count", buffers)),
+                buffer_size=int(section.get("buffer_size", 1e8)), ratio=float(section.get("ratio", 1.0)),
+            )  # fmt: skip
+    return EngineSettings(**values)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainerSettings:
     """Settings of the user's trainer, as the fields of Request of the same names."""
@@ -177,31 +207,7 @@ class Request:
     @functools.cached_property
     def settings(self) -> EngineSettings:
         """DeepSpeed's settings, only for strategies that use DeepSpeed; any other `auto` is the engine's default."""
-        assert self.strategy.deepspeed is not None
-        zero = self.strategy.deepspeed["zero_optimization"]
-        auto, values = auto_bucket_sizes(self.shape.hidden), dict[str, Any](overlap_comm=int(zero["stage"]) == 3)
-        for field in dataclasses.fields(EngineSettings):
-            value = zero.get(field.name)
-            if (value := auto.get(field.name) if value == "auto" else value) is not None:
-                values[field.name] = bool(value) if field.type == "bool" else int(value)
-        if isinstance(zero.get("offload_param"), Mapping):
-            values["max_in_cpu"] = int(zero["offload_param"].get("max_in_cpu", 1e9))
-        bf16, types = (self.strategy.deepspeed.get(key) for key in ("bf16", "data_types"))
-        if isinstance(bf16, Mapping):
-            values["bf16_masters"] = bool(bf16.get("bf16_master_weights_and_grads"))
-            values["bf16_moments"] = bool(bf16.get("bf16_optimizer_states"))
-        if isinstance(types, Mapping):
-            values["accumulates_in_fp32"] = types.get("grad_accum_dtype") == "fp32"
-        for name, what, buffers in (("optimizer", "optimizer", 4), ("parameters", "param", 5)):
-            if (device := self.strategy.offload_device(what)) is not None:
-                section = zero[f"offload_{what}"]
-                # deepspeed 0.19 pins by default.
-                values[name] = Offload(
-                    device=device, pinned=bool(section.get("pin_memory", True)),
-                    buffers=int(section.get("buffer_count", buffers)),
-                    buffer_size=int(section.get("buffer_size", 1e8)), ratio=float(section.get("ratio", 1.0)),
-                )  # fmt: skip
-        return EngineSettings(**values)
+        return _engine_settings(self.strategy, self.shape.hidden)
 
     @functools.cached_property
     def stored(self) -> ModelShape:
@@ -244,7 +250,7 @@ class Request:
         """This request with one token, accumulation at most 2, no checkpointing, and one network: of the same state."""
         return dataclasses.replace(
             self, micro_batch=1, sequence_length=1, accumulation=min(2, self.accumulation),
-            gradient_checkpointing=False, box=dataclasses.replace(self.box, network_gb_per_s=1.0),
+            gradient_checkpointing=False, box=self.box.with_any_network,
         )  # fmt: skip
 
     @property
@@ -282,8 +288,7 @@ class Request:
         (_recomputing_frozen in zero3_gathers.py)."""
         if self.strategy.zero_stage != 3 or not self.gradient_checkpointing:
             return 0.0
-        frozen = (item.elements for item in self.stored.params if self.shape.find_layer(item) >= 0 and not item.trained)
-        return sum(frozen) / self.checkpoint_every
+        return self.stored.frozen_in_layers / self.checkpoint_every
 
     @property
     def ranks_per_replica(self) -> int | None:

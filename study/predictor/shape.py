@@ -120,6 +120,16 @@ class ModelShape:
     def trained_parameters(self) -> int:
         return sum(param.elements for param in self.trained_params)
 
+    @functools.cached_property
+    def frozen_in_layers(self) -> int:
+        """Frozen elements of all layers."""
+        return sum(param.elements for param in self.params if self.find_layer(param) >= 0 and not param.trained)
+
+    @functools.cached_property
+    def layer_matrices(self) -> tuple[Parameter, ...]:
+        """The matrices of the first layer, adapters included."""
+        return tuple(param for param in self.params if param.place == 0 and param.elements > param.rows)
+
     @property
     def frozen_parameters(self) -> int:
         return self.parameters - self.trained_parameters

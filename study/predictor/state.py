@@ -16,7 +16,7 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
-from study.predictor.shape import ModelShape, Parameter
+from study.predictor.shape import ModelShape, Parameter, in_4_bits
 
 # deepspeed/runtime/swap_tensor/constants.py and utils.py: the smallest shard that is swapped, and its alignment.
 MIN_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES = 2**20, 1024
@@ -149,7 +149,7 @@ def _stage12(request: Request, waiting: bool) -> State:
     optimizer_bytes = shard * (settings.master_bytes + request.moments_bytes)
     params = float((flat_elements(request) + request.stored.frozen_parameters) * weight)
     # After the backward pass this rank has its reduced gradients, unpartitioned, and any that exceed the bucket.
-    large, last = last_bucket(request) if waiting else (0, set())
+    large, last = last_bucket(request) if waiting else (0, frozenset[Parameter]())
     if settings.optimizer is not None:
         # Stage 1 reduces after the backward pass.
         large = trained if waiting and settings.stage == 1 else large
@@ -164,7 +164,7 @@ def _stage12(request: Request, waiting: bool) -> State:
 def _stage3(request: Request, waiting: bool) -> State:
     """State of stage 3 (stage3.py): shards per parameter, in sub-groups, on the device, the host or NVMe."""
     weight, settings, ranks, shape = request.weight_bytes, request.settings, request.box.ranks, request.stored
-    shard, full_shard = shard_elements(request, shape.trained_params), shard_elements(request, shape.params)
+    full_shard, shard = shards_of_model(shape, ranks)
     groups, persistent = sub_groups(request), persistent_params(request)
     unsharded = sum(param.elements for param in persistent) * weight if unshards(request) else 0
     moments = settings.master_bytes + request.moments_bytes
@@ -195,7 +195,8 @@ def _stage3(request: Request, waiting: bool) -> State:
         # zero_hpz_partition_size: a secondary shard within a machine. The optimizer step frees it for persistent
         # parameters that it updates.
         resharded = set(shape.params) - {param for param in persistent if param.trained}
-        state["params_device"] += sum(shard_elements(request, [param]) * ranks // group for param in resharded) * weight
+        gathered = (math.ceil(param.elements / ranks) * ranks for param in resharded)
+        state["params_device"] += sum(elements // group for elements in gathered) * weight
     if settings.parameters is not None:
         swaps = settings.parameters.device == "nvme"
         nvme = _swapped_bytes(request, _swapped_params(request), weight) if swaps else 0.0
@@ -208,15 +209,16 @@ def _swapped_params(request: Request) -> Sequence[Parameter]:
     """Return stage 3's parameters on NVMe: the first sub-groups, up to max_in_cpu elements of a rank, stay in host
     memory (_create_fp16_partitions_with_defragmentation in stage3.py)."""
     in_memory, elements = set[Parameter](), 0
-    for group in _sub_group_params(request):
-        elements += shard_elements(request, group)
+    for group, shard in zip(_sub_group_params(request), sub_groups(request), strict=True):
+        elements += shard
         in_memory |= set(group) if elements <= request.settings.max_in_cpu else set()
     return [param for param in request.stored.params if param not in in_memory]
 
 
 def _swapped_bytes(request: Request, params: Sequence[Parameter], width: int) -> float:
     """Return the bytes of shards that are large enough for NVMe."""
-    sizes = [shard_elements(request, [param]) * width for param in params]
+    ranks = request.box.ranks
+    sizes = [math.ceil(param.elements / ranks) * width for param in params]
     return float(sum(size for size in sizes if size >= MIN_SWAPPED_BYTES))
 
 
@@ -261,13 +263,19 @@ def frozen_bytes(request: Request) -> tuple[float, float]:
     offloads. Scales are fp32, or a byte each and an fp32 number for 256 (quantize_4bit in bitsandbytes' functional.py).
     """
     shape, is_stage3 = request.shape, request.strategy.zero_stage == 3
-    pairs = zip(shape.params, request.stored.params, strict=True)
     per_scale = 1 + FP32_BYTES / 256 if request.double_quantized else FP32_BYTES
-    scales = per_scale / 64 * sum(param.elements for param, stored in pairs if param != stored)
+    scales = per_scale / 64 * _packed_elements(shape, request.weight_bytes) if request.quantized else 0.0
     ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.box.ranks if is_stage3 else 1
     size = float(request.weight_bytes * shape.parameters * request.reference_model) / ranks
     offloads = request.fsdp_offloads or (is_stage3 and request.settings.parameters is not None)
     return (scales, size) if offloads else (scales + size, 0.0)
+
+
+@functools.lru_cache(maxsize=64)
+def _packed_elements(shape: ModelShape, width: int) -> int:
+    """Return the elements of the matrices that `in_4_bits` packs."""
+    pairs = zip(shape.params, in_4_bits(shape, width).params, strict=True)
+    return sum(param.elements for param, stored in pairs if param != stored)
 
 
 def rank0_shards(request: Request) -> Iterator[tuple[Parameter, int]]:
@@ -279,16 +287,21 @@ def rank0_shards(request: Request) -> Iterator[tuple[Parameter, int]]:
         remaining -= param.elements
 
 
-def last_bucket(request: Request) -> tuple[int, set[Parameter]]:
+def last_bucket(request: Request) -> tuple[int, frozenset[Parameter]]:
     """Return the unreduced gradients after the backward pass: elements of those larger than the bucket, and all
     parameters."""
-    filled, last, most = 0, set[Parameter](), request.settings.reduce_bucket_size
-    for param in reversed(request.shape.trained_params):
+    return _last_bucket(request.shape, request.settings.reduce_bucket_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _last_bucket(shape: ModelShape, most: int) -> tuple[int, frozenset[Parameter]]:
+    filled, last = 0, list[Parameter]()
+    for param in reversed(shape.trained_params):
         if filled + param.elements > most:
-            filled, last = 0, set()
+            filled, last = 0, []
         filled += param.elements
-        last.add(param)
-    return sum(param.elements for param in last if param.elements > most), last
+        last.append(param)
+    return sum(param.elements for param in last if param.elements > most), frozenset(last)
 
 
 def flat_elements(request: Request) -> int:
@@ -303,34 +316,59 @@ def shard_elements(request: Request, params: Sequence[Parameter]) -> int:
     return sum(math.ceil(param.elements / ranks) for param in params)
 
 
+@functools.lru_cache(maxsize=64)
+def shards_of_model(shape: ModelShape, ranks: int) -> tuple[int, int]:
+    """Return the elements of one rank's shards in stage 3: of all parameters, and of the trained ones."""
+    trained = sum(math.ceil(param.elements / ranks) for param in shape.trained_params)
+    frozen = sum(math.ceil(param.elements / ranks) for param in shape.params if not param.trained)
+    return frozen + trained, trained
+
+
 @cache_by_request
 def persistent_params(request: Request) -> list[Parameter]:
     """Return stage 3's persistent parameters: small ones, frozen or not, that stay gathered (parameter_offload.py,
     mark_persistent_parameters)."""
-    persistent, total, settings = list[Parameter](), 0, request.settings
-    for param in request.stored.params:
-        fits = param.elements + total <= settings.stage3_model_persistence_threshold
-        if fits and param.elements <= settings.stage3_param_persistence_threshold:
+    settings = request.settings
+    thresholds = settings.stage3_model_persistence_threshold, settings.stage3_param_persistence_threshold
+    return _persistent(request.stored, *thresholds)
+
+
+@functools.lru_cache(maxsize=64)
+def _persistent(shape: ModelShape, most_of_model: int, most_of_param: int) -> list[Parameter]:
+    persistent, total = list[Parameter](), 0
+    for param in shape.params:
+        if param.elements <= most_of_param and param.elements + total <= most_of_model:
             persistent.append(param)
             total += param.elements
     return persistent
 
 
-def _sub_group_params(request: Request) -> Iterator[list[Parameter]]:
-    """Yield the parameters of each sub-group (stage3.py, _create_fp16_sub_groups)."""
+def _sub_group_params(request: Request) -> tuple[tuple[Parameter, ...], ...]:
+    """Return the parameters of each sub-group."""
+    return _grouped(request.shape, request.box.ranks, request.settings.sub_group_size)[0]
+
+
+def sub_groups(request: Request) -> tuple[int, ...]:
+    """Return the elements of one rank's shards of each sub-group."""
+    return _grouped(request.shape, request.box.ranks, request.settings.sub_group_size)[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _grouped(shape: ModelShape, ranks: int, most: int) -> tuple[tuple[tuple[Parameter, ...], ...], tuple[int, ...]]:
+    """Return the sub-groups and their elements (stage3.py, _create_fp16_sub_groups)."""
+    groups, sizes = list[tuple[Parameter, ...]](), list[int]()
     group, elements = list[Parameter](), 0
-    for param in request.shape.trained_params:
+    for param in shape.trained_params:
         group.append(param)
-        elements += math.ceil(param.elements / request.box.ranks)
-        if elements >= request.settings.sub_group_size:
-            yield group
+        elements += math.ceil(param.elements / ranks)
+        if elements >= most:
+            groups.append(tuple(group))
+            sizes.append(elements)
             group, elements = [], 0
     if group:
-        yield group
-
-
-def sub_groups(request: Request) -> list[int]:
-    return [shard_elements(request, group) for group in _sub_group_params(request)]
+        groups.append(tuple(group))
+        sizes.append(elements)
+    return tuple(groups), tuple(sizes)
 
 
 def unshards(request: Request) -> bool:
@@ -354,6 +392,7 @@ def _large_shape(trained: bool) -> ModelShape:
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
 def bytes_per_parameter(strategy: Strategy, precision: str, ranks: int, trained: bool = True) -> State:
     """Return the state of one rank per parameter of the full model, with the strategy's overrides; of frozen weights if
     not `trained`."""

@@ -7,6 +7,7 @@ are not used again within `stage3_max_reuse_distance` elements and were not visi
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -17,7 +18,7 @@ from typing import Any
 
 from study.predictor import live
 from study.predictor.families import READS_INPUT, Tree
-from study.predictor.request import Request
+from study.predictor.request import Request, cache_by_request
 from study.predictor.shape import BEFORE, INFIX, ModelShape, Parameter
 from study.predictor.state import flat_units, persistent_params, unshards
 
@@ -222,9 +223,13 @@ class _Coordinator:
     def gather(self, params: Iterable[int]) -> int:
         """Gather the missing parameters, and return their number of elements."""
         missing = [param for param in params if param not in self.live]
-        size = sum(self.elements[param] for param in missing)
+        if not missing:
+            return 0
+        size = 0
+        for param in missing:
+            size += self.elements[param]
+            self.counts[param] += 1
         self.live.update(missing)
-        self.counts.update(missing)
         # A single rank copies each parameter separately.
         if len(missing) > 1 and not self.alone:
             self.together.append(_Group(size, set(missing)))
@@ -238,12 +243,7 @@ class _Coordinator:
         # gloo gathers into a copy of the full tensor.
         peak = self.total + (gathered if self.gloo else 0)
         # Elements that are allocated twice while the module runs.
-        used, copied = set(self.sharded[at]), 0
-        for group in self.together:
-            group.is_open = group.is_open or bool(group.pending & used)
-            copied += group.size if group.is_open else 0
-            group.pending -= used
-        self.together = [group for group in self.together if group.pending]
+        copied = self._read_groups(self.sharded[at]) if self.together else 0
         while self.place < len(self.order) and self.order[self.place][0] <= at:
             when, param = self.order[self.place]
             self.seen[param] = when
@@ -262,6 +262,20 @@ class _Coordinator:
         gathered = self.gather(coming)
         return max(peak, self.total + copied + (gathered if self.gloo else 0))
 
+    def _read_groups(self, params: Sequence[int]) -> int:
+        """Copy parameters out of their buffers; return the elements of the buffers that are in use meanwhile."""
+        if not params:
+            return self._in_buffers()
+        used, copied, remaining = set(params), 0, list[_Group]()
+        for group in self.together:
+            group.is_open = group.is_open or not group.pending.isdisjoint(used)
+            copied += group.size if group.is_open else 0
+            group.pending -= used
+            if group.pending:
+                remaining.append(group)
+        self.together = remaining
+        return copied
+
     @property
     def settled(self) -> int:
         """Unsharded elements after a module's gathers have completed, with buffers that are not fully used yet.
@@ -269,15 +283,25 @@ class _Coordinator:
         On a GPU, too: a block that waits for a stream (record_stream) is reserved and no longer counts as allocated
         (free in CUDACachingAllocator.cpp), as the bytes of virtual_gemma confirm on an H200.
         """
-        return self.total + sum(group.size for group in self.together if group.is_open)
+        return self.total + self._in_buffers()
+
+    def _in_buffers(self) -> int:
+        """Return the elements of the buffers that are in use."""
+        return sum(group.size for group in self.together if group.is_open) if self.together else 0
 
     def release(self, at: int) -> None:
         """Free the parameters of call `at` that have no use within the reuse distance."""
+        if not (self.released_after[at] or self.sharded[at]):
+            return
         released = list(self.released_after[at])
         for param in self.sharded[at]:
-            next_call = next((use for use in self.uses[param] if use > at), None)
+            if self.seen[param] > at + 1:
+                continue
+            uses = self.uses[param]
+            following = bisect.bisect_right(uses, at)
+            next_call = uses[following] if following < len(uses) else None
             is_near = next_call is not None and self.sums[next_call] - self.sums[at + 1] < self.max_reuse_distance
-            if not is_near and self.seen[param] <= at + 1:
+            if not is_near:
                 released.append(param)
         freed = self.live.intersection(released)
         self.live -= freed
@@ -295,8 +319,13 @@ def simulate_gathers(request: Request, trains: bool = True) -> GatherTrace:
     )  # fmt: skip
     return _gathers(
         request.stored, trains, request.gradient_checkpointing, box.ranks, box.gloo_copies_gathers, limits,
-        frozenset(param.index for param in persistent_params(request)),
+        _persistent_indexes(request),
     )  # fmt: skip
+
+
+@cache_by_request
+def _persistent_indexes(request: Request) -> frozenset[int]:
+    return frozenset(param.index for param in persistent_params(request))
 
 
 @functools.lru_cache(maxsize=512)
@@ -332,12 +361,13 @@ def _simulated(
             at_end = settled
         else:
             live_backward[call.place] = max(live_backward.get(call.place, 0), live)
-            # Gathers of frozen weights bring no gradient: their peak is attributed to the next gradient.
-            most = max(frozen_peak, live)
-            is_frozen = any(not param.trained for param in call.params)
-            frozen_peak = most if is_frozen else 0 if call.params else frozen_peak
-            live_before |= {param.index: most for param in call.params}
-            live_at |= {param.index: settled for param in call.params}
+            if call.params:
+                # Gathers of frozen weights bring no gradient: their peak is attributed to the next gradient.
+                most = max(frozen_peak, live)
+                frozen_peak = most if any(not param.trained for param in call.params) else 0
+                for param in call.params:
+                    live_before[param.index] = most
+                    live_at[param.index] = settled
         coordinator.release(at)
     # Saved activations only grow, so a place with no more than a later one cannot be the peak.
     decisive, most = dict[int, int](), -1
