@@ -42,6 +42,12 @@ class Design:
         """Draw no further combination with all of these levels."""
         self._forbidden.append(frozenset(levels))
 
+    def drop(self, level: str) -> None:
+        """Draw no further combination with a level."""
+        self.forbid([level])
+        self.pairs = {pair for pair in self.pairs if level not in pair}
+        self.uncovered &= self.pairs
+
     def cover(self, combination: Combination) -> None:
         """Count the pairs of a run as covered."""
         self.uncovered -= list_pairs(combination)

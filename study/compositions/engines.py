@@ -158,6 +158,10 @@ class DeepSpeedLoop(Loop):
 
     engine: Any
 
+    def discard(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.destroy()
+
     def set_up(self, plain: torch.nn.Module) -> None:
         import deepspeed
 
@@ -221,6 +225,9 @@ class DeepSpeedLoop(Loop):
 
         if self.combination.stage and getattr(weight, "use_muon", False):
             # DeepSpeed has replaced it by Muon's update.
+            return None
+        if self.combination.has("zenflow"):
+            # DeepSpeed's function reads a buffer that ZenFlow does not fill.
             return None
         if self.combination.has("round_robin"):
             # DeepSpeed's function returns the gradient of another weight (deepspeed/utils/tensor_fragment.py:119).
@@ -639,6 +646,13 @@ def read_torch(model: torch.nn.Module, kind: str, combination: Combination) -> d
     """Return whole tensors by plain name of a model under DDP or FSDP."""
     import torch
 
+    if combination.has("fsdp2", "hsdp"):
+        from torch.distributed.fsdp import FSDPModule
+
+        # After an evaluation the outermost group still has the weights that compute, in their type.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
     summoned: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if combination.has("fsdp1"):
         from torch.distributed.fsdp import FullyShardedDataParallel

@@ -13,6 +13,13 @@ from study.compositions.covering import Design, list_pairs
 from study.compositions.features import Combination, make_combination
 from study.compositions.session import CombinationOutcome, CombinationSession
 
+# DeepSpeed's messages for features that no CPU has.
+_NEEDS_A_GPU = (
+    "is not supported on your device",
+    "not been implemented on CPU backend",
+    "only supports NVIDIA CUDA GPUs",
+)
+
 
 @dataclasses.dataclass
 class Matrix:
@@ -106,6 +113,10 @@ def fill(
         keep(outcome)
         if not outcome.is_equal:
             _note(matrix, design, outcome, report)
+            if _needs_a_gpu(outcome):
+                # No other engine can have it here either.
+                design.drop(combination.features[-1])
+    matrix.pairs = len(design.pairs)
     while time.monotonic() < deadline:
         drawn = design.draw()
         if drawn is None:
@@ -120,6 +131,10 @@ def fill(
     matrix.open_pairs = [sorted(pair) for pair in design.uncovered]
     if file is not None:
         matrix.write(file)
+
+
+def _needs_a_gpu(outcome: CombinationOutcome) -> bool:
+    return outcome.kind == "refuses" and any(words in outcome.says for words in _NEEDS_A_GPU)
 
 
 def _like_an_earlier_one(

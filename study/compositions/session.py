@@ -117,17 +117,33 @@ class CombinationSession:
     def reduce(
         self, outcome: CombinationOutcome, report: Callable[[CombinationOutcome], None] = lambda _: None
     ) -> CombinationOutcome:
-        """Return a smallest combination that still shows an outcome: without any of its features it does not."""
+        """Return a smallest combination that still shows an outcome: without any of its features it does not.
+
+        Halves of the features are left out first, then quarters, and at last each feature.
+        """
         smallest = outcome
         # Last rows first: they change least of an engine.
-        for row in reversed(read_rows().values()):
-            if row.name == "engine" or smallest.combination.level(row.name) == row.default:
-                continue
-            smaller = smallest.combination.replaced(row.name)
-            if smaller.conflict is not None:
-                continue
-            tried = self.run(smaller)
-            report(tried)
-            if tried.is_like(smallest):
-                smallest = tried
+        rows = [row for row in reversed(read_rows().values()) if row.name != "engine"]
+        changed = [row.name for row in rows if smallest.combination.level(row.name) != row.default]
+        size = len(changed)
+        while size:
+            size = (size + 1) // 2 if size > 1 else 1
+            for start in range(0, len(changed), size):
+                dropped = [name for name in changed[start : start + size] if _is_changed(smallest.combination, name)]
+                smaller = smallest.combination
+                for name in dropped:
+                    smaller = smaller.replaced(name)
+                if not dropped or smaller.conflict is not None:
+                    continue
+                tried = self.run(smaller)
+                report(tried)
+                if tried.is_like(smallest):
+                    smallest = tried
+            changed = [name for name in changed if _is_changed(smallest.combination, name)]
+            if size == 1:
+                break
         return smallest
+
+
+def _is_changed(combination: Combination, row: str) -> bool:
+    return combination.level(row) != read_rows()[row].default
