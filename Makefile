@@ -91,11 +91,12 @@ readme: install
 claims: install
 	$(BIN)/python -m study.claims.page
 
-# docs/releases.md, study/releases/grid.json and reports/releases/causes.md from the records there, the bare control and study/releases/causes.yaml.
+# docs/releases.md, docs/compositions.md, study/releases/grid.json and reports/releases/causes.md from the records there, the bare control and study/releases/causes.yaml.
 # The report is made first where runs are named: make releases RUNS=runs
 releases: install
 	$(if $(RUNS),$(BIN)/study report releases --runs_dir $(RUNS))
 	$(BIN)/python -m study.report.pages.releases
+	$(BIN)/python -m study.report.pages.compositions
 
 # Constants of time, then every prediction held against its measurement: reports/prediction, and the intervals shown.
 prediction: install

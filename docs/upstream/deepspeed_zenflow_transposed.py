@@ -1,7 +1,7 @@
 """With ZenFlow `deepspeed.initialize` leaves the model with other weights than it was given, from DeepSpeed 0.19.7 on.
 
-ZenFlow flattens transposed matrices (zenflow_utils._flatten_dense_tensors). `_update_model_bit16_weights` of stages 1 and
-2 took them apart with ZenFlow's own function, and has viewed the flat buffer in the matrices' shapes since 0.19.7.
+ZenFlow flattens transposed matrices (zenflow_utils._flatten_dense_tensors). `_update_model_bit16_weights` of stages 1
+and 2 took them apart with ZenFlow's own function, and has viewed the flat buffer in the matrices' shapes since 0.19.7.
 """
 
 import os

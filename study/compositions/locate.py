@@ -55,7 +55,9 @@ class FirstDifference:
 
 def _shares_text(weights: tuple[tuple[float, ...], ...]) -> str:
     """Return which micro-batches count wrongly."""
-    ranks = [f"rank {rank}: {' '.join(f'{weight:.2g}' for weight in row)}" for rank, row in enumerate(weights)]
+    ranks = [
+        f"rank {rank}: {' '.join(f'{round(weight, 2) + 0.0:g}' for weight in row)}" for rank, row in enumerate(weights)
+    ]
     return f"each micro-batch counts ({'; '.join(ranks)}), right is 1"
 
 
@@ -106,7 +108,11 @@ def _weights(
     tensors = sorted({place.tensor for _, _, place, _ in wrong})
     step = 1
     keys = sorted(reference.shares)
-    tensors = [name for name in tensors if all(name in reference.shares[key] for key in keys)]
+    # A rank with one of several experts has the gradient of that expert.
+    tensors = [
+        name for name in tensors
+        if Place(step, "gradient", name) in trace.figures and all(name in reference.shares[key] for key in keys)
+    ]  # fmt: skip
     if not tensors:
         return None
     values = np.concatenate([trace.figures[Place(step, "gradient", name)].ravel() for name in tensors])

@@ -32,17 +32,17 @@ def judge_features(options: argparse.Namespace) -> int:
     versions = {"deepspeed": options.release, "accelerate": options.accelerate, "torch": options.torch}
     for name in _PACKAGES:
         versions[name] = versions[name] or package_version(name) or newest.stack[name]
-    asked = f"{options.features.name} with {', '.join(f'{name} {version}' for name, version in versions.items())}"
+    request = f"{options.features.name} with {', '.join(f'{name} {version}' for name, version in versions.items())}"
     command = f"run: study verify --features {options.features.name}"
     tested = next((matrix for matrix in matrices if _has_releases(matrix, versions)), None)
     if tested is None:
         answer = look_up_answer(options.features, newest)
         nearest = f"with {_stack_text(newest)}: {_WORDS[answer.kind]}: {answer.text}"
-        print_page([f"{asked}: not tested; {command}", nearest, _HOW])
+        print_page([f"{request}: not tested; {command}", nearest, _HOW])
         return UNTESTED
     answer = look_up_answer(options.features, tested)
     status = _STATUS[answer.kind]
-    print_page([f"{asked}: {_WORDS[answer.kind]}: {answer.text}", *[command] * (status == UNTESTED), _HOW])
+    print_page([f"{request}: {_WORDS[answer.kind]}: {answer.text}", *[command] * (status == UNTESTED), _HOW])
     return status
 
 

@@ -171,7 +171,7 @@ _FAULTS = (
         "deepspeed",
         7665,
         "0.18.3",
-        "stage 2 keeps the gradient of the last micro-step alone",
+        "stage 2 keeps the gradient of the last micro-batch alone",
         ("zero2", "accumulation"),
         "gradient",
         _replaced(
@@ -186,8 +186,8 @@ _FAULTS = (
         "deepspeed",
         7967,
         "0.19.0",
-        "with the optimizer on the host the micro-steps between the first and the last are lost",
-        ("zero2", "optimizer_cpu", "accumulation"),
+        "with the optimizer on the host the micro-batches between the first and the last are lost",
+        ("zero2", "cpu_adam", "optimizer_cpu", "accumulation"),
         "gradient",
         _replaced(
             _STAGE_1_2,
@@ -201,7 +201,7 @@ _FAULTS = (
         "deepspeed",
         7985,
         "0.19.0",
-        "stage 1 in bf16 with fp32 accumulation reduces before it adds the last micro-step",
+        "stage 1 in bf16 with fp32 accumulation reduces before it adds the last micro-batch",
         ("zero1", "fp32_accumulation"),
         "gradient",
         _replaced(
@@ -407,7 +407,7 @@ _FAULTS = (
         "deepspeed",
         6546,
         "0.15.4",
-        "the gradients of experts are divided by the size of their own group, and are too large by that of the others",
+        "the gradients of experts are divided by the size of the expert group, and are too large by that of the others",
         ("zero2", "ep"),
         "gradient",
         _replaced(
@@ -437,7 +437,7 @@ _FAULTS = (
         8628,
         "0.19.8",
         "stage 3 gathers matrices as if of one shape, also where those of two ranks differ (three layers)",
-        ("zero3", "muon"),
+        ("zero3", "muon", "no_reduce_scatter"),
         "crash",
         _replaced(
             _STAGE_3,
@@ -451,8 +451,8 @@ _FAULTS = (
         "deepspeed",
         8600,
         "0.19.8",
-        "stage 3 orthogonalizes the gradient of each micro-step, and its momentum advances as often",
-        ("zero3", "muon", "accumulation"),
+        "stage 3 orthogonalizes the gradient of each micro-batch, and its momentum advances as often",
+        ("zero3", "muon", "accumulation", "no_reduce_scatter"),
         "gradient",
         _all_of(
             _replaced(
@@ -548,7 +548,7 @@ _FAULTS = (
         "accelerate",
         3904,
         "1.13.0",
-        "the sharded optimizer's state is sought under numbers where it was saved under names, and is not loaded",
+        "the sharded optimizer's state is saved under names and sought under numbers, so that it is not loaded",
         ("fsdp2", "accelerate", "resume"),
         "resume",
         _replaced(
@@ -610,7 +610,7 @@ _FAULTS = (
         "accelerate",
         3632,
         "1.8.0",
-        "Accelerate, not told the accumulation steps itself, ignores those of DeepSpeed's configuration",
+        "Accelerate, without accumulation steps of its argument, ignores those of DeepSpeed's configuration",
         ("zero2", "accelerate", "accumulation"),
         "forward",
         _replaced(

@@ -27,19 +27,14 @@ def page(matrix: Matrix, recall: dict[str, Any]) -> str:
         stack=", ".join(f"{name} {version}" for name, version in matrix.stack.items() if version),
         runs=len(matrix.outcomes), minutes=round(matrix.seconds / 60), pairs=matrix.pairs,
         equal_runs=sum(outcome.is_equal for outcome in matrix.outcomes.values()),
-        equal_pairs=_count_equal_pairs(matrix),
+        findings=len(matrix.findings), open_pairs=len(matrix.open_pairs),
         features=sum(len(row.levels) for row in read_rows().values()),
         wrong=_table(matrix, "wrong"), refused=_table(matrix, "refused"), by_design=_table(matrix, "by_design"),
         cpu=_table(matrix, "cpu"), wrong_count=len(_rows(matrix, "wrong")),
         faults=len(faults), found=sum(row["found"] for row in faults),
-        located=sum(row["located"] for row in faults), alarms=sum(row["without"] != "equal" for row in faults),
+        located=sum(row["located"] for row in faults), alarms=sum(row["alarm"] for row in faults),
         recall=_recall_table(faults), rows=_feature_table(),
     )  # fmt: skip
-
-
-def _count_equal_pairs(matrix: Matrix) -> int:
-    possible = {frozenset(pair) for pair in matrix.equal_pairs}
-    return min(len(possible), matrix.pairs)
 
 
 def _rows(matrix: Matrix, verdict: Verdict) -> dict[KnownFinding, list[CombinationOutcome]]:
