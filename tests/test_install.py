@@ -156,7 +156,8 @@ ALL_PAGES = [*FIRST_PAGE, "run seed=42 *-r1", "report", "run seed=43", "report",
 )
 def test_a_page_is_built_after_a_task_each_seed_and_ctrl_c(run, status, calls, tmp_path):
     program(tmp_path / "study", f'echo "$@" >> {tmp_path}/calls\n[ "$1" = report ] || {{ {run}; }}')
-    command = ["make", "-o", "install", "study", f"BIN={tmp_path}"]
+    # A background job of a shell ignores Ctrl-C, and so would make.
+    command = ["env", "--default-signal=INT", "make", "-o", "install", "study", f"BIN={tmp_path}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = (tmp_path / "calls").read_text().replace("--only ", "").replace(" laptop", "").splitlines()
     assert (ended.returncode, [line.split(" --output")[0] for line in lines]) == (status, calls), ended.stderr
