@@ -46,8 +46,8 @@ def open_page(request: pytest.FixtureRequest, file: Path, browser: Browser) -> P
 
 def visible(page: Page) -> list[str]:
     # Playwright's `:visible` takes a second on this page.
-    shown = "all => all.filter(one => one.checkVisibility()).map(one => one.id.toUpperCase())"
-    return list(page.eval_on_selector_all(".claim", shown))
+    visible_ids = "all => all.filter(one => one.checkVisibility()).map(one => one.id.toUpperCase())"
+    return list(page.eval_on_selector_all(".claim", visible_ids))
 
 
 def test_each_number_of_the_scoreboard_is_the_jsons_and_filters_its_claims_without_a_script(open_page, full_board):

@@ -23,6 +23,7 @@ from study.compositions.session import CombinationOutcome, CombinationSession
 from study.compositions.trace import FigureTrace, Place, plain_name
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
+from study.releases.combinations import judge_features
 from study.report.pages import compositions
 
 FAULTS_FILE = REPOSITORY / "tests" / "probes" / "replanted.py"
@@ -292,6 +293,25 @@ def test_the_page_is_that_of_the_records() -> None:
 def test_an_unknown_feature_has_a_hint() -> None:
     with pytest.raises(UserError, match="no feature is called"):
         find_row("zero5")
+
+
+@pytest.mark.parametrize(("release", "features", "status", "text"), [
+    ("0.19.8", "zero2,accumulation", 0, "right: equal in"),
+    ("0.19.8", "zero2,muon,clipping", 1, "wrong: zero2,muon,clipping"),
+    ("0.18.4", "zero2,accumulation", 1, "divided by the accumulation steps twice (fixed in 0.19.6)"),
+    ("0.18.4", "zero2,cpu_adam,optimizer_cpu,accumulation", 1, "only the first and the last count"),
+    ("0.18.4", "zero3,accumulation", 3, "not tested; run: study verify --features zero3,accumulation"),
+    ("0.19.6", "zero2,muon", 3, "not tested"), ("0.19.7", "zero2,muon", 1, "keeps the momentum of one matrix"),
+])  # fmt: skip
+def test_the_answer_of_a_release_agrees_with_its_known_causes(
+    release: str, features: str, status: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack = next(read_matrices()).stack
+    options = argparse.Namespace(
+        release=release, features=parse_features(features), accelerate=stack["accelerate"], torch=stack["torch"]
+    )
+    assert judge_features(options) == status
+    assert text in capsys.readouterr().out
 
 
 def test_no_torch_is_imported_for_an_answer() -> None:

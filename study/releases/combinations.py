@@ -6,9 +6,11 @@ import argparse
 
 from study.compositions.answers import look_up_answer, read_matrices
 from study.compositions.command import feature_table
+from study.compositions.features import Combination
 from study.compositions.matrix import Matrix
 from study.config.printing import print_page
 from study.host.stacks import package_version
+from study.releases.causes import Cause, read_causes
 from study.releases.judge import FAULTY, UNTESTED, is_same_release
 
 # Packages that decide whether a stack was tested.
@@ -34,6 +36,12 @@ def judge_features(options: argparse.Namespace) -> int:
         versions[name] = versions[name] or package_version(name) or newest.stack[name]
     request = f"{options.features.name} with {', '.join(f'{name} {version}' for name, version in versions.items())}"
     command = f"run: study verify --features {options.features.name}"
+    if causes := _known_causes(options.features, versions):
+        described = "; ".join(f"{cause.title}{_fixed_in(cause)}" for cause in causes)
+        only_errors = all(cause.ends_training for cause in causes)
+        outcome = _WORDS["error" if only_errors else "wrong"]
+        print_page([f"{request}: {outcome}: {described}", "by the causes of `study releases`, which has their sources"])
+        return FAULTY
     tested = next((matrix for matrix in matrices if _has_releases(matrix, versions)), None)
     if tested is None:
         answer = look_up_answer(options.features, newest)
@@ -44,6 +52,30 @@ def judge_features(options: argparse.Namespace) -> int:
     status = _STATUS[answer.kind]
     print_page([f"{request}: {_WORDS[answer.kind]}: {answer.text}", *[command] * (status == UNTESTED), _HOW])
     return status
+
+
+def _known_causes(combination: Combination, versions: dict[str, str | None]) -> list[Cause]:
+    """Return the causes of wrong gradients that these releases have in the combination, on GPUs."""
+    stack = {**versions, "transformers": package_version("transformers") or next(read_matrices()).stack["transformers"]}
+    optimizer = "muon" if combination.has("muon") else "adamw"
+    precision = "bf16-engine" if combination.has("bf16", "fp32_accumulation") else "fp32"
+    return [
+        cause for cause in read_causes()
+        if cause.optimizer == optimizer and cause.gpu != "hidden" and cause.is_in(stack)
+        and cause.shows_in(_strategy(combination), combination.micro_steps, precision)
+    ]  # fmt: skip
+
+
+def _strategy(combination: Combination) -> str:
+    """Return the studied strategy of an engine with its offload."""
+    engine = combination.level("engine")
+    if combination.has("optimizer_cpu"):
+        return "zero3_cpu_optimizer" if engine == "zero3" else f"{engine}_cpu"
+    return f"{engine}_cpu" if combination.has("all_cpu") else engine
+
+
+def _fixed_in(cause: Cause) -> str:
+    return f" (fixed in {cause.left.release})" * bool(cause.left.release)
 
 
 def _has_releases(matrix: Matrix, versions: dict[str, str | None]) -> bool:
