@@ -176,33 +176,53 @@ def _stage3(request: Request, waiting: bool) -> State:
         "optimizer_device": shard * moments + STEP_BYTES * len(groups),
     }
     if settings.optimizer is not None:
-        # `ratio` leaves the first groups on a GPU (_create_fp32_partitions).
-        on_device = groups[: 0 if request.box.is_cpu_only else int((1 - settings.optimizer.ratio) * len(groups))]
-        stays = sum(on_device)
-        state |= {"grads_device": stays * FP32_BYTES, "optimizer_device": stays * moments}
-        state |= {"grads_host": shard * grad_width, "optimizer_host": (shard - stays) * moments}
-        if settings.optimizer.device == "cpu":
-            state["grads_host"] += (shard - stays) * FP32_BYTES
-        else:
-            swapped = [group for group in groups if group * FP32_BYTES >= MIN_SWAPPED_BYTES]
-            blocks = sum(math.ceil(group * FP32_BYTES / SWAP_ALIGNMENT_BYTES) for group in swapped)
-            state["optimizer_nvme"] = blocks * SWAP_ALIGNMENT_BYTES * (moments // FP32_BYTES)
-            state["optimizer_host"] = (sum(groups) - sum(swapped)) * moments
-            state["grads_nvme"] = _swapped_bytes(request, shape.trained_params, FP32_BYTES)
-        # backup_optimizer is torch's AdamW, whose step counters are on the host.
-        state["optimizer_host"] += STEP_BYTES * len(on_device)
-    if group := request.ranks_per_replica:
-        # zero_hpz_partition_size: a secondary shard within a machine. The optimizer step frees it for persistent
-        # parameters that it updates.
-        resharded = set(shape.params) - {param for param in persistent if param.trained}
-        gathered = (math.ceil(param.elements / ranks) * ranks for param in resharded)
-        state["params_device"] += sum(elements // group for elements in gathered) * weight
+        state |= _offloaded_optimizer(request, shard, moments, grad_width)
+    if request.ranks_per_replica:
+        state["params_device"] += _secondary_elements(request) * weight
     if settings.parameters is not None:
         swaps = settings.parameters.device == "nvme"
         nvme = _swapped_bytes(request, _swapped_params(request), weight) if swaps else 0.0
         state |= {"params_device": unsharded, "params_host": full_shard * weight - nvme, "params_nvme": nvme}
     state["grads_device"] += large * weight
     return State(**{place: float(size) for place, size in state.items()})
+
+
+def _offloaded_optimizer(request: Request, shard: int, moments: float, grad_width: int) -> dict[str, float]:
+    """Return gradients and optimizer states of stage 3 by place, with the optimizer on the host or NVMe."""
+    settings, groups = request.settings, sub_groups(request)
+    assert settings.optimizer is not None
+    # `ratio` leaves the first groups on a GPU (_create_fp32_partitions).
+    on_device = groups[: 0 if request.box.is_cpu_only else int((1 - settings.optimizer.ratio) * len(groups))]
+    stays = sum(on_device)
+    state: dict[str, float] = {
+        "grads_device": stays * FP32_BYTES,
+        "optimizer_device": stays * moments,
+        "grads_host": shard * grad_width,
+        "optimizer_host": (shard - stays) * moments,
+    }
+    if settings.optimizer.device == "cpu":
+        state["grads_host"] += (shard - stays) * FP32_BYTES
+    else:
+        swapped = [group for group in groups if group * FP32_BYTES >= MIN_SWAPPED_BYTES]
+        blocks = sum(math.ceil(group * FP32_BYTES / SWAP_ALIGNMENT_BYTES) for group in swapped)
+        state["optimizer_nvme"] = blocks * SWAP_ALIGNMENT_BYTES * (moments // FP32_BYTES)
+        state["optimizer_host"] = (sum(groups) - sum(swapped)) * moments
+        state["grads_nvme"] = _swapped_bytes(request, request.stored.trained_params, FP32_BYTES)
+    # backup_optimizer is torch's AdamW, whose step counters are on the host.
+    state["optimizer_host"] += STEP_BYTES * len(on_device)
+    return state
+
+
+def _secondary_elements(request: Request) -> int:
+    """Return the elements of hpZ's secondary shard within a machine (zero_hpz_partition_size).
+
+    The optimizer step frees it for persistent parameters that it updates.
+    """
+    ranks, group = request.box.ranks, request.ranks_per_replica
+    assert group is not None
+    freed = {param for param in persistent_params(request) if param.trained}
+    gathered = (math.ceil(param.elements / ranks) * ranks for param in set(request.stored.params) - freed)
+    return sum(elements // group for elements in gathered)
 
 
 def _swapped_params(request: Request) -> Sequence[Parameter]:
