@@ -7,9 +7,14 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 DATA = (
-    "accelerate_configs/*.*", "accelerate_configs/deepspeed/*.json", "constraints.txt", "notebooks/*.ipynb",
-    "reports/*/*.parquet", "reports/checkpoints/memory.json", "reports/engine_keys/keys.json",
-)  # fmt: skip
+    "accelerate_configs/*.*",
+    "accelerate_configs/deepspeed/*.json",
+    "constraints.txt",
+    "notebooks/*.ipynb",
+    "reports/*/*.parquet",
+    "reports/checkpoints/memory.json",
+    "reports/engine_keys/keys.json",
+)
 
 
 def find_data():
@@ -26,9 +31,11 @@ class BuildWithData(build_py):
         target = Path(self.build_lib) / "study" / "data"
         return [
             *super()._get_data_files(),
-            *(("study", str(folder), str(target / folder), [file.name for file in files if file.parent == folder])
-              for folder in folders),
-        ]  # fmt: skip
+            *(
+                ("study", str(folder), str(target / folder), [file.name for file in files if file.parent == folder])
+                for folder in folders
+            ),
+        ]
 
 
 class SourceWithData(sdist):

@@ -64,9 +64,11 @@ def print_completion(options: argparse.Namespace) -> int:
 
     parser, subparsers = build_parser(COMMANDS)
     names = {
-        "suite": sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml")), "strategy": STRATEGY_NAMES,
-        "names": STRATEGY_NAMES, "model_name_or_path": tuple(PRESETS),
-    }  # fmt: skip
+        "suite": sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml")),
+        "strategy": STRATEGY_NAMES,
+        "names": STRATEGY_NAMES,
+        "model_name_or_path": tuple(PRESETS),
+    }
     for command_parser in subparsers.choices.values():
         for action in command_parser._actions:
             action.choices = action.choices or names.get(action.dest)
@@ -82,36 +84,63 @@ SHELL_EPILOG = (
 )
 COMMANDS = {
     "advise": Command(
-        "recommend a strategy and its settings for a model on given hardware", "advisor.advise_command",
+        "recommend a strategy and its settings for a model on given hardware",
+        "advisor.advise_command",
         extra=("nearest", "predictor.validation:describe_nearest"),
     ),
     "predict": Command("predict memory, communication and step time of a strategy", "advisor.predict_command"),
-    "explain": Command("explain a DeepSpeed or Accelerate config: the cost of each setting, conflicts, and settings"
-                       " without effect", "advisor.explain"),
-    "configs": Command("write strategies' Accelerate files for any script", "advisor.advise_command",
-                       "add_configs_arguments", "write_configs", epilog="CONFIGS_EPILOG"),
+    "explain": Command(
+        "explain a DeepSpeed or Accelerate config: the cost of each setting, conflicts, and settings without effect",
+        "advisor.explain",
+    ),
+    "configs": Command(
+        "write strategies' Accelerate files for any script",
+        "advisor.advise_command",
+        "add_configs_arguments",
+        "write_configs",
+        epilog="CONFIGS_EPILOG",
+    ),
     "verify": Command("test which strategies compute the gradients of DDP on this stack", "releases.verify"),
     "claims": Command("judge published claims about ZeRO by arithmetic and the committed records", "claims.command"),
     "doctor": Command("check the requirements of this machine and print fixes", "advisor.doctor"),
-    "run": Command("run every cell of a suite that is not done yet", "sweep.command", "add_run_arguments",
-                   epilog="RESUME"),
-    "status": Command("count the cells of a suite that are done, and print why others are not", "sweep.command",
-                      "add_status_arguments", "status"),
-    "report": Command("build the report of a suite from its records", "report.site.command",
-                      extra=("claims", "claims.command:dependent_claims")),
+    "run": Command(
+        "run every cell of a suite that is not done yet", "sweep.command", "add_run_arguments", epilog="RESUME"
+    ),
+    "status": Command(
+        "count the cells of a suite that are done, and print why others are not",
+        "sweep.command",
+        "add_status_arguments",
+        "status",
+    ),
+    "report": Command(
+        "build the report of a suite from its records",
+        "report.site.command",
+        extra=("claims", "claims.command:dependent_claims"),
+    ),
     "virtual": Command("measure memory and communication of one rank of N, without N GPUs", "virtual.command"),
     "prepare": Command(
-        "prepare a suite: install other DeepSpeed releases, build operators, create initial weights", "sweep.command",
-        "add_timed_arguments", "releases.prepare:prepare",
+        "prepare a suite: install other DeepSpeed releases, build operators, create initial weights",
+        "sweep.command",
+        "add_timed_arguments",
+        "releases.prepare:prepare",
     ),
-    "weights": Command("create the initial weights of a suite's remaining cells, so that no run's time includes it",
-                       "sweep.command", "add_timed_arguments", "weights"),
+    "weights": Command(
+        "create the initial weights of a suite's remaining cells, so that no run's time includes it",
+        "sweep.command",
+        "add_timed_arguments",
+        "weights",
+    ),
     "autopsy": Command("measure the effect of each flaw in a published listing", "autopsy.run"),
     "releases": Command("judge a DeepSpeed release, and print the grid of tested ones", "releases.command"),
     "receipt": Command("print where memory and time of a training script went, or compare two", "receipt.command"),
-    "completion": Command("print a script for completion in bash, zsh or fish", "cli", "add_shell", "print_completion",
-                          epilog="SHELL_EPILOG"),
-}  # fmt: skip
+    "completion": Command(
+        "print a script for completion in bash, zsh or fish",
+        "cli",
+        "add_shell",
+        "print_completion",
+        epilog="SHELL_EPILOG",
+    ),
+}
 
 
 def build_parser(names: Iterable[str]) -> tuple[Parser, argparse._SubParsersAction[Any]]:

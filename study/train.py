@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:  # noqa: PLR0914, PLR0915
     """Return the exit status: 0 done, 1 the run failed, 2 the request is wrong."""
     # A wrong request ends here with one line, and nothing is written. Later errors are in the record.
     with open_run("study", arguments) as run:
@@ -44,9 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.redirect_output_to_log()
         set_seed(config.seed)
         meters = Meters(
-            accelerator.device, run.watched_step, run.warmup_steps, profiled_steps=run.profiled_steps,
-            records_profile=launch.is_main, ranks_per_machine=launch.ranks_per_machine,
-        )  # fmt: skip
+            accelerator.device,
+            run.watched_step,
+            run.warmup_steps,
+            profiled_steps=run.profiled_steps,
+            records_profile=launch.is_main,
+            ranks_per_machine=launch.ranks_per_machine,
+        )
 
         model = load_initial_model(config, run.context.initial, launch.strategy)
         model, optimizer = engine.prepare(accelerator, model, make_optimizer(model, config), config)

@@ -33,13 +33,27 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run `script` under accelerate_configs/<strategy>.yaml; on timeout no process of the launch survives."""
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
-        "--num_processes", str(ranks), "--main_process_port", "0", str(script), *args,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        f"accelerate_configs/{strategy}.yaml",
+        "--num_processes",
+        str(ranks),
+        "--main_process_port",
+        "0",
+        str(script),
+        *args,
+    ]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | ONE_THREAD, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=os.environ | ONE_THREAD,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException:

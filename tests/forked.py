@@ -36,20 +36,36 @@ def fork_ranks(
     file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     launched = ["--config_file", str(file), "--num_processes", str(ranks)]
     return _ask(
-        _server(), timeout, command=[str(script), *args], launch=launched, ranks=ranks, port=store.port,
-        agent_store=True, folder=str(ROOT), environment=os.environ | ONE_THREAD,
-    )  # fmt: skip
+        _server(),
+        timeout,
+        command=[str(script), *args],
+        launch=launched,
+        ranks=ranks,
+        port=store.port,
+        agent_store=True,
+        folder=str(ROOT),
+        environment=os.environ | ONE_THREAD,
+    )
 
 
 def fork_script(
-    script: str | Path, *args: str, folder: Path, environment: Mapping[str, str], read_at_import: Mapping[str, str],
+    script: str | Path,
+    *args: str,
+    folder: Path,
+    environment: Mapping[str, str],
+    read_at_import: Mapping[str, str],
     timeout: float = 120,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
+) -> subprocess.CompletedProcess[str]:
     """Run `python SCRIPT` in the folder. `read_at_import` has the variables that libraries read at import."""
     return _ask(
-        _server(tuple(sorted(read_at_import.items()))), timeout, command=[str(script), *args], launch=None, ranks=1,
-        folder=str(folder), environment={**environment, **read_at_import},
-    )  # fmt: skip
+        _server(tuple(sorted(read_at_import.items()))),
+        timeout,
+        command=[str(script), *args],
+        launch=None,
+        ranks=1,
+        folder=str(folder),
+        environment={**environment, **read_at_import},
+    )
 
 
 def run_module(command: Sequence[str], check: bool) -> subprocess.CompletedProcess[str]:
@@ -81,10 +97,13 @@ def _server(read_at_import: tuple[tuple[str, str], ...] = ()) -> str:
     folder = tempfile.TemporaryDirectory()
     address = str(Path(folder.name) / "socket")
     process = subprocess.Popen(
-        [sys.executable, fork_server.__file__, address], cwd=ROOT,
-        env={**os.environ, **ONE_THREAD, **dict(read_at_import)}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        [sys.executable, fork_server.__file__, address],
+        cwd=ROOT,
+        env={**os.environ, **ONE_THREAD, **dict(read_at_import)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         start_new_session=True,
-    )  # fmt: skip
+    )
 
     def end() -> None:
         assert process.stdin is not None

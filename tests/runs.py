@@ -46,9 +46,17 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     nvme = output_dir.parent / "nvme"
     return fork_ranks(
-        strategy, script, *FLAGS, "--output_dir", str(output_dir), "--nvme_path", str(nvme), *flags,
-        ranks=ranks, timeout=timeout,
-    )  # fmt: skip
+        strategy,
+        script,
+        *FLAGS,
+        "--output_dir",
+        str(output_dir),
+        "--nvme_path",
+        str(nvme),
+        *flags,
+        ranks=ranks,
+        timeout=timeout,
+    )
 
 
 def trained(strategy: str, output_dir: Path, *flags: str, ranks: int | None = None, **how: Any) -> Run:

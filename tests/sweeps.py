@@ -22,9 +22,15 @@ from study.sweep.suite_file import SUITE_DIRECTORY, Suite, read_suite
 ROOT = Path(__file__).resolve().parent.parent
 # Two short steps: these tests are about the processes around the training.
 TINY = {
-    "scale": "laptop", "task": "gpt-wikitext", "max_steps": 2, "seq_length": 16, "train_samples": 32, "eval_samples": 8,
-    "global_batch_size": 4, "time_limit_s": 540,
-}  # fmt: skip
+    "scale": "laptop",
+    "task": "gpt-wikitext",
+    "max_steps": 2,
+    "seq_length": 16,
+    "train_samples": 32,
+    "eval_samples": 8,
+    "global_batch_size": 4,
+    "time_limit_s": 540,
+}
 # It never ends by itself within a test's time, and writes a row every step.
 ENDLESS = {**TINY, "max_steps": 1_000_000, "logging_steps": 1}
 

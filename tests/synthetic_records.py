@@ -73,8 +73,9 @@ def write_run(
             # 90 % of the traffic crosses machines; the rest stays within one.
             across = 0.9 * documents["summary.json"]["sent_bytes_per_step"]
             documents["traffic.json"] |= {
-                "ranks_per_machine": ranks // machines, "across_machines_bytes_per_rank": across,
-            }  # fmt: skip
+                "ranks_per_machine": ranks // machines,
+                "across_machines_bytes_per_rank": across,
+            }
         if run_config.profile_steps:
             last = list(range(steps - run_config.profile_steps + 1, steps + 1))
             documents["profile.json"] = PROFILE | {"device": "cuda" if gpu else "cpu", "steps": last}
@@ -83,10 +84,13 @@ def write_run(
     for file, lines in (("steps.jsonl", rows), ("evals.jsonl", evals)):
         (path / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
     status = {
-        "state": state, "reason": reason, "hint": "use less" if reason else "", "attempt": 1,
+        "state": state,
+        "reason": reason,
+        "hint": "use less" if reason else "",
+        "attempt": 1,
         "started_at": started or STARTED.format(rng.randrange(60), rng.randrange(60)),
         "ended_at": "2026-03-01T12:00:00+00:00",
-    }  # fmt: skip
+    }
     (path / "status.json").write_text(json.dumps(seal(path, status), indent=2) + "\n")
     return path
 
@@ -129,42 +133,65 @@ def _rows(
         loss = 1.7 + 4 * math.exp(-step / 12) + noise.gauss(0, 0.02) + rng.gauss(0, 1e-7) + (shift if step > 1 else 0)
         key = hashlib.sha256(f"{config.seed} {config.global_batch_size} {samples} {step}".encode()).hexdigest()[:16]
         yield {
-            "step": step, "loss": None if virtual else loss, "lr": config.learning_rate * (steps - step + 1) / steps,
+            "step": step,
+            "loss": None if virtual else loss,
+            "lr": config.learning_rate * (steps - step + 1) / steps,
             "grad_norm": None if strategy == "zero0" else 1 + rng.random(),
             "step_time_s": factor * SLOWER.get(strategy, 1.0) * 0.1 * (1 + 0.05 * rng.random()),
-            "tokens": config.global_batch_size * config.seq_length, "samples_hash": key,
-        }  # fmt: skip
+            "tokens": config.global_batch_size * config.seq_length,
+            "samples_hash": key,
+        }
 
 
 def _environment(gpu: bool, machines: int) -> dict[str, Any]:
     machine = {"cpu": "Synthetic processor", "devices": [{"name": "Synthetic GPU"}] if gpu else []}
     return ({"other_machines": [machine] * (machines - 1)} if machines > 1 else {}) | {
-        "python": "3.11.7", "packages": {"torch": "2.13.0", "accelerate": "1.15.0", "transformers": "5.23.0"},
-        "git_commit": "0" * 40, "cpu": "Synthetic processor", "cpu_cores": 8, "threads_per_rank": 1,
-        "host_memory_gib": 64.0, "devices": [{"name": "Synthetic GPU", "memory_gib": 24.0}] if gpu else [],
-        "cuda": "13.0" if gpu else None, "driver": "600.1" if gpu else None,
-    }  # fmt: skip
+        "python": "3.11.7",
+        "packages": {"torch": "2.13.0", "accelerate": "1.15.0", "transformers": "5.23.0"},
+        "git_commit": "0" * 40,
+        "cpu": "Synthetic processor",
+        "cpu_cores": 8,
+        "threads_per_rank": 1,
+        "host_memory_gib": 64.0,
+        "devices": [{"name": "Synthetic GPU", "memory_gib": 24.0}] if gpu else [],
+        "cuda": "13.0" if gpu else None,
+        "driver": "600.1" if gpu else None,
+    }
 
 
 def _engine(config: RunConfig, strategy: str, ranks: int, virtual: bool) -> dict[str, Any]:
     file = read_strategy(strategy)
     offload = file.offload_device("optimizer")
     return {
-        "strategy": strategy, "distributed_type": file.distributed_type, "world_size": ranks, "virtual": virtual,
-        "zero_stage": file.zero_stage, "offload_optimizer": offload, "offload_param": file.offload_device("param"),
+        "strategy": strategy,
+        "distributed_type": file.distributed_type,
+        "world_size": ranks,
+        "virtual": virtual,
+        "zero_stage": file.zero_stage,
+        "offload_optimizer": offload,
+        "offload_param": file.offload_device("param"),
         "nvme_path": "/nvme/offload" if file.uses_nvme else None,
         "optimizer_class": "deepspeed.DeepSpeedCPUAdam" if offload else "torch.AdamW",
         "optimizer_settings": {
-            "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
+            "lr": config.learning_rate,
+            "weight_decay": config.weight_decay,
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
             "decoupled_weight_decay": True,
         },
-        "precision": config.precision, "param_dtype": "float32", "gradient_clipping": config.max_grad_norm,
-        "gradient_accumulation_steps": 1, "per_device_train_batch_size": config.global_batch_size // ranks,
-        "buckets": {"reduce_bucket_size": 500_000_000}, "torch": "2.13.0", "deepspeed": "0.19.8",
-        "initial_weights_sha256": hashlib.sha256(f"weights {config.seed}".encode()).hexdigest(), "warnings": [],
+        "precision": config.precision,
+        "param_dtype": "float32",
+        "gradient_clipping": config.max_grad_norm,
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": config.global_batch_size // ranks,
+        "buckets": {"reduce_bucket_size": 500_000_000},
+        "torch": "2.13.0",
+        "deepspeed": "0.19.8",
+        "initial_weights_sha256": hashlib.sha256(f"weights {config.seed}".encode()).hexdigest(),
+        "warnings": [],
         "floor": {"expected_loss": 1.7, "oracle_eval_loss": 1.71, "expected_accuracy": None},
         "trainer": "study",
-    }  # fmt: skip
+    }
 
 
 def state_bytes(strategy: str, ranks: int) -> dict[str, dict[str, float]]:
@@ -192,9 +219,10 @@ def _measurements(config: RunConfig, strategy: str, ranks: int, gpu: bool, rows:
     }
     times = sorted(row["step_time_s"] for row in rows)
     timing = {
-        "step_time_s_median": times[len(times) // 2], "step_time_s_p10": times[len(times) // 10],
+        "step_time_s_median": times[len(times) // 2],
+        "step_time_s_p10": times[len(times) // 10],
         "step_time_s_p90": times[-1 - len(times) // 10],
-    }  # fmt: skip
+    }
     sent = {"single": 0, "zero3": 8 * PARAMETERS, "fsdp2": 10 * PARAMETERS}.get(strategy, 4 * PARAMETERS)
     # Differs from the sent bytes, also in its ratio between strategies, so that a test notices a mix-up.
     payload = sent * (3 if strategy == "zero3" else 2)
@@ -217,13 +245,20 @@ def _measurements(config: RunConfig, strategy: str, ranks: int, gpu: bool, rows:
     memory = {
         "unit": "GiB",
         "ranks": [
-            {"rank": rank, "phases": dict.fromkeys(("init", "first_step", "steady", "eval"), phase),
-             "device_mean_over_steps": phase["device"],
-             "state": {"state_bytes": state, "buffer_bytes": {"reduce_bucket.device": 1000}, "other_tensor_bytes": 10},
-             "time": timing}
+            {
+                "rank": rank,
+                "phases": dict.fromkeys(("init", "first_step", "steady", "eval"), phase),
+                "device_mean_over_steps": phase["device"],
+                "state": {
+                    "state_bytes": state,
+                    "buffer_bytes": {"reduce_bucket.device": 1000},
+                    "other_tensor_bytes": 10,
+                },
+                "time": timing,
+            }
             for rank in range(ranks)
         ],
-    }  # fmt: skip
+    }
     traffic = {"step": min(4, len(rows)), "world_size": ranks, "collectives": collectives}
     return {"memory.json": memory, "traffic.json": traffic, "summary.json": summary}
 

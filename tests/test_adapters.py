@@ -38,9 +38,19 @@ TINY = "layers={},hidden=64,heads=2,key_value_heads=2,vocabulary=64,inner=128"
 
 def fsdp1(layers: int, tokens: int, **changed: Any) -> Request:
     return Request(
-        with_adapters(model_shape(TINY.format(layers)), 4), read_strategy("fsdp2"), box_of_ranks("2", ANY_DEVICE, 2),
-        tokens, 1, 1, "fp32", True, "sdpa", autocast=False, fsdp_version=1, **changed,
-    )  # fmt: skip
+        with_adapters(model_shape(TINY.format(layers)), 4),
+        read_strategy("fsdp2"),
+        box_of_ranks("2", ANY_DEVICE, 2),
+        tokens,
+        1,
+        1,
+        "fp32",
+        True,
+        "sdpa",
+        autocast=False,
+        fsdp_version=1,
+        **changed,
+    )
 
 
 def measured_by(probe: str, cases: list[Any]) -> list[int]:
@@ -132,33 +142,53 @@ def test_advice_for_fsdp1_writes_a_file_that_explain_reads_as_fsdp1(tmp_path: Pa
     words += ["--gradient_checkpointing"] * best["gradient_checkpointing"]
     assert main(words) == 0
     explained = json.loads(capsys.readouterr().out)
-    assert explained["memory"]["peak_allocated"]["value"] == pytest.approx(sum(
-        size for name, size in best["device_parts"].items() if name not in ("context", "fragmentation")
-    ))  # fmt: skip
+    assert explained["memory"]["peak_allocated"]["value"] == pytest.approx(
+        sum(size for name, size in best["device_parts"].items() if name not in ("context", "fragmentation"))
+    )
     # The command for study predict repeats the version.
     assert main([*command, "--fsdp_version", "1"]) == 0
     assert "--fsdp_version 1" in capsys.readouterr().out
 
 
 SIZES = {
-    "vocab_size": 3000, "hidden_size": 256, "n_embd": 256, "intermediate_size": 704, "n_inner": 704, "n_positions": 512,
-    "num_attention_heads": 8, "n_head": 8, "num_heads": 8, "n_layer": 4, "num_layers": 4, "num_hidden_layers": 4,
-    "max_position_embeddings": 512, "type_vocab_size": 2, "rotary_dim": 32,
-}  # fmt: skip
+    "vocab_size": 3000,
+    "hidden_size": 256,
+    "n_embd": 256,
+    "intermediate_size": 704,
+    "n_inner": 704,
+    "n_positions": 512,
+    "num_attention_heads": 8,
+    "n_head": 8,
+    "num_heads": 8,
+    "n_layer": 4,
+    "num_layers": 4,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "rotary_dim": 32,
+}
 
 
 def test_the_default_targets_are_those_defaults() -> None:
-    defaults = {name: tuple(names) for name, names in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()
-               if not isinstance(names, str)}  # fmt: skip
+    defaults = {
+        name: tuple(names)
+        for name, names in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()
+        if not isinstance(names, str)
+    }
     assert defaults == DEFAULT_TARGETS
 
 
 @pytest.mark.parametrize(
     ("model_type", "targets"),
-    [*((name, DEFAULT_TARGETS[name]) for name in ("bert", "gpt2", "gpt_neo", "gptj", "gpt_neox", "llama", "qwen3")),
-     ("gpt2", ("c_proj",)), ("gpt2", ("attn.c_proj",)), ("bert", ("dense",)), ("bert", ("output.dense",)),
-     ("llama", ("self_attn.o_proj", "down_proj"))],
-)  # fmt: skip
+    [
+        *((name, DEFAULT_TARGETS[name]) for name in ("bert", "gpt2", "gpt_neo", "gptj", "gpt_neox", "llama", "qwen3")),
+        ("gpt2", ("c_proj",)),
+        ("gpt2", ("attn.c_proj",)),
+        ("bert", ("dense",)),
+        ("bert", ("output.dense",)),
+        ("llama", ("self_attn.o_proj", "down_proj")),
+    ],
+)
 def test_targets_have_the_adapters_that_peft_makes(model_type: str, targets: tuple[str, ...]) -> None:
     sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 32} if model_type == "qwen3" else SIZES
     shape = with_adapters(shape_of_architecture(model_type, model_type, sizes), 4, targets)
@@ -183,9 +213,17 @@ def test_activations_of_some_targets_and_their_dropout_are_those_of_the_traced_c
     cases = (("fp32", "sdpa"), ("bf16-engine", "sdpa"), ("bf16", "eager"))
     for (precision, attention), checkpointing in itertools.product(cases, (False, True)):
         request = Request(
-            shape, read_strategy("single"), box, 512, 4, 1, precision, checkpointing, attention,  # type: ignore[arg-type]
+            shape,
+            read_strategy("single"),
+            box,
+            512,
+            4,
+            1,
+            precision,
+            checkpointing,
+            attention,  # type: ignore[arg-type]
             lora_dropout=dropout,
-        )  # fmt: skip
+        )
         trace, estimate = trace_activations(request), predict_activations(request)
         points = [point.total for point in device_snapshots(request) if not point.step]
         stored = points[0] - estimate.logits_forward - (estimate.cast_cached * 4 if checkpointing else 0)
@@ -200,8 +238,9 @@ def test_dropout_of_adapters_takes_three_bytes_an_element_on_a_gpu() -> None:
     plain, dropped = (
         predict_activations(
             Request(shape, read_strategy("single"), box, 512, 2, 1, "bf16-engine", True, "sdpa", lora_dropout=rate)
-        ).layer for rate in (0.0, 0.05)
-    )  # fmt: skip
+        ).layer
+        for rate in (0.0, 0.05)
+    )
     assert dropped - plain == 2 * 512 * ((2 * 3 - 2) * shape.hidden + (3 - 2) * shape.inner)
 
 
@@ -223,8 +262,14 @@ def test_a_wrong_target_is_refused_with_those_of_the_model_and_the_default_is_pe
     assert main([*command[:-2], "--lora_targets", "c_attn"]) == 2
     assert "--peft lora" in capsys.readouterr().err
     # A class outside the table of families.
-    config = {"model_type": "olmo2", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
-              "num_attention_heads": 2, "vocab_size": 100}  # fmt: skip
+    config = {
+        "model_type": "olmo2",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "vocab_size": 100,
+    }
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config), encoding="utf-8")
     live = ["predict", str(tmp_path), *command[2:], "--seq_length", "64"]
@@ -239,16 +284,27 @@ def test_a_wrong_target_is_refused_with_those_of_the_model_and_the_default_is_pe
 def test_scales_of_4_bit_weights_take_half_a_bit_and_an_eighth_if_they_are_quantized_too(capsys: Any) -> None:
     shape = with_adapters(model_shape("llama-3.1-8b"), 8)
     request = Request(
-        shape, read_strategy("fsdp2"), to_box("8xH100"), 512, 1, 1, "bf16-engine", True, "sdpa", pure=True,
+        shape,
+        read_strategy("fsdp2"),
+        to_box("8xH100"),
+        512,
+        1,
+        1,
+        "bf16-engine",
+        True,
+        "sdpa",
+        pure=True,
         quantized=True,
-    )  # fmt: skip
+    )
     # An equal shape that was asked for before has its own parameters.
     copied = dataclasses.replace(shape, params=tuple(dataclasses.replace(param) for param in shape.params))
     assert predict_memory(dataclasses.replace(request, shape=copied, micro_batch=2)).device_parts["parameters"] > 0
     packed = [param for param, stored in zip(shape.params, request.stored.params, strict=True) if param != stored]
     weights = sum(param.elements for param in packed)
-    sizes = [predict_memory(dataclasses.replace(request, double_quantized=is_so)).device_parts["parameters"]
-             for is_so in (False, True)]  # fmt: skip
+    sizes = [
+        predict_memory(dataclasses.replace(request, double_quantized=is_so)).device_parts["parameters"]
+        for is_so in (False, True)
+    ]
     assert (sizes[0] - sizes[1]) * 8 / weights == pytest.approx(0.5 - 0.127, abs=1e-4)
     # All matrices of layers are packed, and neither the embedding nor the output layer nor an adapter.
     matrices = 32 * (4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336)
@@ -274,15 +330,19 @@ def test_losses_take_the_bytes_that_torch_allocates() -> None:
         return torch.nn.functional.cross_entropy(torch.nn.functional.linear(inputs, weight), labels)
 
     losses: list[tuple[LossKernel, Callable[[], torch.Tensor]]] = [
-        ("transformers", upcast_loss), ("same_type", plain_loss)
-    ]  # fmt: skip
+        ("transformers", upcast_loss),
+        ("same_type", plain_loss),
+    ]
     for kernel, compute in losses:
         # The gradients of inputs and weights are allocated before.
         compute().backward()
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             compute().backward()
-        changes = sorted((event.start_ns(), event.nbytes()) for event in profile.kineto_results.events()
-                         if event.name() == "[memory]")  # fmt: skip
+        changes = sorted(
+            (event.start_ns(), event.nbytes())
+            for event in profile.kineto_results.events()
+            if event.name() == "[memory]"
+        )
         peak = max(itertools.accumulate(size for _, size in changes))
         row = logit_bytes(kernel, 2)
         assert row is not None
@@ -341,9 +401,17 @@ def test_published_adapters_have_the_predicted_peaks_and_count_in_no_interval_an
 def test_a_request_with_adapters_is_near_published_runs_with_adapters() -> None:
     shape = with_adapters(model_shape("mistral-7b"), 8, ("q_proj", "v_proj"))
     request = Request(
-        shape, read_strategy("single"), to_box("A100-80"), 4096, 4, 1, "bf16-engine", True, "flash_attention_2",
+        shape,
+        read_strategy("single"),
+        to_box("A100-80"),
+        4096,
+        4,
+        1,
+        "bf16-engine",
+        True,
+        "flash_attention_2",
         pure=True,
-    )  # fmt: skip
+    )
     lines = list(describe_nearest(request))
     assert len([line for line in lines if line.startswith("similar measurement") and "LoRA" in line]) == 3
     plain = dataclasses.replace(request, shape=model_shape("mistral-7b"))

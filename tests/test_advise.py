@@ -254,9 +254,14 @@ def test_the_command_for_this_study_trains_the_advised_option(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("model", "box", "precision", "rank"),
-    [("gpt2", "4xA100", "bf16", None), ("gpt2-xl", "2xL4", "fp32", None), ("gpt2-large", "RTX4090", "bf16", None),
-     ("bert-large-uncased", "4xV100", "fp16", None), ("gpt2-xl", "2x8xA100-40", "bf16", 16)],
-)  # fmt: skip
+    [
+        ("gpt2", "4xA100", "bf16", None),
+        ("gpt2-xl", "2xL4", "fp32", None),
+        ("gpt2-large", "RTX4090", "bf16", None),
+        ("bert-large-uncased", "4xV100", "fp16", None),
+        ("gpt2-xl", "2x8xA100-40", "bf16", 16),
+    ],
+)
 def test_a_printed_command_needs_the_memory_that_was_advised(model, box, precision, rank, tmp_path):
     shape = model_shape(model) if rank is None else with_adapters(model_shape(model), rank)
     question = AdviceRequest(shape, to_box(box), 512, precision, attention="eager", global_batch=64)
@@ -383,9 +388,16 @@ def test_a_chunked_loss_is_asked_for_by_a_flag() -> None:
 @pytest.mark.parametrize(
     ("hardware", "strategy", "precision"),
     # A T4 has no bf16.
-    [("2xT4", "zero2", "fp16-engine"), ("2xT4", "zero0", "fp16"), ("2xT4", "ddp", "fp16"), ("2xT4", "fsdp2", "fp16"),
-     ("2xL4", "zero0", "bf16-engine"), ("2xL4", "zero1", "bf16-engine"), ("2xL4", "fsdp2", "bf16")],
-)  # fmt: skip
+    [
+        ("2xT4", "zero2", "fp16-engine"),
+        ("2xT4", "zero0", "fp16"),
+        ("2xT4", "ddp", "fp16"),
+        ("2xT4", "fsdp2", "fp16"),
+        ("2xL4", "zero0", "bf16-engine"),
+        ("2xL4", "zero1", "bf16-engine"),
+        ("2xL4", "fsdp2", "bf16"),
+    ],
+)
 def test_predict_asks_for_the_precision_that_advice_picks(hardware: str, strategy: str, precision: str) -> None:
     assert read_json("predict", "gpt2", hardware, "--strategy", strategy)["precision"] == precision
     # Advice does not try every strategy.
@@ -404,9 +416,12 @@ def test_the_first_line_is_the_answer(model: str, hardware: str) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "hardware", "precision"),
-    [("zero3", "8xH100", "bf16-engine (weights and gradients bf16)"), ("fsdp2", "8xH100", "bf16 (weights fp32)"),
-     ("ddp", "T4", "fp16 (weights and gradients fp32)")],
-)  # fmt: skip
+    [
+        ("zero3", "8xH100", "bf16-engine (weights and gradients bf16)"),
+        ("fsdp2", "8xH100", "bf16 (weights fp32)"),
+        ("ddp", "T4", "fp16 (weights and gradients fp32)"),
+    ],
+)
 def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: str, precision: str) -> None:
     words = ("predict", "llama-3.1-8b", hardware, "--strategy", strategy)
     page, document = run_command(*words)[1], read_json(*words)
@@ -427,8 +442,19 @@ def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: 
 
 
 def test_a_strategy_that_fits_with_checkpointing_alone_says_so() -> None:
-    words = ("predict", "llama-3.1-8b", "4090", "--strategy", "single", "--peft", "lora", "--quantization", "4bit",
-             "--lora_targets", "all-linear")  # fmt: skip
+    words = (
+        "predict",
+        "llama-3.1-8b",
+        "4090",
+        "--strategy",
+        "single",
+        "--peft",
+        "lora",
+        "--quantization",
+        "4bit",
+        "--lora_targets",
+        "all-linear",
+    )
     recomputed = rounded(read_json(*words, "--gradient_checkpointing")["device_bytes"] / 2**30)
     says = f"May not fit: .*; with --gradient_checkpointing {recomputed} GiB; predicted"
     assert re.match(says, run_command(*words)[1])
@@ -452,9 +478,14 @@ def test_a_micro_batch_of_dpo_is_given_in_pairs_below_the_first_line() -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "name",
-    ["zero3", *(pytest.param(name, marks=pytest.mark.long)
-                for name in ("ddp", "fsdp2", "hsdp", "zero2", "zero2_cpu", "zero3_hpz"))],
-)  # fmt: skip
+    [
+        "zero3",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("ddp", "fsdp2", "hsdp", "zero2", "zero2_cpu", "zero3_hpz")
+        ),
+    ],
+)
 def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(name: str, tmp_path: Path) -> None:
     has_replicas = name in WITH_REPLICAS
     question = dataclasses.replace(TINY, box=to_box("2x2xL4"), global_batch=8) if has_replicas else TINY

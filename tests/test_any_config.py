@@ -52,7 +52,7 @@ def make_request(shape: LiveShape, strategy: str, *, ranks: int = 4, checkpointi
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type: str, tmp_path: Path) -> None:
+def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type: str, tmp_path: Path) -> None:  # noqa: PLR0914
     config = transformers.CONFIG_MAPPING[model_type].from_dict(CONFIGS[model_type])
     with torch.device("meta"):
         if model_type in CLASSIFIERS:
@@ -119,9 +119,14 @@ def test_a_family_of_the_table_is_equal_to_its_trace(model_type: str) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "strategy", "flags"),
-    [("olmo2", "zero2", ()), ("smollm3", "zero3", ("--gradient_checkpointing",)), ("falcon", "ddp", ()),
-     ("gemma3_text", "fsdp2", ()), ("roberta", "fsdp2", ("--task", "bert-imdb"))],
-)  # fmt: skip
+    [
+        ("olmo2", "zero2", ()),
+        ("smollm3", "zero3", ("--gradient_checkpointing",)),
+        ("falcon", "ddp", ()),
+        ("gemma3_text", "fsdp2", ()),
+        ("roberta", "fsdp2", ("--task", "bert-imdb")),
+    ],
+)
 def test_real_ranks_have_the_predicted_state_and_send_the_predicted_bytes(model_type, strategy, flags, tmp_path):
     task = () if "--task" in flags else ("--task", "gpt-wikitext")
     model = ("--model_name_or_path", write_config(tmp_path, model_type), "--weights", "random", "--dropout", "-1")
@@ -131,17 +136,23 @@ def test_real_ranks_have_the_predicted_state_and_send_the_predicted_bytes(model_
     request = request_for(strategy, config, box_of_ranks("processes", CPU_CORE, 2), 2, 2)
     state, measured = predict_state(request), run.summary["state_bytes_per_rank"]
     assert {kind: place["device"] for kind, place in measured.items()} == {
-        "params": state.params_device, "grads": state.grads_device, "optimizer": state.optimizer_device
-    }  # fmt: skip
+        "params": state.params_device,
+        "grads": state.grads_device,
+        "optimizer": state.optimizer_device,
+    }
     assert run.summary["sent_bytes_per_step"] == pytest.approx(sent_bytes(request), rel=0.006)
 
 
 MEASURED = [
-    *(pytest.param(strategy, sort, tuple(CONFIGS), marks=pytest.mark.long)
-      for strategy in STRATEGIES for sort in ("real", "virtual")),
-    ("zero3", "real", ("mixtral", "whisper", "vit")), ("fsdp2", "real", ("t5", "olmo2", "gemma3")),
+    *(
+        pytest.param(strategy, sort, tuple(CONFIGS), marks=pytest.mark.long)
+        for strategy in STRATEGIES
+        for sort in ("real", "virtual")
+    ),
+    ("zero3", "real", ("mixtral", "whisper", "vit")),
+    ("fsdp2", "real", ("t5", "olmo2", "gemma3")),
     ("zero2", "virtual", ("modernbert", "mamba2", "qwen2_5_vl")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("strategy", "sort", "kinds"), MEASURED)
@@ -260,8 +271,10 @@ def test_a_class_that_stands_for_another_and_an_encoder_that_is_a_classifier_are
     for document, says in (
         (kimi, "stand-in no model_type kimi_k2: the figures are those of DeepseekV3ForCausalLM"),
         (roberta, "classifier names RobertaForMaskedLM, and the figures are those of a classifier of two classes"),
-        (bert, "classifier names BertForMaskedLM, and"), (classifier, ""), (deepseek, ""),
-    ):  # fmt: skip
+        (bert, "classifier names BertForMaskedLM, and"),
+        (classifier, ""),
+        (deepseek, ""),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(document))
         request = make_request(model_shape(str(tmp_path)), "zero2")  # type: ignore[arg-type]
         notes = {item.rule: item.says for item in request_findings(request) if item.rule in ("stand-in", "classifier")}
@@ -291,9 +304,15 @@ def test_adapters_are_those_of_peft_on_the_live_model() -> None:
 def test_of_composite_configs_the_part_that_is_trained_is_counted(tmp_path, capsys):
     """Qwen's Omni models nest the thinker, Voxtral sets no tie_word_embeddings, and Gemma 4 lists sizes by
     layer and has the inputs of all layers in one tensor."""
-    omni = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"], "thinker_config": {
-        "model_type": "qwen2_5_omni_thinker", "vision_config": {"depth": 1},
-        "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}}}  # fmt: skip
+    omni = {
+        "model_type": "qwen2_5_omni",
+        "architectures": ["Qwen2_5OmniModel"],
+        "thinker_config": {
+            "model_type": "qwen2_5_omni_thinker",
+            "vision_config": {"depth": 1},
+            "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        },
+    }
     shape = live_shape("omni", omni)
     config = transformers.CONFIG_MAPPING["qwen2_5_omni_thinker"].from_dict(omni["thinker_config"])
     with torch.device("meta"):

@@ -31,9 +31,12 @@ def test_the_settings_of_an_own_fsdp2_file_take_effect_and_are_in_the_record(get
     assert runs[1].engine["own_settings"]["fsdp_transformer_layer_cls_to_wrap"] == ["GPT2Attention", "GPT2MLP"]
     live = [{key: value for key, value in run.engine.items() if key.startswith("fsdp_")} for run in runs]
     as_shipped = {
-        "fsdp_groups": 4, "fsdp_resharded_groups": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
+        "fsdp_groups": 4,
+        "fsdp_resharded_groups": 2,
+        "fsdp_reshard_after_forward": True,
+        "fsdp_offload_params": False,
         "fsdp_activation_checkpointing": False,
-    }  # fmt: skip
+    }
     # Each of the two layers is two groups instead of one.
     changed = {"fsdp_groups": 6, "fsdp_resharded_groups": 0, "fsdp_reshard_after_forward": False}
     assert live == [as_shipped, as_shipped | changed | {"fsdp_activation_checkpointing": True}]

@@ -58,12 +58,19 @@ def synthetic(gap: Callable[[str, int], float]) -> Autopsy:
     """Return rows of sessions whose ZeRO arm has exp(gap) times the standard arm's figure in every response."""
     cells = [*(("factorial", cell) for cell in FACTORIAL), ("corrected", CORRECTED), ("aa", AA)]
     rows = [
-        {"session": f"{seed}-{kind}-{cell}", "kind": kind, "cell": cell, "seed": seed, "state": "ok", "arm": arm,
-         "deepspeed_enabled": arm == "zero" and "E" in cell}
+        {
+            "session": f"{seed}-{kind}-{cell}",
+            "kind": kind,
+            "cell": cell,
+            "seed": seed,
+            "state": "ok",
+            "arm": arm,
+            "deepspeed_enabled": arm == "zero" and "E" in cell,
+        }
         | {response.name: ratio * (1 + seed / 10) for response in RESPONSES}
         for (kind, cell), seed in itertools.product(cells, SEEDS)
         for arm, ratio in (("standard", 1.0), ("zero", math.exp(gap(cell, seed))))
-    ]  # fmt: skip
+    ]
     return Autopsy(pd.DataFrame(rows))
 
 
@@ -130,8 +137,13 @@ def test_the_a100_scale_is_refused_without_a_gpu(capsys: pytest.CaptureFixture[s
 @pytest.mark.long
 def test_sessions_have_the_engine_the_weights_and_the_losses_of_their_cells(tmp_path: Path) -> None:
     """The listing, the corrected protocol, ZeRO first in one process with carried weights, and a refused dictionary."""
-    names = ("1-factorial-ewpob", "1-corrected-EWPOB", "1-factorial-EwpOb", "1-aa-eWPOB",
-             "0-gate-given-with-a-launchers-environment")  # fmt: skip
+    names = (
+        "1-factorial-ewpob",
+        "1-corrected-EWPOB",
+        "1-factorial-EwpOb",
+        "1-aa-eWPOB",
+        "0-gate-given-with-a-launchers-environment",
+    )
     sessions = [session for session in plan(TINY, (1,)) if session.id in names]
     assert len(sessions) == len(names)
     with open_folder(tmp_path, TINY):

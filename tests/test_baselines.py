@@ -21,15 +21,20 @@ BERT, GPT = "bert-imdb", "gpt-wikitext"
 @pytest.mark.parametrize(
     ("script", "strategy", "task", "flags"),
     [
-        (HF_TRAINER, "single", BERT, ()), (HF_TRAINER, "single", GPT, ()), (BARE_LOOP, "single", GPT, ()),
+        (HF_TRAINER, "single", BERT, ()),
+        (HF_TRAINER, "single", GPT, ()),
+        (BARE_LOOP, "single", GPT, ()),
         (HF_TRAINER, "zero3", BERT, ()),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (
-            *((script, "ddp", task, ()) for script in (HF_TRAINER, BARE_LOOP) for task in (BERT, GPT)),
-            *((HF_TRAINER, name, GPT, ()) for name in ("zero0", "zero1", "zero2", "zero2_cpu", "zero3_cpu")),
-            *((script, "single", GPT, ("--precision", "bf16")) for script in (HF_TRAINER, BARE_LOOP)),
-        )),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                *((script, "ddp", task, ()) for script in (HF_TRAINER, BARE_LOOP) for task in (BERT, GPT)),
+                *((HF_TRAINER, name, GPT, ()) for name in ("zero0", "zero1", "zero2", "zero2_cpu", "zero3_cpu")),
+                *((script, "single", GPT, ("--precision", "bf16")) for script in (HF_TRAINER, BARE_LOOP)),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_baseline_trains_as_the_study_does_with_a_complete_record(get_run, script, strategy, task, flags, tmp_path):
     """Accumulation over four micro-batches on one rank, or two on each of two ranks; in bf16 as in the study's run."""
     size = "4" if flags else "2"
@@ -40,9 +45,13 @@ def test_a_baseline_trains_as_the_study_does_with_a_complete_record(get_run, scr
     assert_same_training(run, study)
     ranks = 1 if strategy == "single" else 2
     expected = {
-        "trainer": trainer, "strategy": strategy, "world_size": ranks, "precision": "bf16" if flags else "fp32",
-        "gradient_accumulation_steps": 2 if flags else 4 // ranks, "zero_stage": read_strategy(strategy).zero_stage,
-    }  # fmt: skip
+        "trainer": trainer,
+        "strategy": strategy,
+        "world_size": ranks,
+        "precision": "bf16" if flags else "fp32",
+        "gradient_accumulation_steps": 2 if flags else 4 // ranks,
+        "zero_stage": read_strategy(strategy).zero_stage,
+    }
     assert {key: run.engine[key] for key in expected} == expected
     assert len(run.environment["code_sha256"]) == 64
     summary = run.summary
@@ -81,8 +90,10 @@ def test_an_unsupported_request_is_refused_in_one_line(script, strategy, flags, 
 
 def test_a_box_that_slows_down_changes_speeds_and_no_ratio() -> None:
     seconds = {"study": 2.0, "hf_trainer": 2.2, "bare_loop": 1.98}
-    slower = [[{name: value * (repeat + turn) for name, value in seconds.items()} for turn in range(3)]
-              for repeat in (1, 2, 3, 4, 5)]  # fmt: skip
+    slower = [
+        [{name: value * (repeat + turn) for name, value in seconds.items()} for turn in range(3)]
+        for repeat in (1, 2, 3, 4, 5)
+    ]
     result = bench.compare("case", 1000, slower, overhead=0.001)
     assert result["tokens_per_s"]["study"] == pytest.approx([1000 / 2.0 / slow for slow in (2, 3, 4, 5, 6)])
     assert result["tokens_per_s_median"]["study"] == pytest.approx(1000 / 2.0 / 4)

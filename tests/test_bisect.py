@@ -40,9 +40,11 @@ def test_changes_between_the_releases_are_named_with_their_pull_requests(tmp_pat
     assert any(line.startswith("0.17.5: equal") for line in lines)
     cause = "only the last micro-step's gradient is used"
     assert {
-        "first bad: 0.17.6; 0.17.5 is good", "first good after it: 0.18.3; 0.18.2 is bad",
-        f"{cause}: introduced in 0.17.6 {PULL}/7509", f"{cause}: fixed in 0.18.3 {PULL}/7665",
-    } <= set(lines)  # fmt: skip
+        "first bad: 0.17.6; 0.17.5 is good",
+        "first good after it: 0.18.3; 0.18.2 is bad",
+        f"{cause}: introduced in 0.17.6 {PULL}/7509",
+        f"{cause}: fixed in 0.18.3 {PULL}/7665",
+    } <= set(lines)
 
 
 def test_a_release_that_differs_in_one_of_two_runs_is_bad(tmp_path, capsys):

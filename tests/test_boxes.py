@@ -38,12 +38,15 @@ def two_gpus(request, monkeypatch):
         return find
 
     answers = {
-        "nvmlInit": lambda: None, "nvmlDeviceGetCount": lambda: len(by_place), "nvmlDeviceGetUUID": lambda uuid: uuid,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: len(by_place),
+        "nvmlDeviceGetUUID": lambda uuid: uuid,
         "nvmlDeviceGetHandleByIndex": find_in(by_place, pynvml.NVML_ERROR_INVALID_ARGUMENT),
         "nvmlDeviceGetHandleByUUID": find_in({uuid: uuid for uuid in FREE_GIB}, request.param),
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 * GIB, free=FREE_GIB[handle] * GIB),
-        "nvmlSystemGetDriverVersion": lambda: "550.54.15", "nvmlSystemGetCudaDriverVersion_v2": lambda: 12040,
-    }  # fmt: skip
+        "nvmlSystemGetDriverVersion": lambda: "550.54.15",
+        "nvmlSystemGetCudaDriverVersion_v2": lambda: 12040,
+    }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -52,13 +55,23 @@ def two_gpus(request, monkeypatch):
 @pytest.mark.parametrize(
     ("visible", "free_gib"),
     [
-        (None, [3, 60]), ("1,0", [60, 3]), (SECOND, [60]), (f"{SECOND},{FIRST}", [60, 3]), (SLICE, [9]),
+        (None, [3, 60]),
+        ("1,0", [60, 3]),
+        (SECOND, [60]),
+        (f"{SECOND},{FIRST}", [60, 3]),
+        (SLICE, [9]),
         # CUDA accepts a prefix of a UUID if it is unique.
-        ("GPU-95c1", [60]), ("GPU-", []), ("GPU-77", []), ("", []),
+        ("GPU-95c1", [60]),
+        ("GPU-", []),
+        ("GPU-77", []),
+        ("", []),
         # An entry that names no GPU hides itself and all later ones; earlier ones stay.
-        ("0,1,2,3", [3, 60]), (f"{SECOND},GPU-77,0", [60]), ("1,-1,0", [60]), ("7", []),
+        ("0,1,2,3", [3, 60]),
+        (f"{SECOND},GPU-77,0", [60]),
+        ("1,-1,0", [60]),
+        ("7", []),
     ],
-)  # fmt: skip
+)
 def test_a_gpu_is_found_by_its_place_and_by_its_uuid(two_gpus, monkeypatch, visible, free_gib):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -125,9 +138,13 @@ def test_a_driver_that_stops_answering_ends_no_run(two_gpus, monkeypatch):
     assert (detect_machine().gpu_memory_gib, free_gpu_bytes(0)) == ((0, 0), None)
 
 
-V1 = {"proc/self/cgroup": "5:memory:/job\n4:cpu,cpuacct:/job\n", "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "400000\n",
-      "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-      "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}  # fmt: skip
+V1 = {
+    "proc/self/cgroup": "5:memory:/job\n4:cpu,cpuacct:/job\n",
+    "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "400000\n",
+    "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+}
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("250000", 2), ("50000", 1), ("max", 64), ("v1", 4), ("none", 64)])

@@ -34,9 +34,14 @@ ANSWERED = "body[data-done]:not([data-done=''])"
 
 
 TYPES = {
-    ".mjs": "text/javascript", ".js": "text/javascript", ".wasm": "application/wasm", ".html": "text/html",
-    ".css": "text/css", ".json": "application/json", "": "application/zip",
-}  # fmt: skip
+    ".mjs": "text/javascript",
+    ".js": "text/javascript",
+    ".wasm": "application/wasm",
+    ".html": "text/html",
+    ".css": "text/css",
+    ".json": "application/json",
+    "": "application/zip",
+}
 
 
 class Files(http.server.SimpleHTTPRequestHandler):
@@ -197,7 +202,7 @@ def test_files_and_changes_are_those_of_the_command(
         ({"config": "not JSON"}, "config.json"),
         ({"config": '{"model_type": "llama", "hidden_size": 1e300}'}, "does not set its layers"),
     ],
-)  # fmt: skip
+)
 def test_an_impossible_question_is_refused_with_its_remedy(
     page: Page, fields: dict[str, str], says: str, requests: list[str], site: str
 ) -> None:
@@ -216,9 +221,15 @@ def test_an_impossible_question_is_refused_with_its_remedy(
 
 def test_a_model_of_ones_own_is_read_from_its_config(page: Page) -> None:
     config = {
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "_name_or_path": "mine/1b",
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "_name_or_path": "mine/1b",
+    }
     page.fill("[name=config]", json.dumps(config))
     ask(page)
     assert "mine-1b" in page.inner_text("#status")
@@ -301,20 +312,32 @@ def test_files_are_explained_as_by_the_command(
 
 
 HOSTILE = {
-    "text.json": '{"a": "' + "x" * 999_000 + '"}', "larger.json": " " * 1_000_001, "empty.yaml": "",
-    "deep.json": "[" * 400_000, "mapping.json": '{"a":' * 900 + "1" + "}" * 900, "deep.yaml": "a: " + "[" * 900,
+    "text.json": '{"a": "' + "x" * 999_000 + '"}',
+    "larger.json": " " * 1_000_001,
+    "empty.yaml": "",
+    "deep.json": "[" * 400_000,
+    "mapping.json": '{"a":' * 900 + "1" + "}" * 900,
+    "deep.yaml": "a: " + "[" * 900,
     "wide.json": json.dumps({f"key {number}": number for number in range(2_100)}),
     "bomb.yaml": "a: &a [1]\n" + "".join(f"{y}: &{y} [{f'*{x}, ' * 9}]\n" for x, y in pairwise("abcdefghi")),
-    "itself.yaml": "distributed_type: &a [*a]", "twice.json": '{"train_batch_size": 8, "train_batch_size": 16}',
-    "comment.json": '{// Hjson\n"zero_optimization": {"stage": 2}}', "number.json": '{"gradient_clipping": 1e400}',
+    "itself.yaml": "distributed_type: &a [*a]",
+    "twice.json": '{"train_batch_size": 8, "train_batch_size": 16}',
+    "comment.json": '{// Hjson\n"zero_optimization": {"stage": 2}}',
+    "number.json": '{"gradient_clipping": 1e400}',
     "html.json": '{"<img src=x onerror=alert(1)>": 1, "zero_optimization": {"stage": "<script>alert(1)</script>"}}',
-}  # fmt: skip
+}
 
 
 REFUSALS = {
-    "larger": "larger than 1 MB", "binary": "is not readable", "deep": "nested", "mapping": "more than 50 levels deep",
-    "wide": "more than 2,000 keys", "bomb": "after its aliases are expanded", "itself": "recursive", "empty": "empty",
-}  # fmt: skip
+    "larger": "larger than 1 MB",
+    "binary": "is not readable",
+    "deep": "nested",
+    "mapping": "more than 50 levels deep",
+    "wide": "more than 2,000 keys",
+    "bomb": "after its aliases are expanded",
+    "itself": "recursive",
+    "empty": "empty",
+}
 
 
 def test_hostile_files_are_refused_or_explained_as_by_the_command(
@@ -374,12 +397,14 @@ def test_findings_are_shown_as_text_with_their_lines(
     ("release", "strategy", "flags", "says"),
     [
         ("0.19.8", "", {}, "Right. deepspeed 0.19.8 with accelerate 1.15.0 and torch 2.13.0, every tested strategy"),
-        ("0.19.5", "zero2", {}, "Wrong. deepspeed 0.19.5"), ("0.19.5", "zero2", {"precision": "bf16"}, "Wrong. "),
-        ("0.19.8", "zero3_nvme", {}, "Not tested. "), ("0.19.6", "zero1", {"accelerate": "1.14.0"}, "Not tested. "),
+        ("0.19.5", "zero2", {}, "Wrong. deepspeed 0.19.5"),
+        ("0.19.5", "zero2", {"precision": "bf16"}, "Wrong. "),
+        ("0.19.8", "zero3_nvme", {}, "Not tested. "),
+        ("0.19.6", "zero1", {"accelerate": "1.14.0"}, "Not tested. "),
         ("<b>", "", {}, "'<b>' is not a release of DeepSpeed. To fix it: "),
         ("0.19.6", "", {"torch": "new"}, "'new' is not a release such as 1.15.0"),
     ],
-)  # fmt: skip
+)
 def test_a_release_is_judged_as_by_the_command(
     page: Page, capsys: pytest.CaptureFixture[str], release: str, strategy: str, flags: dict[str, str], says: str
 ) -> None:

@@ -33,9 +33,10 @@ def visible_causes(row: Mapping[str, Any]) -> list[Cause]:
     """Return the causes that must show in a row of the control, without the race, which may show."""
     precision = {"fp32": "fp32"}.get(row["precision"], "bf16-engine")
     candidates = [
-        cause for cause in IN_CONTROL.values()
+        cause
+        for cause in IN_CONTROL.values()
         if cause.is_in(row) and cause.shows_in(row["strategy"], row["accumulation"], precision) and not cause.sometimes
-    ]  # fmt: skip
+    ]
     is_visible = {
         # AdamW hides a scale, and stage 0 reports no norm, which would show it.
         "divided-twice": row["loss"] == "inside" and bool(row["clipping"] or row.get("norm")),
@@ -60,9 +61,10 @@ def test_the_file_has_valid_values_and_the_control_both_sides_of_a_cause_and_the
 @pytest.mark.parametrize("release", sorted({row["deepspeed"] for row in ROWS}))
 def test_a_row_of_the_control_is_wrong_exactly_if_a_cause_applies(release: str) -> None:
     rows = [
-        row for row in ROWS
+        row
+        for row in ROWS
         if row["deepspeed"] == release and row["strategy"] != "zero1_cpu" and row["precision"] == "fp32"
-    ]  # fmt: skip
+    ]
     unexplained = [row for row in rows if is_right(row) is False and not visible_causes(row)]
     unseen = [row for row in rows if is_right(row) and visible_causes(row)]
     assert (unexplained, unseen) == ([], [])

@@ -39,14 +39,19 @@ def outcome(answer: Any, **labels: Any) -> CheckResult:
     return CheckResult(ClaimCheck("virtual", "it", {}, at_most=1, **labels), answer)
 
 
-OUTCOMES = [outcome(answer, **dict(zip(LABELS, labels, strict=True))) for answer, *labels in itertools.product(
-    ANSWERS, ("P1", "P2"), ("", "R1", "R2"), BOTH, BOTH, BOTH, BOTH)]  # fmt: skip
+OUTCOMES = [
+    outcome(answer, **dict(zip(LABELS, labels, strict=True)))
+    for answer, *labels in itertools.product(ANSWERS, ("P1", "P2"), ("", "R1", "R2"), BOTH, BOTH, BOTH, BOTH)
+]
 
 
 def list_facts(finding: ClaimFinding) -> set[tuple[str, str]]:
     """Return everything that a finding asserts: on each part, at each scale, and on the claim."""
-    facts = {(part.words, "false" if part.status in FALSE else part.status)
-             for part in finding.parts if part.status in ("holds", *FALSE)}  # fmt: skip
+    facts = {
+        (part.words, "false" if part.status in FALSE else part.status)
+        for part in finding.parts
+        if part.status in ("holds", *FALSE)
+    }
     facts |= {(part.words, part.proxy) for part in finding.parts if part.proxy in ("reproduced", "not reproduced")}
     if any(part.status in FALSE for part in finding.parts):
         facts.add(("the claim", "false"))
@@ -134,8 +139,12 @@ def test_a_rejected_reading_judges_nothing_and_names_one_of_the_rules(full_board
 
 
 def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
-    record_names = {f"{report.name}/{run}" for report in REPORTS.iterdir()
-             if (report / "runs.parquet").is_file() for run in read_parquet(report).runs["run"]}  # fmt: skip
+    record_names = {
+        f"{report.name}/{run}"
+        for report in REPORTS.iterdir()
+        if (report / "runs.parquet").is_file()
+        for run in read_parquet(report).runs["run"]
+    }
     record_names |= {f"engine_keys/{probe}" for probe in Evidence(REPORTS).keys("engine_keys")}
     record_names |= {f"autopsy/{session}" for session in Evidence(REPORTS).arms["session"]}
     for judged in full_board.judged:
@@ -226,9 +235,15 @@ def test_the_command_prints_the_counts_first_and_the_claims_that_are_named(full_
 
 
 def minimal(contradictions: str = "[]", **changes: str) -> str:
-    claim = {"id": "S0-01", "place": "there", "says": "so", "holds_if": "so", "falls_if": "not so",
-             "checks": "[{form: ratio, shows: it, of: 1, to: 2, at_most: 1}]",
-             "settle": "{command: study doctor, minutes: 1, box: any}"} | changes  # fmt: skip
+    claim = {
+        "id": "S0-01",
+        "place": "there",
+        "says": "so",
+        "holds_if": "so",
+        "falls_if": "not so",
+        "checks": "[{form: ratio, shows: it, of: 1, to: 2, at_most: 1}]",
+        "settle": "{command: study doctor, minutes: 1, box: any}",
+    } | changes
     lines = "".join(f"    {key}: {value}\n" for key, value in claim.items() if value)
     return f"documents:\n  - {{code: S0, title: a, scale: b}}\nclaims:\n  -\n{lines}contradictions: {contradictions}\n"
 
@@ -305,8 +320,10 @@ def test_a_finding_follows_the_runs(full_board: Scoreboard, change: Change, labe
     evidence = changed("laptop", change, seeded())
     claims = [find_claim(full_board, name).claim for name in labels]
     laptop_results = [[check for check in claim.checks if check.numbers.get("report") == "laptop"] for claim in claims]
-    findings = {claim.id: judge(dataclasses.replace(claim, checks=tuple(checks)), evidence).finding
-                for claim, checks in zip(claims, laptop_results, strict=True)}  # fmt: skip
+    findings = {
+        claim.id: judge(dataclasses.replace(claim, checks=tuple(checks)), evidence).finding
+        for claim, checks in zip(claims, laptop_results, strict=True)
+    }
     assert {claim: finding.parts[0].proxy for claim, finding in findings.items()} == labels
 
 
@@ -346,14 +363,18 @@ def smallest_micro_batch(name: str, value: Callable[[pd.Series], object]) -> Cha
         ("S3-05", "growth", host_peak(1), "holds"),
         ("S3-05", "growth", host_peak(0.5), "fails"),
         ("S3-07", "paired", lambda runs: runs, "holds"),
-        ("S3-07", "paired",
-         smallest_micro_batch("train_loss_final", lambda run: 1.01 * run["train_loss_final"]), "fails"),
+        (
+            "S3-07",
+            "paired",
+            smallest_micro_batch("train_loss_final", lambda run: 1.01 * run["train_loss_final"]),
+            "fails",
+        ),
         # Two settings are compared only if nothing else differs.
         ("S3-07", "paired", smallest_micro_batch("learning_rate", lambda _: 0.5), "not judged"),
         # A seed without one of the sizes has no slope.
         ("S2-02", "ratio_slope", lambda runs: runs[(runs["model_layers"] != 14) | (runs["seed"] != 43)], "not judged"),
     ],
-)  # fmt: skip
+)
 def test_an_answer_follows_the_runs(full_board, claim, form, change, answer):
     judged = judge(find_claim(full_board, claim).claim, changed("claims", change))
     pairs = zip(judged.claim.checks, judged.results, strict=True)
@@ -361,8 +382,10 @@ def test_an_answer_follows_the_runs(full_board, claim, form, change, answer):
     assert {finding.answer for finding in (matches[-1:] if claim == "S3-05" else matches)} == {answer}
 
 
-@pytest.mark.parametrize("flags", [("--finding", "undecided"), ("--evidence", "published"),
-                                   ("--finding", "holds-in-part", "--evidence", "at scale")])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [("--finding", "undecided"), ("--evidence", "published"), ("--finding", "holds-in-part", "--evidence", "at scale")],
+)
 def test_claims_are_chosen_by_finding_and_strongest_evidence_as_the_scoreboard_counts_them(flags, capsys):
     from study.cli import main
 
@@ -371,9 +394,11 @@ def test_claims_are_chosen_by_finding_and_strongest_evidence_as_the_scoreboard_c
     chosen = dict(zip(flags[::2], (text.replace("-", " ") for text in flags[1::2]), strict=True))
     findings = [chosen["--finding"]] if "--finding" in chosen else list(document["evidence"])
     expected = sum(
-        count for finding in findings for kind, count in document["evidence"][finding].items()
+        count
+        for finding in findings
+        for kind, count in document["evidence"][finding].items()
         if chosen.get("--evidence") in (None, kind)
-    )  # fmt: skip
+    )
     assert 0 < len(document["claims"]) == expected < sum(document["findings"]["all"].values())
     assert {claim["finding"] for claim in document["claims"]} <= set(findings)
     assert main(["claims", *flags]) == 0

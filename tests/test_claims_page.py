@@ -68,9 +68,10 @@ def test_each_number_of_the_scoreboard_is_the_jsons_and_filters_its_claims_witho
         open_page.click(f'.scoreboard td a[href="{link}"]')
         code, kind = re.fullmatch(r"#(?:only-)?([SZ]\d)?-?([a-z-]*)", link).groups()  # type: ignore[union-attr]
         assert visible(open_page) == [
-            judged.claim.id for judged in full_board.judged
+            judged.claim.id
+            for judged in full_board.judged
             if code in (None, judged.claim.document) and kind in ("", "claims", judged.finding.kind.replace(" ", "-"))
-        ]  # fmt: skip
+        ]
     open_page.click(".scoreboard td a[href='#only-S1-does-not-hold']")
     open_page.click(".filter:target a")
     assert len(visible(open_page)) == len(full_board.judged)
@@ -180,6 +181,9 @@ def test_git_shows_whether_a_check_was_there_before_its_records(tmp_path):
 
 
 def test_a_measured_claim_has_other_explanations(full_board: Scoreboard) -> None:
-    measured = [judged.claim for judged in full_board.judged
-                if any(finding.check.kind == "measured" and finding.figure for finding in judged.results)]  # fmt: skip
+    measured = [
+        judged.claim
+        for judged in full_board.judged
+        if any(finding.check.kind == "measured" and finding.figure for finding in judged.results)
+    ]
     assert [claim.id for claim in measured if not claim.alternatives] == [], "add alternatives:, such as *cpu_ranks"

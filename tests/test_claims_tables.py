@@ -40,10 +40,15 @@ def test_a_row_moves_with_its_figures(tmp_path: Path, row: str) -> None:
 
 def test_strategies_are_found_under_the_names_that_tables_use(tmp_path: Path) -> None:
     strategies = {
-        "ZeRO-0 (Baseline DDP)": "zero0", "Baseline (No ZeRO)": "ddp", "Stage 2": "zero2", "zero1": "zero1",
-        "ZeRO-3 + CPU Offload": "zero3_cpu", "ZeRO-3 + NVMe Offload": "zero3_nvme", "fsdp2": "fsdp2",
+        "ZeRO-0 (Baseline DDP)": "zero0",
+        "Baseline (No ZeRO)": "ddp",
+        "Stage 2": "zero2",
+        "zero1": "zero1",
+        "ZeRO-3 + CPU Offload": "zero3_cpu",
+        "ZeRO-3 + NVMe Offload": "zero3_nvme",
+        "fsdp2": "fsdp2",
         "ZeRO-2 with optimizer offload": "zero2_cpu",
-    }  # fmt: skip
+    }
     rows = read_table(table(tmp_path, "\n".join(f"7B,8,{label},100," for label in strategies)))
     assert [row.strategy for row in rows] == list(strategies.values())
 

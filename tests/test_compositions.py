@@ -38,14 +38,17 @@ def test_a_combination_has_one_level_of_every_row() -> None:
     assert make_combination(["hsdp"]).ranks == 4
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("zero2,accumulatoin", "did you mean accumulation?"),
-    ("muon", "the features lack an engine"),
-    ("zero1,zero2", "exclude each other"),
-    ("ddp,hpz", "cannot be combined"),
-    ("zero2,no_sync", "DeepSpeed refuses no_sync"),
-    ("", "the features lack an engine"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zero2,accumulatoin", "did you mean accumulation?"),
+        ("muon", "the features lack an engine"),
+        ("zero1,zero2", "exclude each other"),
+        ("ddp,hpz", "cannot be combined"),
+        ("zero2,no_sync", "DeepSpeed refuses no_sync"),
+        ("", "the features lack an engine"),
+    ],
+)
 def test_a_wrong_combination_is_refused_with_what_is_wrong(text: str, message: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=message.replace("?", r"\?")):
         parse_features(text)
@@ -130,7 +133,7 @@ def test_a_rank_whose_micro_batches_are_missing_is_named(reference: PlainReferen
     only_rank_0 = {
         name: np.sum([reference.shares[0, micro_step][name] for micro_step in range(4)], axis=0) / 8
         for name in gradients(reference)
-    }  # fmt: skip
+    }
     mismatch = first_difference(changed(reference, "gradient", only_rank_0), reference)
     assert mismatch is not None
     assert mismatch.weights is not None
@@ -178,26 +181,48 @@ def outcome(features: str, kind: str = "equal") -> CombinationOutcome:
 
 def test_the_answer_of_a_matrix() -> None:
     matrix = Matrix({"deepspeed": "0.0.1"})
-    for run in (outcome("zero1,accumulation,clipping"), outcome("zero1,lora"), outcome("zero1,accumulation,tied"),
-                outcome("zero1,clipping,tied"), outcome("zero1,resume", "differs")):  # fmt: skip
+    for run in (
+        outcome("zero1,accumulation,clipping"),
+        outcome("zero1,lora"),
+        outcome("zero1,accumulation,tied"),
+        outcome("zero1,clipping,tied"),
+        outcome("zero1,resume", "differs"),
+    ):
         matrix.outcomes[run.combination] = run
     matrix.findings[make_combination(["zero1", "resume"])] = outcome("zero1,resume", "differs")
     kinds = {
         features: look_up_answer(make_combination(features.split(",")), matrix).kind
-        for features in ("zero1,accumulation,clipping", "zero1,accumulation", "zero1,accumulation,clipping,tied",
-                         "zero1,resume,lora", "zero1,lora,tied", "zero2")
-    }  # fmt: skip
+        for features in (
+            "zero1,accumulation,clipping",
+            "zero1,accumulation",
+            "zero1,accumulation,clipping,tied",
+            "zero1,resume,lora",
+            "zero1,lora,tied",
+            "zero2",
+        )
+    }
     assert kinds == {
-        "zero1,accumulation,clipping": "right", "zero1,accumulation": "right",
-        "zero1,accumulation,clipping,tied": "pairs", "zero1,resume,lora": "wrong", "zero1,lora,tied": "untested",
+        "zero1,accumulation,clipping": "right",
+        "zero1,accumulation": "right",
+        "zero1,accumulation,clipping,tied": "pairs",
+        "zero1,resume,lora": "wrong",
+        "zero1,lora,tied": "untested",
         "zero2": "untested",
-    }  # fmt: skip
+    }
 
 
-@pytest.mark.parametrize(("kinds", "status"), [
-    (["equal"], 0), (["equal", "differs"], 1), (["crashes"], 1), (["hangs"], 1), (["refuses"], 2),
-    (["equal", "refuses"], 2), (["no reference"], 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kinds", "status"),
+    [
+        (["equal"], 0),
+        (["equal", "differs"], 1),
+        (["crashes"], 1),
+        (["hangs"], 1),
+        (["refuses"], 2),
+        (["equal", "refuses"], 2),
+        (["no reference"], 2),
+    ],
+)
 def test_the_exit_status_of_outcomes(kinds: list[str], status: int) -> None:
     assert exit_status([outcome("zero1", kind) for kind in kinds]) == status
 
@@ -205,8 +230,9 @@ def test_the_exit_status_of_outcomes(kinds: list[str], status: int) -> None:
 def test_every_finding_of_a_stored_matrix_is_explained_and_every_explanation_is_used() -> None:
     findings = [finding for matrix in read_matrices() for finding in matrix.findings.values()]
     assert findings
-    unexplained = [f"{finding.combination.name}: {finding.says}" for finding in findings
-                   if match_known_finding(finding) is None]  # fmt: skip
+    unexplained = [
+        f"{finding.combination.name}: {finding.says}" for finding in findings if match_known_finding(finding) is None
+    ]
     assert not unexplained
     used = {match_known_finding(finding) for finding in findings}
     assert [entry.title for entry in read_known_findings() if entry not in used] == []
@@ -247,9 +273,15 @@ def session() -> Iterator[CombinationSession]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("features", [
-    "zero2,accumulation,clipping", "zero3,accelerate,bf16", "fsdp2,clipping,resume", "zero1,ep",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "features",
+    [
+        "zero2,accumulation,clipping",
+        "zero3,accelerate,bf16",
+        "fsdp2,clipping,resume",
+        "zero1,ep",
+    ],
+)
 def test_an_engine_trains_as_one_process(session: CombinationSession, features: str) -> None:
     result = session.run(make_combination(features.split(",")))
     assert (result.kind, result.says) == ("equal", "")
@@ -295,14 +327,18 @@ def test_an_unknown_feature_has_a_hint() -> None:
         find_row("zero5")
 
 
-@pytest.mark.parametrize(("release", "features", "status", "text"), [
-    ("0.19.8", "zero2,accumulation", 0, "right: equal in"),
-    ("0.19.8", "zero2,muon,clipping", 1, "wrong: zero2,muon,clipping"),
-    ("0.18.4", "zero2,accumulation", 1, "divided by the accumulation steps twice (fixed in 0.19.6)"),
-    ("0.18.4", "zero2,cpu_adam,optimizer_cpu,accumulation", 1, "only the first and the last count"),
-    ("0.18.4", "zero3,accumulation", 3, "not tested; run: study verify --features zero3,accumulation"),
-    ("0.19.6", "zero2,muon", 3, "not tested"), ("0.19.7", "zero2,muon", 1, "keeps the momentum of one matrix"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("release", "features", "status", "text"),
+    [
+        ("0.19.8", "zero2,accumulation", 0, "right: equal in"),
+        ("0.19.8", "zero2,muon,clipping", 1, "wrong: zero2,muon,clipping"),
+        ("0.18.4", "zero2,accumulation", 1, "divided by the accumulation steps twice (fixed in 0.19.6)"),
+        ("0.18.4", "zero2,cpu_adam,optimizer_cpu,accumulation", 1, "only the first and the last count"),
+        ("0.18.4", "zero3,accumulation", 3, "not tested; run: study verify --features zero3,accumulation"),
+        ("0.19.6", "zero2,muon", 3, "not tested"),
+        ("0.19.7", "zero2,muon", 1, "keeps the momentum of one matrix"),
+    ],
+)
 def test_the_answer_of_a_release_agrees_with_its_known_causes(
     release: str, features: str, status: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

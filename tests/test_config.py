@@ -17,18 +17,51 @@ from study.records.lock import LockHeldError
 
 # Another value of every field, and the fields that make no other run.
 OTHER_VALUES: dict[str, Any] = {
-    "task": "gpt-wikitext", "scale": "paper", "model_name_or_path": "bert-base-uncased", "weights": "pretrained",
-    "data": "hub", "dataset_config_name": "wikitext-103-raw-v1", "tokenizer_name": "gpt2", "seq_length": 65,
-    "train_samples": 17, "eval_samples": 17, "global_batch_size": 32, "per_device_train_batch_size": 4,
-    "num_train_epochs": 2, "max_steps": 3, "learning_rate": 0.5, "weight_decay": 0.5, "warmup_ratio": 0.5,
-    "lr_scheduler_type": "cosine", "max_grad_norm": 0.0, "dropout": 0.5, "precision": "bf16-engine",
-    "gradient_checkpointing": True, "attn_implementation": "eager", "torch_compile": True, "seed": 1, "eval_steps": 3,
-    "logging_steps": 3, "device_memory_cap_gib": 3.0, "engine_override": ("a=1",), "checkpointing_steps": 3,
-    "nvme_path": "elsewhere", "output_dir": "elsewhere", "overwrite_output_dir": True,
-    "resume_from_checkpoint": "latest", "report_to": "tensorboard", "profile_steps": 3, "virtual_world_size": 8,
-    "virtual_rank": 3, "group_size": 2, "optimizer": "muon", "bf16_states": True, "peft": "lora", "lora_rank": 4,
+    "task": "gpt-wikitext",
+    "scale": "paper",
+    "model_name_or_path": "bert-base-uncased",
+    "weights": "pretrained",
+    "data": "hub",
+    "dataset_config_name": "wikitext-103-raw-v1",
+    "tokenizer_name": "gpt2",
+    "seq_length": 65,
+    "train_samples": 17,
+    "eval_samples": 17,
+    "global_batch_size": 32,
+    "per_device_train_batch_size": 4,
+    "num_train_epochs": 2,
+    "max_steps": 3,
+    "learning_rate": 0.5,
+    "weight_decay": 0.5,
+    "warmup_ratio": 0.5,
+    "lr_scheduler_type": "cosine",
+    "max_grad_norm": 0.0,
+    "dropout": 0.5,
+    "precision": "bf16-engine",
+    "gradient_checkpointing": True,
+    "attn_implementation": "eager",
+    "torch_compile": True,
+    "seed": 1,
+    "eval_steps": 3,
+    "logging_steps": 3,
+    "device_memory_cap_gib": 3.0,
+    "engine_override": ("a=1",),
+    "checkpointing_steps": 3,
+    "nvme_path": "elsewhere",
+    "output_dir": "elsewhere",
+    "overwrite_output_dir": True,
+    "resume_from_checkpoint": "latest",
+    "report_to": "tensorboard",
+    "profile_steps": 3,
+    "virtual_world_size": 8,
+    "virtual_rank": 3,
+    "group_size": 2,
+    "optimizer": "muon",
+    "bf16_states": True,
+    "peft": "lora",
+    "lora_rank": 4,
     "lora_alpha": 4,
-}  # fmt: skip
+}
 NO_IDENTITY = {"nvme_path", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to"}
 
 
@@ -96,8 +129,16 @@ def test_every_flag_has_the_lower_bound_that_it_states() -> None:
 @pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
 @pytest.mark.parametrize("scale", ["paper", "laptop"])
 def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None:
-    optional = {"tokenizer_name", "per_device_train_batch_size", "device_memory_cap_gib", "output_dir",
-                "resume_from_checkpoint", "virtual_world_size", "virtual_rank", "group_size"}  # fmt: skip
+    optional = {
+        "tokenizer_name",
+        "per_device_train_batch_size",
+        "device_memory_cap_gib",
+        "output_dir",
+        "resume_from_checkpoint",
+        "virtual_world_size",
+        "virtual_rank",
+        "group_size",
+    }
     config = resolve_config(RunConfig(task=task, scale=scale), accelerator_visible=False)
     assert {key for key, value in dataclasses.asdict(config).items() if value is None} == optional
     assert RunConfig.from_dict(config.to_dict(), "the test") == config
@@ -175,16 +216,23 @@ def test_the_run_id_names_the_strategy_and_the_world_and_no_folder() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"learning_rte": 1.0}, "learning_rte"), ({"seq_length": "64"}, "seq_length"),
-        ({"seq_length": 64.0}, "seq_length"), ({"seq_length": True}, "seq_length"),
-        ({"learning_rate": "1e-3"}, "learning_rate"), ({"gradient_checkpointing": 1}, "gradient_checkpointing"),
-        ({"precision": "bf8"}, "precision"), ({"precision": ["bf16"]}, "precision"),
-        ({"engine_override": "a=1"}, "engine_override"), ({"engine_override": [1]}, "engine_override"),
-        ({"output_dir": 3}, "output_dir"), ({3: 1}, "unknown key 3"),
+        ({"learning_rte": 1.0}, "learning_rte"),
+        ({"seq_length": "64"}, "seq_length"),
+        ({"seq_length": 64.0}, "seq_length"),
+        ({"seq_length": True}, "seq_length"),
+        ({"learning_rate": "1e-3"}, "learning_rate"),
+        ({"gradient_checkpointing": 1}, "gradient_checkpointing"),
+        ({"precision": "bf8"}, "precision"),
+        ({"precision": ["bf16"]}, "precision"),
+        ({"engine_override": "a=1"}, "engine_override"),
+        ({"engine_override": [1]}, "engine_override"),
+        ({"output_dir": 3}, "output_dir"),
+        ({3: 1}, "unknown key 3"),
         # As many values as a suite may have.
-        ({"engine_override": [["x"] * 20_000]}, "engine_override"), ({"seed": ["x"] * 20_000}, "seed"),
+        ({"engine_override": [["x"] * 20_000]}, "engine_override"),
+        ({"seed": ["x"] * 20_000}, "seed"),
     ],
-)  # fmt: skip
+)
 def test_a_record_or_suite_with_an_unknown_key_or_a_wrong_type_is_refused_by_name(values, words):
     with pytest.raises(UserError, match=words) as refusal:
         RunConfig.from_dict(values, "suite.yaml")

@@ -30,9 +30,14 @@ STATES = {"ok", "missing", "none"}
 
 def doctor(*arguments: str, before: Callable[[], None] | None = None, **environment: str) -> Any:
     return subprocess.run(
-        [sys.executable, "-m", "study.cli", "doctor", *arguments], cwd=ROOT, env=os.environ | environment, text=True,
-        capture_output=True, timeout=120, preexec_fn=before,
-    )  # fmt: skip
+        [sys.executable, "-m", "study.cli", "doctor", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        preexec_fn=before,
+    )
 
 
 def read_checks(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
@@ -69,10 +74,25 @@ def poor(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProces
 def test_json_is_one_document_with_every_check_in_a_known_state(normal, poor):
     checks = read_checks(normal)
     assert {
-        "python", "packages", "pairing", "versions", "gpus", "nccl", "compiler", "ninja", "libaio", "operators",
-        "nvme path", "nvme bandwidth", "host memory", "pinned memory", "shared memory", "open files", "hub",
+        "python",
+        "packages",
+        "pairing",
+        "versions",
+        "gpus",
+        "nccl",
+        "compiler",
+        "ninja",
+        "libaio",
+        "operators",
+        "nvme path",
+        "nvme bandwidth",
+        "host memory",
+        "pinned memory",
+        "shared memory",
+        "open files",
+        "hub",
         "strategies",
-    } <= set(checks)  # fmt: skip
+    } <= set(checks)
     for check in checks.values():
         assert set(check) == {"name", "state", "found", "fix"}
         assert check["state"] in STATES
@@ -119,15 +139,18 @@ NINJA = "ok" if (Path(sys.executable).parent / "ninja").exists() else "missing"
 @pytest.mark.parametrize(
     ("name", "state", "found", "fix"),
     [
-        ("compiler", "missing", "not found", "apt-get install g++"), ("ninja", NINJA, "", ""),
+        ("compiler", "missing", "not found", "apt-get install g++"),
+        ("ninja", NINJA, "", ""),
         # Without a compiler nothing that calls libaio links, so asynchronous I/O cannot be built.
         ("libaio", "missing", "", ""),
         ("strategies", "missing", r"zero3_cpu, zero3_hpz(, \w+)*, missing: compiler(, ninja)?;", ""),
-        ("strategies", "missing", r"\(single, ddp", ""), ("nvme path", "missing", "is a file", "--nvme_path DIR"),
-        ("nvme bandwidth", "none", "", ""), ("open files", "missing", "^256 ", "ulimit -n 1024"),
+        ("strategies", "missing", r"\(single, ddp", ""),
+        ("nvme path", "missing", "is a file", "--nvme_path DIR"),
+        ("nvme bandwidth", "none", "", ""),
+        ("open files", "missing", "^256 ", "ulimit -n 1024"),
         ("pinned memory", "missing", "ulimit -l is 1 MiB", "ulimit -l unlimited"),
     ],
-)  # fmt: skip
+)
 def test_each_missing_requirement_is_listed_with_its_fix(poor, name, state, found, fix):
     check = read_checks(poor)[name]
     assert (check["state"], fix in check["fix"]) == (state, True)
@@ -209,9 +232,12 @@ def test_without_torch_one_cause_has_one_fix_and_a_dry_run_prints_its_commands(t
     assert len(checks["versions"]["found"]) < 300
     assert doctor(PYTHONPATH=path).stdout.startswith("Not ready for study run laptop: missing packages; ")
     this = subprocess.run(
-        [sys.executable, "-m", "study.cli", "advise", "gpt2", "--hardware", "this"], cwd=ROOT, text=True,
-        env=os.environ | without, capture_output=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "study.cli", "advise", "gpt2", "--hardware", "this"],
+        cwd=ROOT,
+        text=True,
+        env=os.environ | without,
+        capture_output=True,
+    )
     assert "torch is not installed here" in this.stderr
     # Nothing named accelerate next to Python or on PATH.
     python = tmp_path / "bin" / "python"
@@ -220,8 +246,11 @@ def test_without_torch_one_cause_has_one_fix_and_a_dry_run_prints_its_commands(t
     python.chmod(0o755)
     run = "import sys; sys.executable = sys.argv.pop(1); from study.cli import main; sys.exit(main(sys.argv[1:]))"
     dry = subprocess.run(
-        [sys.executable, "-c", run, str(python), "run", "h100x8", "--dry_run", "--hardware", "8xH100"], cwd=ROOT,
-        env=os.environ | without | {"PATH": str(python.parent)}, text=True, capture_output=True,
-    )  # fmt: skip
+        [sys.executable, "-c", run, str(python), "run", "h100x8", "--dry_run", "--hardware", "8xH100"],
+        cwd=ROOT,
+        env=os.environ | without | {"PATH": str(python.parent)},
+        text=True,
+        capture_output=True,
+    )
     assert dry.returncode == 0, dry.stderr
     assert "\naccelerate launch " in f"\n{dry.stdout}"

@@ -12,16 +12,35 @@ from study.config.strategies import WITH_REPLICAS, read_strategy
 
 TASKS = ("bert-imdb", "gpt-wikitext")
 SHARDED = (
-    "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
-    "zero3_nvme", "zero3_cpu_nvme", "fsdp2", "hsdp", "zero3_hpz",
-)  # fmt: skip
+    "ddp",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2_cpu",
+    "zero3_cpu_optimizer",
+    "zero3_cpu",
+    "zero3_nvme_optimizer",
+    "zero3_nvme",
+    "zero3_cpu_nvme",
+    "fsdp2",
+    "hsdp",
+    "zero3_hpz",
+)
 # Micro-batches per step: some engines have lost some of them with offload.
 ACCUMULATION = {"bert-imdb": 4, "gpt-wikitext": 1}
 # One strategy per kind of engine accumulates in the short tests.
 LONG_ACCUMULATION = (
-    "zero0", "zero1", "zero3_cpu", "zero3_cpu_optimizer", "zero3_nvme", "zero3_nvme_optimizer", "zero3_cpu_nvme",
-    "hsdp", "zero3_hpz",
-)  # fmt: skip
+    "zero0",
+    "zero1",
+    "zero3_cpu",
+    "zero3_cpu_optimizer",
+    "zero3_nvme",
+    "zero3_nvme_optimizer",
+    "zero3_cpu_nvme",
+    "hsdp",
+    "zero3_hpz",
+)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +86,15 @@ def test_bf16_like_for_like_differs_by_roundings_only(get_run, strategy, task):
 def test_the_engine_record_matches_the_strategy_file(get_run, strategy):
     engine, file = get_run(strategy, "--task", "gpt-wikitext").engine, read_strategy(strategy)
     expected = {
-        "strategy": strategy, "world_size": default_ranks(strategy), "zero_stage": file.zero_stage,
-        "offload_optimizer": file.offload_device("optimizer"), "offload_param": file.offload_device("param"),
-        "gradient_clipping": 0.5, "precision": "fp32", "param_dtype": "float32",
-    }  # fmt: skip
+        "strategy": strategy,
+        "world_size": default_ranks(strategy),
+        "zero_stage": file.zero_stage,
+        "offload_optimizer": file.offload_device("optimizer"),
+        "offload_param": file.offload_device("param"),
+        "gradient_clipping": 0.5,
+        "precision": "fp32",
+        "param_dtype": "float32",
+    }
     assert {key: engine[key] for key in expected} == expected
     assert engine.get("copies") == ({"copies": 2, "ranks_of_a_copy": 2} if strategy in WITH_REPLICAS else None)
     assert (engine["nvme_path"] is not None) == file.uses_nvme

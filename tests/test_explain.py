@@ -69,9 +69,11 @@ def test_boundaries_of_thresholds_buckets_saving_and_sub_groups(tmp_path: Path) 
     assert persistent_elements(at) > persistent_elements(below)
     # With overlap, stages 1 and 2 have a second bucket.
     for stage, settings, size in (
-        (2, {"overlap_comm": False}, 1e9), (2, {"overlap_comm": True}, 2e9), (3, {"overlap_comm": True}, 1e9),
+        (2, {"overlap_comm": False}, 1e9),
+        (2, {"overlap_comm": True}, 2e9),
+        (3, {"overlap_comm": True}, 1e9),
         (2, {"contiguous_gradients": False}, 0),
-    ):  # fmt: skip
+    ):
         assert bucket_bytes(make_case(tmp_path, zero(stage, **settings))) == size
     for gathers in (False, True):
         settings = zero(3, offload_optimizer=CPU, stage3_gather_16bit_weights_on_model_save=gathers)
@@ -159,11 +161,15 @@ def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes()
 
 
 VALUED: dict[str, tuple[Any, ...]] = {
-    "lr": (1, 0, 1e-3, True, "2e-5", -1, None, [1e-3]), "eps": (0, 1e-8, "1e-8", -1), "weight_decay": (0, 0.1, "0", -1),
+    "lr": (1, 0, 1e-3, True, "2e-5", -1, None, [1e-3]),
+    "eps": (0, 1e-8, "1e-8", -1),
+    "weight_decay": (0, 0.1, "0", -1),
     "betas": ([0.9, 0.95], [0.0, 0.0], 0.9, [0.9], [0.9, 1.999], [0.9, 1.0], [-0.1, 0.9], ["0.9", 0.9]),
-    "warmup_min_lr": (0, 1e-5, "0"), "warmup_max_lr": (1e-3, "1e-3"), "warmup_num_steps": (1, 10, 0, -1, 10.5, "10"),
+    "warmup_min_lr": (0, 1e-5, "0"),
+    "warmup_max_lr": (1e-3, "1e-3"),
+    "warmup_num_steps": (1, 10, 0, -1, 10.5, "10"),
     "total_num_steps": (100, "100"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("argument", VALUED)
@@ -237,8 +243,11 @@ def test_explain_refuses_the_values_and_keys_that_deepspeed_refuses(place: str, 
         later = {"optimizer.type", f"{ZERO}.compute_grad_norm", f"{ZERO}.legacy_stage1"}
         later |= {f"{ZERO}.{what}.nvme_path" for what in OFFLOADS} | {f"{ZERO}.offload_param.buffer_size"}
         case = make_case(tmp_path, document, "gpt-tiny", 1)
-        refusals = [finding.text for finding in findings(case) if finding.kind == "refused"
-                    and (finding.key not in later or error is not None)]  # fmt: skip
+        refusals = [
+            finding.text
+            for finding in findings(case)
+            if finding.kind == "refused" and (finding.key not in later or error is not None)
+        ]
         assert bool(refusals) == (error is not None), (key, value, error, refusals)
 
 
@@ -310,24 +319,31 @@ def test_fsdp_has_its_offload_in_host_memory_and_loads_the_weights_once_by_accel
     files = fsdp(fsdp_version=2), fsdp(fsdp_version=2, fsdp_cpu_ram_efficient_loading=False)
     once, by_all = (make_case(tmp_path, file).request for file in files)
     for models in (1, 2):
-        loads = [predict_memory(dataclasses.replace(request, reference_model=models == 2)).host_parts["load"]
-                 for request in (once, by_all)]  # fmt: skip
+        loads = [
+            predict_memory(dataclasses.replace(request, reference_model=models == 2)).host_parts["load"]
+            for request in (once, by_all)
+        ]
         assert loads[1] - loads[0] == pytest.approx(3 * 4 * once.shape.parameters * models)
     assert not make_case(tmp_path, files[0], quantized=True).request.fsdp_loads_once
 
 
-def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:
+def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:  # noqa: PLR0914
     """Version 1's root keeps the embedding, the last norm and the head gathered, and their gradients until the end; of
     version 2's groups, as Accelerate makes them, an untied head is reduced first."""
     cases = [  # version, vocabulary, tokens, checkpoints, micro-batches, bf16, keeps weights gathered, tied
         # Logits, layers, recomputed layers, and the root decide the peak.
-        (1, 2000, 64, False, 1, False, False, True), (1, 200, 64, False, 2, True, False, True),
-        (1, 200, 64, True, 1, True, False, True), (1, 4000, 4, True, 1, True, False, True),
-        (1, 200, 8, True, 2, False, False, True), (1, 200, 64, False, 2, True, True, True),
-        (2, 2000, 64, False, 1, False, True, False), (2, 200, 64, False, 2, True, False, True),
-        (2, 4000, 4, True, 1, True, False, False), (2, 200, 4, False, 1, False, True, True),
+        (1, 2000, 64, False, 1, False, False, True),
+        (1, 200, 64, False, 2, True, False, True),
+        (1, 200, 64, True, 1, True, False, True),
+        (1, 4000, 4, True, 1, True, False, True),
+        (1, 200, 8, True, 2, False, False, True),
+        (1, 200, 64, False, 2, True, True, True),
+        (2, 2000, 64, False, 1, False, True, False),
+        (2, 200, 64, False, 2, True, False, True),
+        (2, 4000, 4, True, 1, True, False, False),
+        (2, 200, 4, False, 1, False, True, True),
         (2, 200, 8, True, 2, False, True, True),
-    ]  # fmt: skip
+    ]
     probe = [ROOT / "tests/probes/fsdp_rank.py", json.dumps(cases)]
     done = fork_script(*probe, folder=ROOT, environment=os.environ, read_at_import={})  # type: ignore[arg-type]
     measured = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS")]
@@ -336,10 +352,19 @@ def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:
         version, vocabulary, tokens, checkpoints, micro_batches, is_bf16, keeps, tied = case
         sizes = {"vocab_size": vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
         request = Request(
-            shape_of_architecture("gpt2", "gpt2", sizes | {"tie_word_embeddings": tied}), read_strategy("fsdp2"),
-            box_of_ranks("4", ANY_DEVICE, 4), tokens, 2, micro_batches, "bf16" if is_bf16 else "fp32", checkpoints,
-            "sdpa", autocast=False, fsdp_version=version, fsdp_keeps_gathered=keeps,
-        )  # fmt: skip
+            shape_of_architecture("gpt2", "gpt2", sizes | {"tie_word_embeddings": tied}),
+            read_strategy("fsdp2"),
+            box_of_ranks("4", ANY_DEVICE, 4),
+            tokens,
+            2,
+            micro_batches,
+            "bf16" if is_bf16 else "fp32",
+            checkpoints,
+            "sdpa",
+            autocast=False,
+            fsdp_version=version,
+            fsdp_keeps_gathered=keeps,
+        )
         state = predict_state(request, unreduced=False)
         assert (state.params_device, state.optimizer_device) == (rank["params"], rank["optimizer"])
         # The table of families has 4 % more for a recomputed layer. Version 2's rules are up to 21 % off for version 1,
@@ -482,9 +507,13 @@ print("SAYS", json.dumps({name: getattr(zero, name) for name in names}
 
 def test_auto_is_filled_in_as_by_accelerate_and_the_engine_agrees_with_explain(tmp_path: Path) -> None:
     settings = zero(
-        3, reduce_bucket_size="auto", stage3_prefetch_bucket_size="auto", stage3_param_persistence_threshold="auto",
-        stage3_gather_16bit_weights_on_model_save="auto", sub_group_size=9_000,
-    )  # fmt: skip
+        3,
+        reduce_bucket_size="auto",
+        stage3_prefetch_bucket_size="auto",
+        stage3_param_persistence_threshold="auto",
+        stage3_gather_16bit_weights_on_model_save="auto",
+        sub_group_size=9_000,
+    )
     settings |= {"bf16": {"enabled": "auto"}, "train_batch_size": "auto", ACCUMULATION: "auto"}
     case = make_case(tmp_path, settings, "layers=1,hidden=48,heads=2,vocabulary=64,positions=32", ranks=1)
     (tmp_path / "engine.json").write_text(json.dumps(settings))
@@ -493,14 +522,20 @@ def test_auto_is_filled_in_as_by_accelerate_and_the_engine_agrees_with_explain(t
     files = [str(tmp_path / name) for name in ("engine.py", "engine.json", "store")]
     done = fork_script(*files, folder=ROOT, environment=environment, read_at_import={})
     (engine,) = (json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS"))
-    names = {"prefetch_bucket_size", "param_persistence_threshold", "gather_16bit_weights_on_model_save",
-             "max_reuse_distance"}  # fmt: skip
+    names = {
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "gather_16bit_weights_on_model_save",
+        "max_reuse_distance",
+    }
     assert engine == {
         **{name: case.zero[f"stage3_{name}"] for name in names},
-        "reduce_bucket_size": case.zero["reduce_bucket_size"], "overlap_comm": case.zero["overlap_comm"],
-        "persistent": persistent_elements(case), "sub_groups": len(sub_groups(case.request)),
+        "reduce_bucket_size": case.zero["reduce_bucket_size"],
+        "overlap_comm": case.zero["overlap_comm"],
+        "persistent": persistent_elements(case),
+        "sub_groups": len(sub_groups(case.request)),
         "bucket": bucket_bytes(case) / case.weight,
-    }  # fmt: skip
+    }
     assert engine["reduce_bucket_size"] == 48 * 48
     assert engine["sub_groups"] > 2
 
@@ -552,14 +587,22 @@ def test_settings_by_key_state_and_offloads_add_up_to_the_state_of_a_rank(name: 
 @pytest.mark.parametrize(
     ("settings", "model", "ranks", "about", "answered", "figures", "least", "most"),
     [
-        (zero(3, reduce_bucket_size=5_000_000), "bert-large-uncased", 2, "Does stage 3", "yes",
-         ("stage_3", "stage_2"), 1.0, 2.0),
+        (
+            zero(3, reduce_bucket_size=5_000_000),
+            "bert-large-uncased",
+            2,
+            "Does stage 3",
+            "yes",
+            ("stage_3", "stage_2"),
+            1.0,
+            2.0,
+        ),
         (zero(3), "gpt-13b", 8, "Does stage 3", "no", ("stage_3", "stage_2"), 0.0, 0.8),
         (zero(2), "bert-base-uncased", 2, "Does stage 2", "as much: ", ("stage_2", "stage_1"), 0.99, 1.01),
         (zero(2), "bert-base-uncased", 2, "more ranks", "", ("ranks_4", "ranks_2"), 0.8, 1.0),
         (zero(2, offload_optimizer=CPU), "gpt-7.5b", 8, "more host memory", "yes", ("stage_2", "stage_3"), 1.2, 9.0),
     ],
-)  # fmt: skip
+)
 def test_a_question_is_answered_in_bytes(settings, model, ranks, about, answered, figures, least, most, tmp_path):
     answers = find_answers(make_case(tmp_path, settings, model, ranks))
     answer = next(answer for answer in answers if about in answer.question)
@@ -659,9 +702,10 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: 
     assert user_file.deepspeed == {"train_batch_size": 8, ZERO: {"stage": 2}}
     assert [(finding.kind, "is Hjson" in finding.says) for finding in user_file.findings] == [("conflict", True)]
     for text, line, mistake, fix in (
-        ("8, // samples\n}", 1, "a comment", "take it out"), ("8,\n}", 2, "a comma before", "take it out"),
+        ("8, // samples\n}", 1, "a comment", "take it out"),
+        ("8,\n}", 2, "a comma before", "take it out"),
         ('8\n"bf16": {}}', 2, "no comma", "add one"),
-    ):  # fmt: skip
+    ):
         (tmp_path / "wrong.json").write_text('{"train_batch_size": ' + text)
         (finding,) = (item for item in read_user_file(str(tmp_path / "wrong.json")).findings if "Hjson" in item.message)
         # Python 3.13 names the comma itself.
@@ -757,13 +801,22 @@ def test_settings_that_are_not_modelled_are_noted(tmp_path: Path) -> None:
     features = re.compile("offload|quantiz|parallel_size|partition|zenflow|deepcompile|activation|lation$")
     # Settings of the cases below, older names, and effects outside of a step.
     silent = {
-        "offload_activation_pin_memory", "cpu_offload_use_pin_memory", "free_activation_threshold", "offload",
-        "data_parallel_size", "tp_gather_partition_size", "allgather_partitions",
-    }  # fmt: skip
+        "offload_activation_pin_memory",
+        "cpu_offload_use_pin_memory",
+        "free_activation_threshold",
+        "offload",
+        "data_parallel_size",
+        "tp_gather_partition_size",
+        "allgather_partitions",
+    }
     values: dict[str, Any] = {
-        "communication_data_type": "bf16", "zenflow": {"topk_ratio": 0.5}, "tensor_parallel": {"autotp_size": 2},
-        "pipeline": {"stages": 2}, "weight_quantization": {"num_bits": 8}, "leaf_module": {"names": ["mlp"]},
-    }  # fmt: skip
+        "communication_data_type": "bf16",
+        "zenflow": {"topk_ratio": 0.5},
+        "tensor_parallel": {"autotp_size": 2},
+        "pipeline": {"stages": 2},
+        "weight_quantization": {"num_bits": 8},
+        "leaf_module": {"names": ["mlp"]},
+    }
     baseline = predict_memory(make_case(tmp_path, zero(3), "gpt-tiny").request)
     for place, key in ((place, key) for place, entries in places.items() for key in entries):
         entry, is_feature = section_entries(place)[key], features.search(key) and key not in silent
@@ -840,15 +893,27 @@ BF16 = ("--precision", "bf16")
     ("strategy", "hardware", "flags", "says"),
     [
         ("zero3", "8xA100", BF16, r"Fits in bf16: 35\.8 of 79\.2 GiB \(90 % bound 4\d\.\d\); host"),
-        ("zero2", "8xA100", (),
-         r"May not fit in fp32: 73\.7 of 79\.2 GiB \(90 % bound 81\.0\); in bf16 it fits: \d+\.\d GiB; host"),
+        (
+            "zero2",
+            "8xA100",
+            (),
+            r"May not fit in fp32: 73\.7 of 79\.2 GiB \(90 % bound 81\.0\); in bf16 it fits: \d+\.\d GiB; host",
+        ),
         ("ddp", "8xA100-40", BF16, r"Does not fit in bf16: optimizer state alone needs 59\.8 of 39\.6 GiB"),
-        ("zero3", "8xA100-40", (*BF16, "--micro_batch", "8"),
-         r"Does not fit in bf16: .*; it fits with both --gradient_checkpointing and micro-batch 1 \(2\d\.\d GiB\)"),
-        ("zero3", "8xT4", (),
-         r"Does not fit in fp32: activations alone need \d+\.\d of 14\.6 GiB, all together \d+\.\d GiB"),
+        (
+            "zero3",
+            "8xA100-40",
+            (*BF16, "--micro_batch", "8"),
+            r"Does not fit in bf16: .*; it fits with both --gradient_checkpointing and micro-batch 1 \(2\d\.\d GiB\)",
+        ),
+        (
+            "zero3",
+            "8xT4",
+            (),
+            r"Does not fit in fp32: activations alone need \d+\.\d of 14\.6 GiB, all together \d+\.\d GiB",
+        ),
     ],
-)  # fmt: skip
+)
 def test_with_hardware_the_first_line_says_whether_it_fits_and_in_which_precision(
     strategy, hardware, flags, says, capsys
 ):
@@ -904,8 +969,19 @@ def test_files_like_those_of_public_repositories_are_refused_as_by_the_engines_o
             keys = [""]
         assert bool(keys) == bool(error), (document, ranks, keys, error)
         # Its arithmetic of a batch names any of the sizes; errors of Python, of a ratio and of a file name no setting.
-        words = ("batch", "steps", "KeyError", "truth value", "Partial offloading", "has no attribute", "DecodeError",
-                 "OverflowError", "invalid literal", "could not convert", "not supported between")  # fmt: skip
+        words = (
+            "batch",
+            "steps",
+            "KeyError",
+            "truth value",
+            "Partial offloading",
+            "has no attribute",
+            "DecodeError",
+            "OverflowError",
+            "invalid literal",
+            "could not convert",
+            "not supported between",
+        )
         plain = re.sub("[ _]", "", error.lower())
         parts = [re.sub("_", "", key.rpartition(".")[2].removeprefix("fsdp_")) for key in keys]
         assert not error or any(part in plain for part in parts) or any(word in error for word in words), (keys, error)

@@ -21,7 +21,7 @@ from study.claims.gpu_checks import (
     gpu_places,
     page,
     with_figures,
-)  # fmt: skip
+)
 from study.claims.ledger import LEDGER, read_ledger
 from study.claims.scoreboard import JudgedClaim, Scoreboard
 from study.claims.verdicts import NotJudged, Region
@@ -55,12 +55,18 @@ def evidence(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
                 flags = {key: value for key, value in cell.requested.to_dict().items() if key != "scale"}
                 parameters = PARAMETERS.get(cell.config.model_name_or_path, 10**8)
                 write_run(
-                    root, cell.strategy, name=cell.id, ranks=cell.ranks, virtual=bool(cell.config.virtual_world_size),
-                    steps=cell.config.max_steps or 9, state="oom" if len(probes) > 1 and place == 2 else "ok",
-                    config=flags | {"eval_steps": 4}, samples=f"{cell.config.train_samples}",
+                    root,
+                    cell.strategy,
+                    name=cell.id,
+                    ranks=cell.ranks,
+                    virtual=bool(cell.config.virtual_world_size),
+                    steps=cell.config.max_steps or 9,
+                    state="oom" if len(probes) > 1 and place == 2 else "ok",
+                    config=flags | {"eval_steps": 4},
+                    samples=f"{cell.config.train_samples}",
                     engine={"model_layers": 24, "preset_layers": 24, "model_parameters": parameters},
                     environment={"devices": [{"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.2}]},
-                )  # fmt: skip
+                )
                 append_attempt(root / cell.id, cell, ["accelerate"], {"attempt": 1})
         note_searches(part.cells, root)
     records = read_runs(root)

@@ -52,8 +52,11 @@ def test_deepspeed_builds_on_a_gpu_machine_without_a_toolkit(is_kept_from_lookin
     on_a_gpu = os.environ | {"PYTHONPATH": str(FAKE_GPU), "CUDA_VISIBLE_DEVICES": "0"}
     result = subprocess.run(
         [sys.executable, "-m", "pip", "download", *flags, f"deepspeed=={VERIFIED[-1][1]}"],
-        env=on_a_gpu | (variables if is_kept_from_looking else {}), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env=on_a_gpu | (variables if is_kept_from_looking else {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     if "No matching distribution" in result.stderr:
         pytest.skip("pip does not reach its index")
     # Once DeepSpeed builds there by itself, the variables are no longer needed.
@@ -125,8 +128,10 @@ def test_each_pin_for_a_python_supports_that_python(python: str) -> None:
     meant = {"python_version": python.rsplit(".", 1)[0], "python_full_version": python}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    installed = {(canonicalize_name(item.name), f"=={item.version}"): item.metadata["Requires-Python"]
-                 for item in metadata.distributions()}  # fmt: skip
+    installed = {
+        (canonicalize_name(item.name), f"=={item.version}"): item.metadata["Requires-Python"]
+        for item in metadata.distributions()
+    }
     # A package whose newest release has dropped this Python has an older pin for it.
     meant_pins = [(pin.name, str(pin.specifier)) for pin in pins if pin.marker is None or pin.marker.evaluate(meant)]
     requirements = {pin: installed[pin] for pin in meant_pins if pin in installed}
@@ -167,9 +172,13 @@ def pytest_on_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     visible = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     path = os.pathsep.join([str(FAKE_GPU), str(ROOT)])
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], cwd=ROOT,
-        env=visible | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        env=visible | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def test_tests_see_no_gpu_on_a_gpu_machine() -> None:

@@ -49,8 +49,9 @@ def test_a_run_imports_its_own_engine_and_nothing_of_the_reports(strategy: str, 
 def test_optional_libraries_are_neither_hidden_from_each_other_nor_in_the_way(tmp_path: Path) -> None:
     """scikit-learn finds its scipy; a torchvision of another torch raises, and transformers would import it."""
     for package, text in (
-        ("sklearn", ""), ("torchvision", "raise RuntimeError('operator torchvision::nms is missing')"),
-    ):  # fmt: skip
+        ("sklearn", ""),
+        ("torchvision", "raise RuntimeError('operator torchvision::nms is missing')"),
+    ):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(text)
     (tmp_path / "sklearn" / "metrics.py").write_text("import scipy.sparse\n")

@@ -50,9 +50,11 @@ def on_two(tmp_path: Path, strategy: str, *flags_by_machine: tuple[str, ...]) ->
             "--main_process_port", port, "--num_processes", "2", "study/train.py", *FLAGS, *GPT, *flags,
         ]  # fmt: skip
         environment = os.environ | ONE_THREAD | ({"ZERO_STUDY_CACHE": str(tmp_path / "cache")} if machine else {})
-        launchers.append(subprocess.Popen(
-            command, cwd=checkout, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        ))  # fmt: skip
+        launchers.append(
+            subprocess.Popen(
+                command, cwd=checkout, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
     try:
         printed = [launcher.communicate(timeout=120)[0] for launcher in launchers]
     finally:
@@ -90,9 +92,13 @@ def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> l
     """Return what each rank's function returns or raises, in one process per rank, as if on separate machines."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(len(works)), "GROUP_WORLD_SIZE": str(len(works)), "LOCAL_RANK": "0",
-    }  # fmt: skip
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(len(works)),
+        "GROUP_WORLD_SIZE": str(len(works)),
+        "LOCAL_RANK": "0",
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     fork = multiprocessing.get_context("fork")
@@ -145,7 +151,8 @@ def test_ranks_that_agree_all_begin_and_the_main_process_has_the_other_machines(
     [
         (
             [as_main({"weights": "a"}), as_other({"weights": "a"}), as_other({"weights": "b"})],
-            'weights is "b" on rank 2, and "a" on rank 0', 2,
+            'weights is "b" on rank 2, and "a" on rank 0',
+            2,
         ),
         ([as_main({}), as_other({}), as_other({}, look=raise_unsupported)], "the folder is not here", 2),
         # Before it reaches the other ranks.
@@ -153,7 +160,7 @@ def test_ranks_that_agree_all_begin_and_the_main_process_has_the_other_machines(
         ([as_main({}), raise_unsupported, as_other({})], "the folder is not here", 1),
     ],
     ids=["other weights", "another folder", "the first", "the second"],
-)  # fmt: skip
+)
 def test_a_refusal_of_one_rank_reaches_all(ranks: list[Any], problem: str, who: int, monkeypatch) -> None:
     answers = gather(monkeypatch, ranks)
     expected = [problem if rank == who else f"rank {who}, on another machine: {problem}" for rank in range(3)]

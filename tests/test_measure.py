@@ -198,10 +198,14 @@ def test_each_collective_counts_its_payload_and_its_bus_factor_and_an_all_to_all
         dist.barrier()
     assert (watch.report()["step"], watch.report()["world_size"]) == (7, 8)
     assert count_traffic(watch) == {
-        "all_reduce": (2, 600, 600 * 2 * 7 / 8), "all_gather": (2, 6400, 6400 * 7 / 8),
-        "reduce_scatter": (1, 3200, 3200 * 7 / 8), "broadcast": (1, 400, 400), "reduce": (1, 400, 400),
-        "all_to_all": (1, 3200, 3200 * 7 / 8), "barrier": (1, 0, 0),
-    }  # fmt: skip
+        "all_reduce": (2, 600, 600 * 2 * 7 / 8),
+        "all_gather": (2, 6400, 6400 * 7 / 8),
+        "reduce_scatter": (1, 3200, 3200 * 7 / 8),
+        "broadcast": (1, 400, 400),
+        "reduce": (1, 400, 400),
+        "all_to_all": (1, 3200, 3200 * 7 / 8),
+        "barrier": (1, 0, 0),
+    }
     # A rank sends all but its own split.
     rows, splits, everybody = torch.ones(8, 100), [3, 5, *[0] * 6], dist.distributed_c10d._get_default_group()
     parts = list(rows.split(splits))
@@ -299,16 +303,28 @@ def states(run: Run) -> list[dict[str, Any]]:
 
 
 CASES = [
-    ("ddp", 2), ("zero0", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("fsdp2", 2), ("hsdp", 4), ("zero3_hpz", 4),
-    ("zero2_cpu", 2), ("zero3_cpu", 2), ("zero3_nvme_optimizer", 2),
-]  # fmt: skip
+    ("ddp", 2),
+    ("zero0", 2),
+    ("zero1", 2),
+    ("zero2", 2),
+    ("zero3", 2),
+    ("fsdp2", 2),
+    ("hsdp", 4),
+    ("zero3_hpz", 4),
+    ("zero2_cpu", 2),
+    ("zero3_cpu", 2),
+    ("zero3_nvme_optimizer", 2),
+]
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulation"),
-    [*((*case, 1) for case in CASES), *((strategy, 2, 4) for strategy in ("fsdp2", "ddp", "zero1", "zero2", "zero3")),
-     *(pytest.param("zero3", ranks, 1, marks=pytest.mark.long) for ranks in (1, 4))],
-)  # fmt: skip
+    [
+        *((*case, 1) for case in CASES),
+        *((strategy, 2, 4) for strategy in ("fsdp2", "ddp", "zero1", "zero2", "zero3")),
+        *(pytest.param("zero3", ranks, 1, marks=pytest.mark.long) for ranks in (1, 4)),
+    ],
+)
 def test_state_and_traffic_are_those_that_the_source_says_and_a_scan_finds_no_more(
     get_run, strategy, ranks, accumulation
 ):
@@ -332,9 +348,14 @@ def test_state_and_traffic_are_those_that_the_source_says_and_a_scan_finds_no_mo
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "settings"),
-    [("zero3", 2, {}), ("zero3_hpz", 4, {}), ("fsdp2", 2, {}), pytest.param("zero3", 1, {}, marks=pytest.mark.long),
-     ("zero3", 2, {"max_live_parameters": 2 * 10**6, "max_reuse_distance": 0, "prefetch_bucket_size": 6 * 10**5})],
-)  # fmt: skip
+    [
+        ("zero3", 2, {}),
+        ("zero3_hpz", 4, {}),
+        ("fsdp2", 2, {}),
+        pytest.param("zero3", 1, {}, marks=pytest.mark.long),
+        ("zero3", 2, {"max_live_parameters": 2 * 10**6, "max_reuse_distance": 0, "prefetch_bucket_size": 6 * 10**5}),
+    ],
+)
 def test_a_forward_pass_allocates_the_same_however_the_weights_are_sharded(get_run, strategy, ranks, settings):
     """It allocates activations for the backward pass, and no weights: neither those that FSDP gathers before any hook
     of the model, nor those that a single rank uses in place, nor the buffer of a prefetch, nor hpZ's secondary
@@ -360,8 +381,11 @@ def test_zero3_names_its_persistent_parameters(get_run: RunFactory) -> None:
     small = [size for size in sizes if size < 100_000]
     for state in states(run):
         assert state["kept_whole"] == {
-            "parameters": len(small), "elements": sum(small), "bytes": sum(small) * FP32, "threshold_elements": 100_000,
-        }  # fmt: skip
+            "parameters": len(small),
+            "elements": sum(small),
+            "bytes": sum(small) * FP32,
+            "threshold_elements": 100_000,
+        }
 
 
 def test_zero1_has_whole_gradients_until_backward_ends_and_zero2_and_ddp_in_their_buckets(get_run: RunFactory) -> None:
@@ -429,10 +453,13 @@ HAS_NAMESPACES = shutil.which("unshare") and subprocess.run(UNSHARE, stderr=subp
 def count_bytes(folder: Path, *arguments: str, timeout: float) -> pd.DataFrame:
     file = folder / "bytes.csv"
     result = subprocess.run(
-        [sys.executable, "tools/count_bytes.py", *arguments, "--csv", str(file), "--markdown"], cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), ENGINES_ONLY_VARIABLE: "1"}, capture_output=True, text=True,
+        [sys.executable, "tools/count_bytes.py", *arguments, "--csv", str(file), "--markdown"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), ENGINES_ONLY_VARIABLE: "1"},
+        capture_output=True,
+        text=True,
         timeout=timeout,
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     rows = pd.read_csv(file)
     assert set(rows["state"]) <= {"ok", "unsupported"}

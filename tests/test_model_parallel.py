@@ -28,15 +28,25 @@ long, slow = [pytest.mark.long], [pytest.mark.long, pytest.mark.timeout(900)]
 # Outside the long tests: Llama at stages 1 and 3, since stage 2 is between them; tp with both tasks.
 CASES = [
     *(
-        pytest.param(name, ranks, (*model, "--per_device_train_batch_size", str(8 // ranks)),
-                     marks=slow if ranks == 4 else long if "2" in name or model == GPT else [])
-        for name in ZERO_WITH_GROUPS for ranks in (2, 4) for model in (GPT, LLAMA)
+        pytest.param(
+            name,
+            ranks,
+            (*model, "--per_device_train_batch_size", str(8 // ranks)),
+            marks=slow if ranks == 4 else long if "2" in name or model == GPT else [],
+        )
+        for name in ZERO_WITH_GROUPS
+        for ranks in (2, 4)
+        for model in (GPT, LLAMA)
     ),
     pytest.param("ulysses_zero1", 4, (*LLAMA, "--group_size", "4"), marks=slow),
-    ("tp", 2, GPT), ("tp", 2, ("--task", "bert-imdb")), ("cp", 2, GPT),
-    pytest.param("tp", 2, LLAMA, marks=long), pytest.param("cp", 2, LLAMA, marks=long),
-    pytest.param("tp", 4, (*GPT, "--group_size", "4"), marks=long), pytest.param("cp", 4, GPT, marks=long),
-]  # fmt: skip
+    ("tp", 2, GPT),
+    ("tp", 2, ("--task", "bert-imdb")),
+    ("cp", 2, GPT),
+    pytest.param("tp", 2, LLAMA, marks=long),
+    pytest.param("cp", 2, LLAMA, marks=long),
+    pytest.param("tp", 4, (*GPT, "--group_size", "4"), marks=long),
+    pytest.param("cp", 4, GPT, marks=long),
+]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "flags"), CASES)
@@ -140,7 +150,9 @@ LLAMA_TINY = {"model_name_or_path": "llama-tiny"}
         ("ulysses_zero1", 6, {"seq_length": 31}, "--seq_length 31 does not divide into 2 equal parts"),
         ("ulysses_zero1", 6, {"attn_implementation": "eager"}, "its attention is eager"),
         (
-            "ulysses_zero1", 6, {"seq_length": 48, "group_size": 3, **LLAMA_TINY},
+            "ulysses_zero1",
+            6,
+            {"seq_length": 48, "group_size": 3, **LLAMA_TINY},
             "4 heads over 2 of keys and values do not divide over 3 ranks",
         ),
         ("cp", 2, {"attn_implementation": "eager"}, "its attention is eager"),
@@ -152,7 +164,7 @@ LLAMA_TINY = {"model_name_or_path": "llama-tiny"}
         ("ulysses_zero1", 2, MistralConfig(sliding_window=17), "window of 17 tokens.*use --seq_length 16 or less"),
         ("ulysses_zero1", 2, MistralConfig(sliding_window=32), None),
     ],
-)  # fmt: skip
+)
 def test_training_that_a_group_does_not_support_is_refused(strategy, ranks, case, words):
     """Flags and architectures that would compute wrong gradients."""
     config = make_config(**case if isinstance(case, dict) else {})

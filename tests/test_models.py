@@ -125,7 +125,7 @@ def test_the_configuration_carries_the_run() -> None:
         ({"model": "gemma-2-9b", "attn_implementation": "sdpa_causal"}, ["caps its attention scores"]),
         ({"model": "gpt-tiny", "attn_implementation": "flash_attention_2"}, ["flash_attention_2", "use sdpa"]),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_model_is_refused_with_its_fix(flags: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as refused:
         model_config(run_config(**flags))

@@ -36,11 +36,18 @@ MESSAGES = yaml.safe_load((ROOT / "tests/data/slurm_messages.yaml").read_text())
 @pytest.mark.parametrize(
     ("box", "ranks", "nodes"),
     [
-        (TWO_OF_EIGHT, 16, 2), (TWO_OF_EIGHT, 8, 1), (TWO_OF_EIGHT, 1, 1), (TWO_OF_EIGHT, 12, 2),
-        (TWO_OF_EIGHT, 15, None), (TWO_OF_EIGHT, 32, None), (Machine((80.0,) * 8, 1.0), 16, None),
-        (Machine((), 16.0, nodes=2), 2, 2), (Machine((), 16.0, nodes=2), 3, 1), (Machine((), 16.0), 64, 1),
+        (TWO_OF_EIGHT, 16, 2),
+        (TWO_OF_EIGHT, 8, 1),
+        (TWO_OF_EIGHT, 1, 1),
+        (TWO_OF_EIGHT, 12, 2),
+        (TWO_OF_EIGHT, 15, None),
+        (TWO_OF_EIGHT, 32, None),
+        (Machine((80.0,) * 8, 1.0), 16, None),
+        (Machine((), 16.0, nodes=2), 2, 2),
+        (Machine((), 16.0, nodes=2), 3, 1),
+        (Machine((), 16.0), 64, 1),
     ],
-)  # fmt: skip
+)
 def test_a_run_uses_the_fewest_nodes_with_its_gpus_or_without_gpus_as_many_as_divide_it(box, ranks, nodes) -> None:
     assert box.nodes_for(ranks) == nodes
 
@@ -107,9 +114,11 @@ def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(tm
     assert settings.keys() == task["envs"].keys()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     job = settings | {
-        "PATH": path, "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        "PATH": path,
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "1",
         "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
-    }  # fmt: skip
+    }
     machines = []
     for rank in ("0", "1"):
         environment = os.environ | ONE_THREAD | job | {"SKYPILOT_NODE_RANK": rank}

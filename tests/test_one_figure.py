@@ -29,8 +29,20 @@ from study.workloads.presets import PRESETS
 COUNT = 200
 BOXES = ("A100-40", "2xRTX4090", "4xA100-40", "4xV100-32", "8xT4", "8xH100", "8xH200", "2x8xH100", "8x8xA100-80")
 MODELS = [name for name in PRESETS if "tiny" not in name and PRESETS[name].layers <= 40]
-STOCK = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu",
-         "zero3_nvme_optimizer", "zero3_nvme", "zero3_cpu_nvme", "fsdp2")  # fmt: skip
+STOCK = (
+    "ddp",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2_cpu",
+    "zero3_cpu_optimizer",
+    "zero3_cpu",
+    "zero3_nvme_optimizer",
+    "zero3_nvme",
+    "zero3_cpu_nvme",
+    "fsdp2",
+)
 
 
 class Figures(NamedTuple):
@@ -46,9 +58,12 @@ class Figures(NamedTuple):
 def figures(request: Request) -> Figures:
     memory = predict_memory(request)
     return Figures(
-        device_bytes(memory), device_bytes(memory, at_upper=True), memory.host_peak.value, memory.nvme,
+        device_bytes(memory),
+        device_bytes(memory, at_upper=True),
+        memory.host_peak.value,
+        memory.nvme,
         predict_time(request).step_s.value,
-    )  # fmt: skip
+    )
 
 
 def parse(command: object, words: Sequence[str]) -> argparse.Namespace:
@@ -82,7 +97,7 @@ def work_flags(request: Request) -> list[str]:
     return flags + ["--gradient_checkpointing"] * request.gradient_checkpointing
 
 
-def test_two_hundred_requests_have_one_figure_in_every_command(tmp_path: Path) -> None:
+def test_two_hundred_requests_have_one_figure_in_every_command(tmp_path: Path) -> None:  # noqa: PLR0914
     different, drawn_names = [], set()
     for number, (model, flags, draw) in enumerate(itertools.islice(draws(), COUNT)):
         batch = draw.choice((1, 2, 4, 8)) * to_box(flags[1]).ranks
@@ -116,11 +131,14 @@ def test_two_hundred_requests_have_one_figure_in_every_command(tmp_path: Path) -
     assert drawn_names >= {*STOCK, "hsdp", "zero3_hpz", "single"}
 
 
-@pytest.mark.parametrize(("model", "flags"), [
-    ("qwen2.5-7b", ["--hardware", "2xRTX4090", "--host_memory", "128"]),
-    ("llama-3.1-8b", ["--hardware", "4xA100-40", "--seq_length", "4096"]),
-    ("gpt2-xl", ["--hardware", "8xT4", "--peft", "lora"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ("qwen2.5-7b", ["--hardware", "2xRTX4090", "--host_memory", "128"]),
+        ("llama-3.1-8b", ["--hardware", "4xA100-40", "--seq_length", "4096"]),
+        ("gpt2-xl", ["--hardware", "8xT4", "--peft", "lora"]),
+    ],
+)
 def test_the_printed_figures_of_a_recommendation_are_those_of_the_command_that_it_prints(
     model: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,9 +46,14 @@ def with_a_gpu(*command: str, **environment: str) -> str:
     environment = {"PYTHONPATH": os.pathsep.join([str(FAKE_GPU), str(ROOT)]), **environment}
     replaced = {"CUDA_VISIBLE_DEVICES", "TORCH_EXTENSIONS_DIR"}
     result = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
         env={name: value for name, value in os.environ.items() if name not in replaced} | environment,
-    )  # fmt: skip
+    )
     return result.stdout
 
 
@@ -71,10 +76,11 @@ def test_builds_with_visible_gpus_are_separate_and_nothing_compiles_without_the_
 @pytest.mark.parametrize(
     ("text", "says", "fix"),
     [
-        ("#include <nowhere/Python.h>", "error: ", "python3-dev"), ("int x = y;", "error: ", "g++, ninja"),
+        ("#include <nowhere/Python.h>", "error: ", "python3-dev"),
+        ("int x = y;", "error: ", "g++, ninja"),
         ("int x;", "cannot find -lnowhere", "g++, ninja"),
     ],
-)  # fmt: skip
+)
 def test_an_operator_that_does_not_build_is_refused_with_the_cause_and_the_package(
     monkeypatch, tmp_path, text, says, fix
 ):
@@ -167,10 +173,15 @@ def test_architectures_that_no_letter_explains_are_named_instead_of_a_missing_co
 @pytest.mark.parametrize(
     ("exported", "parsable"),
     [
-        ("9.0a", "9.0"), ("10.0a+PTX", "10.0+PTX"), ("8.0 9.0a;10.3f+PTX", "8.0;9.0;10.3+PTX"), ("9.0;9.0a", "9.0"),
-        ("8.0 9.0+PTX", "8.0 9.0+PTX"), ("Hopper", "Hopper"), ("", ""),
+        ("9.0a", "9.0"),
+        ("10.0a+PTX", "10.0+PTX"),
+        ("8.0 9.0a;10.3f+PTX", "8.0;9.0;10.3+PTX"),
+        ("9.0;9.0a", "9.0"),
+        ("8.0 9.0+PTX", "8.0 9.0+PTX"),
+        ("Hopper", "Hopper"),
+        ("", ""),
     ],
-)  # fmt: skip
+)
 def test_only_letters_leave_the_list_of_architectures(exported, parsable):
     assert operators.without_letters(exported) == parsable
 

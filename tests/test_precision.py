@@ -41,11 +41,13 @@ def skipped(run: Run) -> list[int]:
 @pytest.mark.parametrize(
     ("strategy", "precision", "reference", "weights"),
     [
-        ("ddp", FP16, "single", "float32"), ("fsdp2", FP16, "single", "float32"), ("zero3", ENGINE, "zero1", "float16"),
+        ("ddp", FP16, "single", "float32"),
+        ("fsdp2", FP16, "single", "float32"),
+        ("zero3", ENGINE, "zero1", "float16"),
         pytest.param("zero0", FP16, "single", "float32", marks=pytest.mark.long),
         pytest.param("zero2_cpu", ENGINE, "zero1", "float16", marks=pytest.mark.long),
     ],
-)  # fmt: skip
+)
 def test_fp16_is_one_training_in_every_engine_that_has_it(get_run, strategy, precision, reference, weights):
     """Autocast over fp32 weights, or the engine's fp16 weights."""
     cut = ("--per_device_train_batch_size", "4") if reference == "single" else ()
@@ -77,8 +79,11 @@ def test_a_step_that_overflows_is_skipped_and_does_not_advance_the_schedule(get_
     assert skipped(run)[:2] == [2, 3]
     assert run.summary["steps_skipped"] == len(skipped(run)) < 8
     rates = [row["lr"] for row in run.steps]
-    waits = [row["step"] for row, (rate, later) in zip(run.steps[:-1], itertools.pairwise(rates), strict=True)
-             if later == rate]  # fmt: skip
+    waits = [
+        row["step"]
+        for row, (rate, later) in zip(run.steps[:-1], itertools.pairwise(rates), strict=True)
+        if later == rate
+    ]
     assert waits == [step for step in skipped(run) if step < 8]
     # The schedule falls to 0 over 8 optimizer steps.
     assert rates[3] == pytest.approx(0.3 * 7 / 8)

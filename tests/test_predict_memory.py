@@ -47,10 +47,22 @@ from study.workloads.presets import PRESETS
 from tools import architectures
 
 SIZES = {
-    "vocab_size": 3000, "hidden_size": 256, "n_embd": 256, "intermediate_size": 704, "n_inner": 704, "n_positions": 512,
-    "num_attention_heads": 8, "n_head": 8, "num_heads": 8, "n_layer": 4, "num_layers": 4, "num_hidden_layers": 4,
-    "max_position_embeddings": 512, "type_vocab_size": 2, "rotary_dim": 32,
-}  # fmt: skip
+    "vocab_size": 3000,
+    "hidden_size": 256,
+    "n_embd": 256,
+    "intermediate_size": 704,
+    "n_inner": 704,
+    "n_positions": 512,
+    "num_attention_heads": 8,
+    "n_head": 8,
+    "num_heads": 8,
+    "n_layer": 4,
+    "num_layers": 4,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "rotary_dim": 32,
+}
 GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 32}
 FAMILIES = {
     **dict.fromkeys(("bert", "gpt2", "gpt_neo", "gptj", "gpt_neox"), SIZES),
@@ -59,7 +71,7 @@ FAMILIES = {
     # The heads together are wider than the model, as in the small models of the family.
     "qwen3": GROUPED | {"head_dim": 64},
     "mpt": {"d_model": 256, "n_heads": 8, "n_layers": 4, "vocab_size": 3000, "max_seq_len": 512},
-}  # fmt: skip
+}
 
 
 def make_request(model_type, precision="bf16-engine", checkpointing=False, attention="sdpa", **changed):
@@ -99,8 +111,13 @@ def test_the_formula_of_activations_matches_the_traced_code_with_adapters_and_as
             adapted = dataclasses.replace(request, shape=with_adapters(request.shape, 8))
             assert_activations_as_traced(adapted, rel=0.01)
     wide = {
-        "hidden_size": 512, "n_embd": 512, "intermediate_size": 2048, "n_inner": 2048, "head_dim": 64, "rotary_dim": 32
-    }  # fmt: skip
+        "hidden_size": 512,
+        "n_embd": 512,
+        "intermediate_size": 2048,
+        "n_inner": 2048,
+        "head_dim": 64,
+        "rotary_dim": 32,
+    }
     shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | wide)
     for precision in ("fp32", "bf16-engine"):
         request = make_request(model_type, precision, True, shape=shape, strategy=read_strategy("single"))
@@ -417,13 +434,23 @@ def test_a_gate_of_torch_saves_its_product_and_a_whole_root_gathers_the_embeddin
     assert begun[1] - begun[0] == 2 * shape.embedding.elements
 
 
-@pytest.mark.parametrize(("written", "name"), [
-    ("Meta-Llama-3-8B-Instruct", "llama-3-8b"), ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"), ("qwen2-7b", "qwen2-7b"),
-    ("llama-7b", "llama-7b"), ("llama-65b", "llama-65b"), ("mistral-7b", "mistral-7b-v0.3"),
-    ("Qwen2-7B-Instruct", "qwen2-7b"), ("Qwen1.5-14B-Chat", "qwen1.5-14b"),
-    ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"), ("EleutherAI/gpt-j-6B", "gpt-j-6b"),
-    ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"), ("google/gemma-2-9b-it", "gemma-2-9b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("Meta-Llama-3-8B-Instruct", "llama-3-8b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
+        ("qwen2-7b", "qwen2-7b"),
+        ("llama-7b", "llama-7b"),
+        ("llama-65b", "llama-65b"),
+        ("mistral-7b", "mistral-7b-v0.3"),
+        ("Qwen2-7B-Instruct", "qwen2-7b"),
+        ("Qwen1.5-14B-Chat", "qwen1.5-14b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("EleutherAI/gpt-j-6B", "gpt-j-6b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+    ],
+)
 def test_a_model_has_the_name_that_people_write(written: str, name: str) -> None:
     assert model_shape(written).name == name
 

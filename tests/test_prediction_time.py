@@ -83,16 +83,21 @@ def test_the_formula_counts_the_flops_that_torch_counts_and_recomputed_ones_are_
     ("box", "collective", "payload", "expected"),
     # Measured rows of the tables, and values between two of them.
     [
-        ("8xA100", "all_reduce", 2**28, 194.07), ("8xH200", "all_reduce", 2**28, 436.15),
-        ("8xH100", "all_reduce", 2**34, 482.26), ("4x8xH100", "all_reduce", 2**28, 160.1),
-        ("64x8xH100", "all_reduce", 2**28, 32.9), ("2x1xH100", "all_reduce", 2**25, 361.7 / 8),
+        ("8xA100", "all_reduce", 2**28, 194.07),
+        ("8xH200", "all_reduce", 2**28, 436.15),
+        ("8xH100", "all_reduce", 2**34, 482.26),
+        ("4x8xH100", "all_reduce", 2**28, 160.1),
+        ("64x8xH100", "all_reduce", 2**28, 32.9),
+        ("2x1xH100", "all_reduce", 2**25, 361.7 / 8),
         # Without NVLink: a fraction of one card's link, 55 and 31 GB/s; two cards use the fraction of four.
-        ("8xRTX5090", "all_reduce", 2**34, 0.51 * 55), ("4xRTX5090", "all_reduce", 2**34, 0.64 * 55),
+        ("8xRTX5090", "all_reduce", 2**34, 0.51 * 55),
+        ("4xRTX5090", "all_reduce", 2**34, 0.64 * 55),
         ("2x4090", "all_reduce", 2**34, 0.64 * 31),
         # In-network reduction speeds up all-reduce alone, and only with more than four GPUs.
-        ("8xH200", "all_gather", 2**34, 362), ("4xH200", "all_reduce", 2**34, 362),
+        ("8xH200", "all_gather", 2**34, 362),
+        ("4xH200", "all_reduce", 2**34, 362),
     ],
-)  # fmt: skip
+)
 def test_bandwidth_is_the_measured_one_if_there_is_one(box, collective, payload, expected):
     assert communication.bus_bandwidth_gb_per_s(to_box(box), collective, payload) == pytest.approx(expected)
 
@@ -146,9 +151,12 @@ def _with(name: str, *asked_for: str) -> Strategy:
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(
     ("setting", "by"),
-    [("reduce_scatter=true", "all_reduce"), ("reduce_scatter=false", "all_reduce"),
-     ("use_multi_rank_bucket_allreduce=false", "reduce")],
-)  # fmt: skip
+    [
+        ("reduce_scatter=true", "all_reduce"),
+        ("reduce_scatter=false", "all_reduce"),
+        ("use_multi_rank_bucket_allreduce=false", "reduce"),
+    ],
+)
 def test_the_time_counts_the_calls_of_the_traffic(name: str, setting: str, by: str) -> None:
     """One bucket without overlap: the calls that traffic counts run one after the other."""
     settings = (setting, "overlap_comm=false", "reduce_bucket_size=1000000000000")
@@ -230,9 +238,12 @@ def test_each_node_s_host_and_nvme_work_for_its_own_ranks_alone_and_new_weights_
 def test_gathers_of_lora_s_recomputation_are_in_the_time_and_the_traffic(box: str) -> None:
     """DeepSpeed frees a recomputed layer's frozen weights before its backward pass has ended."""
     fields = {
-        "shape": with_adapters(model_shape(LLAMA), 8), "strategy": read_strategy("zero3"), "box": to_box(box),
-        "precision": "bf16-engine", "accumulation": 2,
-    }  # fmt: skip
+        "shape": with_adapters(model_shape(LLAMA), 8),
+        "strategy": read_strategy("zero3"),
+        "box": to_box(box),
+        "precision": "bf16-engine",
+        "accumulation": 2,
+    }
     plain, recomputed = (make_request(**fields, gradient_checkpointing=recomputes) for recomputes in (False, True))
     layer_bytes = 2 * sum(param.elements for param in plain.shape.params if param.place == 0 and not param.trained)
     calls = plain.accumulation * plain.shape.layers

@@ -150,15 +150,28 @@ def test_the_watched_step_and_the_profiler_leave_compiled_code_in_use() -> None:
 
 
 def event(
-    name: str, start: int, end: int, on: DeviceType = DeviceType.CPU, id: int = 0, linked: int = 0,
+    name: str,
+    start: int,
+    end: int,
+    on: DeviceType = DeviceType.CPU,
+    id: int = 0,
+    linked: int = 0,
     annotates: bool = False,
-) -> SimpleNamespace:  # fmt: skip
+) -> SimpleNamespace:
     """Return an event as torch records it, for events that need a GPU."""
     return SimpleNamespace(
-        name=lambda: name, start_ns=lambda: start, end_ns=lambda: end, device_type=lambda: on,
-        correlation_id=lambda: id, linked_correlation_id=lambda: linked, is_user_annotation=lambda: annotates,
-        is_hidden_event=lambda: False, is_async=lambda: False, start_thread_id=lambda: 1, end_thread_id=lambda: 1,
-    )  # fmt: skip
+        name=lambda: name,
+        start_ns=lambda: start,
+        end_ns=lambda: end,
+        device_type=lambda: on,
+        correlation_id=lambda: id,
+        linked_correlation_id=lambda: linked,
+        is_user_annotation=lambda: annotates,
+        is_hidden_event=lambda: False,
+        is_async=lambda: False,
+        start_thread_id=lambda: 1,
+        end_thread_id=lambda: 1,
+    )
 
 
 def test_overlapping_gpu_kernels_count_once_and_belong_to_the_operator_that_launched_them() -> None:

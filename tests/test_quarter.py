@@ -55,11 +55,15 @@ def call(checkout: Path, *words: str, machine: str = "first") -> subprocess.Comp
     temporary = checkout.parent / machine
     temporary.mkdir(exist_ok=True)
     environment = os.environ | {
-        "PYTHON": sys.executable, "TMPDIR": str(temporary), "OUT": str(checkout.parent / "out"),
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHON": sys.executable,
+        "TMPDIR": str(temporary),
+        "OUT": str(checkout.parent / "out"),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
         # Whatever asks the network, through any of the libraries, fails at once.
-        "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
-    }  # fmt: skip
+        "http_proxy": "http://127.0.0.1:9",
+        "https_proxy": "http://127.0.0.1:9",
+    }
     return subprocess.run(
         ["bash", "tools/quarter.sh", *words], cwd=checkout, env=environment, text=True, capture_output=True
     )
@@ -74,11 +78,12 @@ def states(checkout: Path, suite: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "'' is not a time in seconds"), (["soon"], "'soon' is not a time in seconds"),
+        ([], "'' is not a time in seconds"),
+        (["soon"], "'soon' is not a time in seconds"),
         (["60", "--only", "smoke,steps"], "'steps' is not one of the steps smoke gradients doctor measure"),
         (["60", "--suite"], "--suite has no value"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_refused_before_anything_starts(words: list[str], says: str, checkout: Path) -> None:
     result = call(checkout, *words)
     assert (result.returncode, result.stdout) == (2, "")

@@ -142,10 +142,17 @@ def test_the_findings_on_releases_match_the_records() -> None:
     struck = [release for release in releases if any(gpu_faults(cell) for cell in cells if cell.release == release)]
     assert struck == releases[: len(struck)]
     wrong_at = {
-        name: {cell.release for cell in clipped(release_cells(records)) if cell.strategy == name and gpu_faults(cell)
-               and not cell.is_contemporary and cell.precision == "fp32" and cell.micro_steps > 1}
+        name: {
+            cell.release
+            for cell in clipped(release_cells(records))
+            if cell.strategy == name
+            and gpu_faults(cell)
+            and not cell.is_contemporary
+            and cell.precision == "fp32"
+            and cell.micro_steps > 1
+        }
         for name in ("zero0", "zero1", "zero2", "zero3")
-    }  # fmt: skip
+    }
     assert wrong_at.pop("zero3") == set()
     first = {name: min(wrong, key=release_key) for name, wrong in wrong_at.items()}
     first_wrong = max(first.values(), key=release_key)
@@ -160,8 +167,11 @@ def test_the_findings_on_releases_match_the_records() -> None:
     )
     assert headline in unwrapped("README.md")
 
-    cells = [cell for cell in clipped(release_cells(records))
-             if not cell.is_contemporary and cell.verdict.kind in ("equal", "different")]  # fmt: skip
+    cells = [
+        cell
+        for cell in clipped(release_cells(records))
+        if not cell.is_contemporary and cell.verdict.kind in ("equal", "different")
+    ]
     wrong = [cell for cell in cells if cell.precision == "fp32" and gpu_faults(cell)]
     releases = sorted({cell.release for cell in wrong}, key=release_key)
     ran = {cell.release for cell in cells}
@@ -173,8 +183,12 @@ def test_the_findings_on_releases_match_the_records() -> None:
 
 
 def test_the_finding_on_communication_matches_the_records() -> None:
-    sent = [(run, request, figure) for run, request in ended_runs() for figure in compare_run_figures(run)
-            if figure.figure == SENT and figure.measured > 1000]  # fmt: skip
+    sent = [
+        (run, request, figure)
+        for run, request in ended_runs()
+        for figure in compare_run_figures(run)
+        if figure.figure == SENT and figure.measured > 1000
+    ]
     virtual = [row for row in sent if row[0].virtual and row[0].model_name_or_path.startswith("llama-3.1-8b")]
     accumulating = [row for row in sent if row[1].accumulation > 1]
     assert (

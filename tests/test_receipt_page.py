@@ -29,7 +29,7 @@ from study.receipt.document import (
     WorkFacts,
     read_receipt,
     write_receipt,
-)  # fmt: skip
+)
 from study.receipt.faults import find_faults
 from study.receipt.forecast import make_forecast
 from study.receipt.page import HEIGHT, WIDTH, receipt_lines
@@ -38,13 +38,21 @@ MIB = 2**20
 RECEIPTS = REPOSITORY / "tests" / "data" / "receipts"
 # Loops on one H200, and the name of the engine on their screens.
 GPU_LOOPS = {
-    "plain": "no engine", "checkpointed": "no engine", "ddp": "DDP", "zero2": "DeepSpeed stage 2",
+    "plain": "no engine",
+    "checkpointed": "no engine",
+    "ddp": "DDP",
+    "zero2": "DeepSpeed stage 2",
     "zero3": "DeepSpeed stage 3",
-}  # fmt: skip
+}
 # GPT-2 in its smallest size.
 GPT2: dict[str, object] = {
-    "model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257,
-}  # fmt: skip
+    "model_type": "gpt2",
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
 PARAMETERS = 124_439_808
 
 
@@ -55,22 +63,35 @@ def make_receipt(**changes: Any) -> ReceiptDocument:
         "made_at": "2026-11-27T12:00:00+00:00",
         "state": "complete",
         "packages": {"torch": "2.13.0", "deepspeed": "0.19.8", "accelerate": "1.15.0", "transformers": "5.23.0"},
-        "engine": EngineFacts(engine="ddp", strategy="ddp", ranks=2, backend="gloo", optimizer="AdamW",
-                              compute_dtype="float32"),
+        "engine": EngineFacts(
+            engine="ddp", strategy="ddp", ranks=2, backend="gloo", optimizer="AdamW", compute_dtype="float32"
+        ),
         "model": ModelFacts(name="GPT2LMHeadModel", parameters=PARAMETERS, trained_parameters=PARAMETERS, config=GPT2),
         "work": WorkFacts(steps=20, measured_steps=(6, 7, 8, 9, 10), micro_batches=1, samples=2, sequence_length=64),
-        "memory": PeakFacts(moment="in the backward pass", total_bytes=100 * MIB, process_peak_bytes=400 * MIB,
-                            parts={"parameters": 40 * MIB, "activations": 59 * MIB}),
-        "model_state": StateFacts(params={"device": 4 * PARAMETERS}, grads={"device": 4 * PARAMETERS},
-                                  optimizer={"device": 8 * PARAMETERS}),
-        "time": TimeFacts(step_s=1.0, steps=15, parts=parts,
-                          collectives={"all_reduce": CollectiveTime(in_flight_s=0.3, exposed_s=0.1)}),
-        "traffic": {"all_reduce": CollectiveTraffic(calls=5, payload_bytes=4 * PARAMETERS,
-                                                    ring_bytes=4.0 * PARAMETERS)},
+        "memory": PeakFacts(
+            moment="in the backward pass",
+            total_bytes=100 * MIB,
+            process_peak_bytes=400 * MIB,
+            parts={"parameters": 40 * MIB, "activations": 59 * MIB},
+        ),
+        "model_state": StateFacts(
+            params={"device": 4 * PARAMETERS}, grads={"device": 4 * PARAMETERS}, optimizer={"device": 8 * PARAMETERS}
+        ),
+        "time": TimeFacts(
+            step_s=1.0,
+            steps=15,
+            parts=parts,
+            collectives={"all_reduce": CollectiveTime(in_flight_s=0.3, exposed_s=0.1)},
+        ),
+        "traffic": {
+            "all_reduce": CollectiveTraffic(calls=5, payload_bytes=4 * PARAMETERS, ring_bytes=4.0 * PARAMETERS)
+        },
         "reduced_bytes": (4 * PARAMETERS,),
-        "ranks": (RankFacts(rank=0, busy_s=0.8, peak_bytes=100 * MIB),
-                  RankFacts(rank=1, busy_s=0.9, peak_bytes=90 * MIB)),
-    }  # fmt: skip
+        "ranks": (
+            RankFacts(rank=0, busy_s=0.8, peak_bytes=100 * MIB),
+            RankFacts(rank=1, busy_s=0.9, peak_bytes=90 * MIB),
+        ),
+    }
     return ReceiptDocument(**facts | changes)
 
 
@@ -81,9 +102,13 @@ def make_engine(stage: int, **changes: Any) -> EngineFacts:
         "zero_optimization": {"stage": stage, **changes.pop("zero", {})},
     }
     facts: dict[str, Any] = {
-        "engine": "deepspeed", "strategy": f"zero{stage}", "ranks": 2, "zero_stage": stage, "settings": settings,
+        "engine": "deepspeed",
+        "strategy": f"zero{stage}",
+        "ranks": 2,
+        "zero_stage": stage,
+        "settings": settings,
         "compute_dtype": "float32",
-    }  # fmt: skip
+    }
     return EngineFacts(**facts | changes)
 
 
@@ -146,16 +171,24 @@ def _version_in(releases: Any) -> dict[str, str] | None:
     [
         (2, {"offload_param": {"device": "cpu"}}, {"offload_param": "cpu"}, "offload_param: stage 2 does not use it"),
         (0, {"offload_optimizer": {"device": "cpu"}}, {"offload_optimizer": "cpu"}, "offload_optimizer: "),
-        (2, {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}, {"offload_optimizer": "nvme"},
-         "stages 1 and 2 cannot use NVMe"),
+        (
+            2,
+            {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+            {"offload_optimizer": "nvme"},
+            "stages 1 and 2 cannot use NVMe",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_offload_without_effect_is_named(stage: int, zero: Any, facts: Any, says: str) -> None:
     fault = list_faults(make_receipt(engine=make_engine(stage, zero=zero, **facts)))["offload-without-effect"]
     assert says in fault.says
     assert fault.fix
-    used = make_engine(3, zero={"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
-                     offload_param="cpu", offload_optimizer="cpu")  # fmt: skip
+    used = make_engine(
+        3,
+        zero={"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+        offload_param="cpu",
+        offload_optimizer="cpu",
+    )
     assert "offload-without-effect" not in list_faults(make_receipt(engine=used))
 
 
@@ -182,8 +215,10 @@ def test_ranks_without_an_engine_are_named() -> None:
 def test_a_prediction_stands_beside_what_was_measured_and_a_difference_is_named() -> None:
     exact = make_forecast(make_receipt())
     assert {row.figure: row.is_outside for row in exact.comparisons if row.low is not None} == {
-        "parameters": False, "optimizer state": False, "ring bytes of a step": False,
-    }  # fmt: skip
+        "parameters": False,
+        "optimizer state": False,
+        "ring bytes of a step": False,
+    }
     doubled = {"all_reduce": CollectiveTraffic(calls=5, payload_bytes=1, ring_bytes=8.0 * PARAMETERS)}
     receipt = make_receipt(traffic=doubled)
     receipt = receipt.model_copy(update={"forecast": make_forecast(receipt)})
@@ -209,8 +244,14 @@ def test_what_cannot_be_predicted_has_its_reason(changes: dict[str, Any], reason
 
 
 def test_on_a_gpu_step_time_is_predicted_and_a_card_without_a_name_is_refused() -> None:
-    engine = EngineFacts(engine="ddp", strategy="ddp", ranks=2, device="NVIDIA H100 80GB HBM3", optimizer="AdamW",
-                         compute_dtype="bfloat16")  # fmt: skip
+    engine = EngineFacts(
+        engine="ddp",
+        strategy="ddp",
+        ranks=2,
+        device="NVIDIA H100 80GB HBM3",
+        optimizer="AdamW",
+        compute_dtype="bfloat16",
+    )
     figures = {row.figure: row for row in make_forecast(make_receipt(engine=engine)).comparisons}
     assert figures["step"].unit == "s"
     assert figures["step"].low is not None
@@ -370,19 +411,27 @@ def gpu_table() -> Iterator[str]:
         predicted = {it.figure: it.predicted for it in receipt.forecast.comparisons}
         peak = (memory.total_bytes - other_bytes) / predicted["peak of tensors"]
         cells = [
-            f"{step:.3g}", f"{watched / 1e3:.2f}", f"{profiled:.0f}", f"{(watched + profiled - 2 * step) / 1e3:.2f}",
-            f"{statistics.median(with_one[10:]) / statistics.median(without[10:]):.2f}", f"{100 * attributed:.1f} %",
-            f"{peak:.2f}", f"{(receipt.time.step_s or 0) / predicted['step']:.2f}",
-        ]  # fmt: skip
+            f"{step:.3g}",
+            f"{watched / 1e3:.2f}",
+            f"{profiled:.0f}",
+            f"{(watched + profiled - 2 * step) / 1e3:.2f}",
+            f"{statistics.median(with_one[10:]) / statistics.median(without[10:]):.2f}",
+            f"{100 * attributed:.1f} %",
+            f"{peak:.2f}",
+            f"{(receipt.time.step_s or 0) / predicted['step']:.2f}",
+        ]
         yield f"| `{loop}` | {' | '.join(cells)} |"
 
 
 def test_what_is_offloaded_is_told_from_counters_on_the_host() -> None:
     def optimizer_line(on_device: int, on_host: int) -> str:
         memory = PeakFacts(
-            moment="in the backward pass", total_bytes=100 * MIB, process_peak_bytes=400 * MIB,
-            parts={"optimizer": on_device, "activations": 59 * MIB}, host_parts={"optimizer": on_host},
-        )  # fmt: skip
+            moment="in the backward pass",
+            total_bytes=100 * MIB,
+            process_peak_bytes=400 * MIB,
+            parts={"optimizer": on_device, "activations": 59 * MIB},
+            host_parts={"optimizer": on_host},
+        )
         lines = receipt_lines(make_receipt(memory=memory), "r")
         return next((" ".join(line.split()) for line in lines if line.startswith("  optimizer  ")), "")
 

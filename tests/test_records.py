@@ -236,9 +236,17 @@ def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, run_direct
     file = run_directory / name
     content = file.read_bytes()
     for damaged in (
-        content[:-3], b"", b"[]\n", b"3\n", b"null\n", b"{}\n", b'"x"\n', b"\xff\xfe{}", b"\0" * 50,
+        content[:-3],
+        b"",
+        b"[]\n",
+        b"3\n",
+        b"null\n",
+        b"{}\n",
+        b'"x"\n',
+        b"\xff\xfe{}",
+        b"\0" * 50,
         b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n",
-    ):  # fmt: skip
+    ):
         file.write_bytes(damaged)
         # An empty list of rows, and empty flags or an empty environment, are valid documents.
         empty = (name.endswith("l") and not damaged) or (name[:3] in ("con", "env") and damaged == b"{}\n")

@@ -83,10 +83,18 @@ def write_checkpoint(folder: Path, step: int, **flags: Any) -> Path:
     config = dataclasses.replace(LAPTOP, **flags)
     tokens, weights = {"train": "0" * 64, "eval": "0" * 64}, "0" * 64
     write_manifest(
-        folder, step=step, strategy="single", world_size=1, config=config.to_dict(), schedule={},
-        tokens_sha256=tokens, initial_weights_sha256=weights, environment={}, deepspeed=None,
+        folder,
+        step=step,
+        strategy="single",
+        world_size=1,
+        config=config.to_dict(),
+        schedule={},
+        tokens_sha256=tokens,
+        initial_weights_sha256=weights,
+        environment={},
+        deepspeed=None,
         files=file_digests(folder, ("steps.jsonl", "evals.jsonl")),
-    )  # fmt: skip
+    )
     return folder
 
 
@@ -130,8 +138,12 @@ OWN_MODEL = ("--task", "gpt-wikitext", "--seq_length", "32", "--model_name_or_pa
 REQUESTS: list[tuple[Callable[[Path], object] | None, tuple[str, ...], tuple[str, ...], str]] = [
     (None, ("--global_batch_size", "64", "--train_samples", "32"), ("64", "32"), "--train_samples 64"),
     (None, ("--model_name_or_path", "bert-tinny"), ("bert-tinny",), "bert-tiny"),
-    (None, ("--max_steps", "11", "--profile_steps", "4"), ("--profile_steps 4 needs 12 steps", "11"),
-     "--max_steps 12 or more"),
+    (
+        None,
+        ("--max_steps", "11", "--profile_steps", "4"),
+        ("--profile_steps 4 needs 12 steps", "11"),
+        "--max_steps 12 or more",
+    ),
     (None, ("--data", "hub"), ("--data hub", "stanfordnlp/imdb"), "--data builtin"),
     (None, ("--engine_override", "gradient_clipping=2"), ("--engine_override", "single"), "zero*"),
     (None, ("--device_memory_cap_gib", "8"), ("--device_memory_cap_gib", "no GPU"), "leave"),
@@ -151,14 +163,22 @@ REQUESTS: list[tuple[Callable[[Path], object] | None, tuple[str, ...], tuple[str
     (damaged_run, RUN, ("status.json",), AGAIN),
     # Checkpoints of another run.
     (lambda box: matching_checkpoint(box, tokens_sha256={}), RESUME, ("eval samples",), "start from scratch"),
-    (lambda box: matching_checkpoint(box, initial_weights_sha256="0" * 64), RESUME, ("initial weights",),
-     "start from scratch"),
+    (
+        lambda box: matching_checkpoint(box, initial_weights_sha256="0" * 64),
+        RESUME,
+        ("initial weights",),
+        "start from scratch",
+    ),
     (lambda box: matching_checkpoint(box, [("torch", "2.0.0")]), RESUME, ("torch was 2.0.0",), "where it was saved"),
     (lambda box: matching_checkpoint(box, deepspeed={"stage": 1}), RESUME, ("DeepSpeed",), "start from scratch"),
     (lambda box: write_checkpoint(box / "checkpoint", step=3, seed=7), RESUME, ("with seed 7", "42"), "--seed 7"),
-    (lambda box: write_checkpoint(box / "checkpoint", step=3, max_steps=3), (*RESUME, "--max_steps", "3"), ("3 of 3",),
-     "earlier"),
-]  # fmt: skip
+    (
+        lambda box: write_checkpoint(box / "checkpoint", step=3, max_steps=3),
+        (*RESUME, "--max_steps", "3"),
+        ("3 of 3",),
+        "earlier",
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -311,10 +331,14 @@ def test_two_replicas_need_four_ranks_and_copies_divide_them() -> None:
 COMMANDS = yaml.safe_load((ROOT / "tests/data/refused_commands.yaml").read_text())
 
 
-@pytest.mark.parametrize(("command", "says"), [
-    (f"{words.removeprefix('study')} {rest}".strip(), says) for words, rows in COMMANDS.items()
-    for rest, says in rows.items()
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (f"{words.removeprefix('study')} {rest}".strip(), says)
+        for words, rows in COMMANDS.items()
+        for rest, says in rows.items()
+    ],
+)
 def test_a_command_that_cannot_be_served_ends_in_one_line(command, says, tmp_path, monkeypatch, capsys):
     (tmp_path / "accelerate_configs").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -340,12 +364,15 @@ ON_CPU = ("activation_checkpointing.cpu_checkpointing=true",)
         ("zero1", {"precision": "fp16"}, "use --precision fp16-engine"),
         ("zero2_cpu", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states needs DeepSpeed's"),
         ("zero3_cpu", {"optimizer": "muon"}, "--optimizer muon: zero3_cpu"),
-        ("zero1", {"gradient_checkpointing": True, "engine_override": PARTITIONED},
-         "under zero1 no ranks share a layer's activations"),
+        (
+            "zero1",
+            {"gradient_checkpointing": True, "engine_override": PARTITIONED},
+            "under zero1 no ranks share a layer's activations",
+        ),
         ("zero1_tp", {"engine_override": PARTITIONED}, "without checkpoints there are no activations to partition"),
         ("zero1_tp", {"engine_override": (*PARTITIONED, *ON_CPU)}, "supports only its key partition_activations"),
     ],
-)  # fmt: skip
+)
 def test_flags_that_a_strategy_does_not_support_are_refused_by_name(strategy, flags, says):
     config = dataclasses.replace(LAPTOP, task="gpt-wikitext", max_grad_norm=0.0, **flags)
     with pytest.raises(UserError) as refusal:

@@ -64,10 +64,14 @@ def test_a_release_recommended_against_one_cause_has_no_other() -> None:
         for release in (match[1], *(fixed for fixed in mended if release_key(fixed) > release_key(match[1]))):
             versions = {"deepspeed": release, **{name: version(name) for name in PACKAGES if name != "deepspeed"}}
             conflicts += [
-                (cause.id, release, second.id) for second in causes for strategy in cause.strategies
-                if second.optimizer == cause.optimizer and second.gpu != "hidden" and second.is_in(versions)
+                (cause.id, release, second.id)
+                for second in causes
+                for strategy in cause.strategies
+                if second.optimizer == cause.optimizer
+                and second.gpu != "hidden"
+                and second.is_in(versions)
                 and second.shows_in(strategy, 4, "bf16-engine")
-            ]  # fmt: skip
+            ]
     assert conflicts == []
 
 
@@ -94,12 +98,15 @@ def test_a_release_is_judged_in_the_first_line_and_the_exit_status(
     assert legend - letters <= {*re.findall(r"\b([a-z]): ", elsewhere), *re.findall(r" also ([a-z]) ", elsewhere)}
 
 
-@pytest.mark.parametrize(("release", "releases"), [
-    ("0.17.5", ["0.18.0", "0.17.6", "0.17.5", "0.17.2", "0.17.0"]),
-    ("0.18.8", ["0.19.0", "0.18.9", "0.18.6", "0.18.5", "0.18.4"]),
-    ("0.10.1", ["0.15.4", "0.15.2", "0.15.1", "0.14.5", "0.14.0"]),
-    ("99.0", ["0.19.8", "0.19.7", "0.19.6", "0.19.5", "0.19.2"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("release", "releases"),
+    [
+        ("0.17.5", ["0.18.0", "0.17.6", "0.17.5", "0.17.2", "0.17.0"]),
+        ("0.18.8", ["0.19.0", "0.18.9", "0.18.6", "0.18.5", "0.18.4"]),
+        ("0.10.1", ["0.15.4", "0.15.2", "0.15.1", "0.14.5", "0.14.0"]),
+        ("99.0", ["0.19.8", "0.19.7", "0.19.6", "0.19.5", "0.19.2"]),
+    ],
+)
 def test_the_rows_are_those_around_the_release(
     release: str, releases: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,8 +134,9 @@ def test_a_summary_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path,
     assert listed == {file: sha256((source / file).read_bytes()).hexdigest() for file in listed}, advice
     for figure in sorted(file for file in listed if file.startswith("figures/")):
         # CPUs differ in the last digits of coordinates.
-        before, after = (re.findall(r"<text[^>]*>([^<]*)<", (folder / figure).read_text())
-                         for folder in (source, tmp_path / name))  # fmt: skip
+        before, after = (
+            re.findall(r"<text[^>]*>([^<]*)<", (folder / figure).read_text()) for folder in (source, tmp_path / name)
+        )
         assert before, figure
         assert before == after, advice
 

@@ -39,9 +39,16 @@ def test_a_broken_invariant_is_named_for_that_run_alone(invariant: str, tmp_path
     data = {"data": {"tokens_sha256": {"train": "a", "eval": "b"}}} if invariant == "evaluation tokens" else {}
     write(tmp_path, "single", "ddp", "zero2", engine=data)
     path = write_run(tmp_path, "zero3", name="zero3", **broken)
-    with_steps(path, lambda row: row | {
-        "loss": row["loss"] * scale, "lr": row["lr"] * (factor if row["step"] > 1 else 1),
-    })  # fmt: skip
+    with_steps(
+        path,
+        lambda row: (
+            row
+            | {
+                "loss": row["loss"] * scale,
+                "lr": row["lr"] * (factor if row["step"] > 1 else 1),
+            }
+        ),
+    )
     by_strategy = labels(tmp_path)
     assert label in by_strategy.pop("zero3")
     assert set(by_strategy.values()) == {""}
@@ -72,8 +79,13 @@ def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(tmp_path, m
         monkeypatch.setattr(places, name, tmp_path / folder)
     monkeypatch.setattr(strategies, "STRATEGY_DIRECTORY", tmp_path / "accelerate_configs")
     digests = []
-    for place in ("nothing", "study/train.py", "study/engine/setup.py", "accelerate_configs/deepspeed/zero3.json",
-                  "study/advisor/explain.py"):  # fmt: skip
+    for place in (
+        "nothing",
+        "study/train.py",
+        "study/engine/setup.py",
+        "accelerate_configs/deepspeed/zero3.json",
+        "study/advisor/explain.py",
+    ):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_text("a change")
         digests.append(environment.code_sha256())

@@ -23,8 +23,13 @@ PROBES = [(strategy, cap, *probe) for strategy, cap, ends, *_ in SEARCHES for pr
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
     root = tmp_path_factory.mktemp("searches")
     for strategy, cap, size, state in PROBES:
-        config = {"device_memory_cap_gib": cap, "per_device_train_batch_size": size, "global_batch_size": size,
-                  "train_samples": 512, "max_steps": 3}  # fmt: skip
+        config = {
+            "device_memory_cap_gib": cap,
+            "per_device_train_batch_size": size,
+            "global_batch_size": size,
+            "train_samples": 512,
+            "max_steps": 3,
+        }
         reason = {"oom": TOO_LARGE, "failed": "lost", "timeout": "slow"}.get(state, "")
         run = write_run(root, strategy, ranks=1, steps=3, state=state, reason=reason, config=config)
         search = {"id": f"{strategy}-{cap}-r1", "axis": "largest_micro_batch", "place": LADDER.index(size), "last": 4}

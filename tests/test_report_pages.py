@@ -64,9 +64,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (work / "site" / "sitecustomize.py").write_text(BLOCKER)
     write_parquet(harmful(laptop()), work / "reports" / "harmful")
     result = subprocess.run(
-        [sys.executable, "-m", "study.cli", "report", "harmful"], cwd=work, text=True, capture_output=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(work / "site"), str(REPOSITORY)])}, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-m", "study.cli", "report", "harmful"],
+        cwd=work,
+        text=True,
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(work / "site"), str(REPOSITORY)])},
+        timeout=300,
+    )
     assert (result.returncode, result.stdout) == (0, "reports/harmful/index.html\n"), result.stderr
     return work / "reports" / "harmful"
 

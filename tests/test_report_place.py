@@ -95,8 +95,12 @@ def test_a_list_cannot_name_a_file_elsewhere(tmp_path):
     publish(tmp_path, output)
     assert (victim.read_text(), contents(tmp_path / "figures")) == ("mine", figures)
     assert sorted(file.name for file in output.iterdir()) == [
-        "figures", "files.json", "index.html", "link.html", "pages.json",
-    ]  # fmt: skip
+        "figures",
+        "files.json",
+        "index.html",
+        "link.html",
+        "pages.json",
+    ]
 
 
 def killed_before_change(number: int, new: Path, output: Path) -> bool:

@@ -43,12 +43,17 @@ def notes(answer: Answer) -> str:
 
 
 # The loss ends at 1.7 + 4 exp(-8/12) plus a little noise: a shift of 0.1 is largest relative to the smallest loss.
-@pytest.mark.parametrize(("shift", "precision", "sentence", "same"), [
-    (0.1, "fp32", "Yes, in 1 of 6 comparisons: `zero2` differs from `single` by 2.7 %.", "5 of 6"),
-    (0.001 * 3.75, "fp32", "No: in all 6", "6 of 6"), (0.003 * 3.75, "fp32", "Yes, in 1 of 6", "5 of 6"),
-    # A difference below the spacing of bf16 numbers is none in bf16.
-    (0.003 * 3.75, "bf16", "No: in all 6", "6 of 6"), (0.006 * 3.75, "bf16", "Yes, in 1 of 6", "5 of 6"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shift", "precision", "sentence", "same"),
+    [
+        (0.1, "fp32", "Yes, in 1 of 6 comparisons: `zero2` differs from `single` by 2.7 %.", "5 of 6"),
+        (0.001 * 3.75, "fp32", "No: in all 6", "6 of 6"),
+        (0.003 * 3.75, "fp32", "Yes, in 1 of 6", "5 of 6"),
+        # A difference below the spacing of bf16 numbers is none in bf16.
+        (0.003 * 3.75, "bf16", "No: in all 6", "6 of 6"),
+        (0.006 * 3.75, "bf16", "Yes, in 1 of 6", "5 of 6"),
+    ],
+)
 def test_a_loss_is_the_same_within_the_margin_of_its_precision(tmp_path, shift, precision, sentence, same):
     for strategy in ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3_cpu"):
         write_run(tmp_path, strategy, loss_shift=shift * (strategy == "zero2"), config={"precision": precision})
@@ -228,8 +233,11 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
 
 def test_speeds_at_several_batches_have_one_baseline(tmp_path: Path) -> None:
     """A ratio to another strategy would look like a change of speed if the baseline did not run."""
-    for batch, factors in {8: {"ddp": 1.0, "zero2": 1.25, "zero3": 2.0}, 16: {"zero2": 1.0, "zero3": 0.5},
-                           32: {"ddp": 1.0, "zero2": 1.25, "zero3": 1.0}}.items():  # fmt: skip
+    for batch, factors in {
+        8: {"ddp": 1.0, "zero2": 1.25, "zero3": 2.0},
+        16: {"zero2": 1.0, "zero3": 0.5},
+        32: {"ddp": 1.0, "zero2": 1.25, "zero3": 1.0},
+    }.items():
         write(tmp_path, factors, (1, 2, 3), config={"global_batch_size": batch, "per_device_train_batch_size": 4})
     answer = Answers(tmp_path)["batch_size"]
     assert [*answer.table] == ["Strategy", "batch 8", "batch 32"]

@@ -38,10 +38,18 @@ def test_every_point_of_few_is_shown_and_too_few_get_no_interval() -> None:
 
 
 def test_ratios_are_paired_by_seed() -> None:
-    runs = frame([
-        ("ddp", 1, 1, 1.0), ("ddp", 2, 1, 2.0), ("ddp", 3, 1, 4.0), ("ddp", 4, 1, 9.0),
-        ("zero3", 3, 1, 8.0), ("zero3", 1, 1, 2.0), ("zero3", 2, 1, 4.0), ("zero3", 9, 1, 99.0),
-    ])  # fmt: skip
+    runs = frame(
+        [
+            ("ddp", 1, 1, 1.0),
+            ("ddp", 2, 1, 2.0),
+            ("ddp", 3, 1, 4.0),
+            ("ddp", 4, 1, 9.0),
+            ("zero3", 3, 1, 8.0),
+            ("zero3", 1, 1, 2.0),
+            ("zero3", 2, 1, 4.0),
+            ("zero3", 9, 1, 99.0),
+        ]
+    )
     ratio = statistics.paired_ratio(statistics.pivot_by_seed(runs, TIME), "zero3", "ddp")
     assert (ratio.center, ratio.low, ratio.high, ratio.n) == pytest.approx((2.0, 2.0, 2.0, 3))
     assert statistics.paired_ratio(statistics.pivot_by_seed(runs, TIME), "zero2", "ddp").n == 0

@@ -62,8 +62,19 @@ def test_a_figure_that_is_not_linear_in_layers_is_not_extrapolated(depths: Recor
 def test_a_cell_that_did_not_fit_is_a_virtual_row_of_its_world_size(tmp_path: Path) -> None:
     cell = write_run(tmp_path, "zero1", state="unsupported", reason="takes about 55 GiB", virtual=True)
     as_never_started(cell)
-    command = ["accelerate", "launch", "study/train.py", "--task", "gpt-wikitext", "--scale", "laptop",
-               "--model_name_or_path", "gpt-1t", "--virtual_world_size", "1024"]  # fmt: skip
+    command = [
+        "accelerate",
+        "launch",
+        "study/train.py",
+        "--task",
+        "gpt-wikitext",
+        "--scale",
+        "laptop",
+        "--model_name_or_path",
+        "gpt-1t",
+        "--virtual_world_size",
+        "1024",
+    ]
     (cell / "sweep.json").write_text(json.dumps({"strategy": "zero1", "world_size": 1, "command": command}))
     (line,) = TABLES["virtual_runs"](read_records(tmp_path)).to_dict("records")
     assert (line["Model"], line["Rank"]) == ("gpt-1t", "0 of 1024")

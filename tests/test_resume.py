@@ -64,13 +64,20 @@ DROPOUT = ("--dropout", "0.1")
 @pytest.mark.parametrize(
     ("strategy", "flags"),
     [
-        *((name, DROPOUT) for name in ("ddp", "zero2_cpu", "zero3")), ("zero3", LORA),
-        *(pytest.param(name, flags, marks=long) for flags, names in (
-            (DROPOUT, ("fsdp2", "ulysses_zero1", "zero3_tp")), (LORA, ("ddp", "zero2", "fsdp2")),
-            (MUON, ("zero1", "zero2", "zero3")), (STATES, ("zero1", "zero2", "zero3")),
-        ) for name in names),
+        *((name, DROPOUT) for name in ("ddp", "zero2_cpu", "zero3")),
+        ("zero3", LORA),
+        *(
+            pytest.param(name, flags, marks=long)
+            for flags, names in (
+                (DROPOUT, ("fsdp2", "ulysses_zero1", "zero3_tp")),
+                (LORA, ("ddp", "zero2", "fsdp2")),
+                (MUON, ("zero1", "zero2", "zero3")),
+                (STATES, ("zero1", "zero2", "zero3")),
+            )
+            for name in names
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(get_run, strategy, flags, tmp_path):
     full, checkpoint = save(get_run, strategy, 2, *flags)
     resumed = resume(strategy, checkpoint, tmp_path / "resumed", 2, *flags)
@@ -148,11 +155,14 @@ MICRO_BATCHES_OF_2 = ("--per_device_train_batch_size", "2")
         *(pytest.param(name, 3, MICRO_BATCHES_OF_2, marks=long) for name in ("zero0", "fsdp2", "zero2")),
         # Each sub-group counts its steps.
         pytest.param("zero3", 4, ("--engine_override", "zero_optimization.sub_group_size=100000"), marks=long),
-        *(pytest.param(name, 4, flags, marks=long) for name in ("zero2", "zero3")
-          for flags in (("--precision", "bf16-engine"), STATES)),
+        *(
+            pytest.param(name, 4, flags, marks=long)
+            for name in ("zero2", "zero3")
+            for flags in (("--precision", "bf16-engine"), STATES)
+        ),
         *(pytest.param(name, 4, LORA, marks=long) for name in ("ddp", "zero2", "zero3", "fsdp2")),
     ],
-)  # fmt: skip
+)
 def test_half_the_ranks_continue_with_other_settings_too(get_run, strategy, step, flags, tmp_path):
     full, checkpoint = save(get_run, strategy, 4, *flags, step=step)
     resumed = resume(strategy, checkpoint, tmp_path / "run", 2, *flags)

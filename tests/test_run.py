@@ -26,27 +26,46 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_the_record_stays(tmp_path: 
     ("strategy", "flags", "reason", "steps", "skipped", "evals"),
     [
         pytest.param(
-            "single", ("--learning_rate", "1e38", "--warmup_ratio", "0", "--max_steps", "1"),
-            "the evaluation loss is not a number", 1, 0, [], id="last step ruins the weights",
+            "single",
+            ("--learning_rate", "1e38", "--warmup_ratio", "0", "--max_steps", "1"),
+            "the evaluation loss is not a number",
+            1,
+            0,
+            [],
+            id="last step ruins the weights",
         ),
         # The losses stay finite, but the gradient norm does not: only the first step changes weights. A loss of 1e8 has
         # a perplexity that overflows.
         pytest.param(
-            "zero1", ("--learning_rate", "3e3", "--warmup_ratio", "0", "--eval_steps", "0"),
-            "7 of 8 optimizer steps were skipped", 8, 7, [None], id="deepspeed skips steps",
+            "zero1",
+            ("--learning_rate", "3e3", "--warmup_ratio", "0", "--eval_steps", "0"),
+            "7 of 8 optimizer steps were skipped",
+            8,
+            7,
+            [None],
+            id="deepspeed skips steps",
         ),
         pytest.param(
-            "zero2", ("--engine_override", "gradient_clipping=0.25"),
-            "the engine differs from zero2's settings: gradient_clipping is 0.25, requested 0.5", 0, 0, [],
+            "zero2",
+            ("--engine_override", "gradient_clipping=0.25"),
+            "the engine differs from zero2's settings: gradient_clipping is 0.25, requested 0.5",
+            0,
+            0,
+            [],
             id="engine differs",
         ),
         # DeepSpeed silently does not swap tensors smaller than an I/O block: no tensor here is as large as 16 MiB.
         pytest.param(
-            "zero3_nvme", ("--engine_override", "aio.block_size=16777216"),
-            "zero3_nvme swapped no optimizer", 0, 0, [], id="offload leaves no file",
+            "zero3_nvme",
+            ("--engine_override", "aio.block_size=16777216"),
+            "zero3_nvme swapped no optimizer",
+            0,
+            0,
+            [],
+            id="offload leaves no file",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_run_that_differs_from_its_flags_fails(strategy, flags, reason, steps, skipped, evals, tmp_path):
     ranks = 2 if skipped else 1
     assert train(strategy, tmp_path / "run", *GPT, *flags, ranks=ranks).returncode != 0

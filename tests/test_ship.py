@@ -197,13 +197,21 @@ def run_the_action(checkout: Path, folder: Path, **environment: str) -> subproce
         name: re.sub(r"\$\{\{ (.+?) \}\}", lambda item: values[item[1]], text) for name, text in step["env"].items()
     }
     variables = {
-        "RUNNER_TEMP": str(folder), "GITHUB_ACTION_PATH": str(write_wheel(folder, "zero_study", files)),
-        "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    }  # fmt: skip
+        "RUNNER_TEMP": str(folder),
+        "GITHUB_ACTION_PATH": str(write_wheel(folder, "zero_study", files)),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(folder),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
     return subprocess.run(
-        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]], cwd=checkout, text=True,
-        env={**os.environ, **variables, **step_inputs, **environment}, capture_output=True, timeout=200, check=False,
-    )  # fmt: skip
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+        cwd=checkout,
+        text=True,
+        env={**os.environ, **variables, **step_inputs, **environment},
+        capture_output=True,
+        timeout=200,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("path", [None, "."])

@@ -48,8 +48,12 @@ class Slurm:
         output, at = folder / "job.out", arguments.index("--")
         answer = subprocess.run(
             ["sbatch", "--parsable", f"--output={output}", *arguments[:at], str(script), *arguments[at + 1 :]],
-            env=self.environment, cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            env=self.environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert answer.returncode == 0, answer.stderr
         return Job(self, answer.stdout.strip(), output)
 
@@ -91,9 +95,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
-        "SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT),
+        "SLURM_CONF": str(folder / "slurm.conf"),
+        "PYTHONPATH": str(ROOT),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    }  # fmt: skip
+    }
     cgroup = _memory_cgroup()
     second, unshared = ["slurmd", "-D", "-N", "n2"], folder / "unshared"
     unshared.mkdir()
@@ -193,8 +198,9 @@ def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Sl
     assert job.ended() == "COMPLETED", job.printed()
     by_strategy = records(runs)
     assert {strategy: (run.state, run.status["attempt"]) for strategy, run in by_strategy.items()} == {
-        "ddp": ("ok", 2), "single": ("ok", 1),
-    }  # fmt: skip
+        "ddp": ("ok", 2),
+        "single": ("ok", 1),
+    }
     assert len(read_json(by_strategy["single"].path / "sweep.json")["attempts"][0]["nodes"]) == 1
 
 

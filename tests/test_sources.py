@@ -99,10 +99,13 @@ REVIEW_COPIES: dict[str, Callable[[Path], Path]] = {
     # A file's name is neither a pattern nor an address.
     "pattern": lambda folder: write(OTHER, folder / "abc.jsonl") and write(ALL, folder / "[a]?*.jsonl"),
     "address": lambda folder: write(ALL, folder / "a::b.jsonl"),
-    "class labels": named_labels, "hub clone": hub_clone, "sharded": sharded, "named twice": named_twice,
+    "class labels": named_labels,
+    "hub clone": hub_clone,
+    "sharded": sharded,
+    "named twice": named_twice,
     "save_to_disk": lambda folder: saved(folder, has_splits=False),
     "save_to_disk with splits": lambda folder: saved(folder, has_splits=True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", REVIEW_COPIES)
@@ -201,8 +204,10 @@ def test_packing_joins_rows_cuts_blocks_and_reads_no_further_than_needed() -> No
     assert pack(rows(), "train", 5, 4).flatten().tolist() == stream
     assert len(read) < 200
     assert len(pack(rows(), "train", 3, 0)) == 2000 // 3
-    for texts, samples, says in ((rows(), 667, "--eval_samples 667: the data has 666 blocks of --seq_length 3"),
-                                 (["", words[0]], 0, "smaller --seq_length")):  # fmt: skip
+    for texts, samples, says in (
+        (rows(), 667, "--eval_samples 667: the data has 666 blocks of --seq_length 3"),
+        (["", words[0]], 0, "smaller --seq_length"),
+    ):
         with pytest.raises(UserError, match=says):
             pack(texts, "eval", 3, samples)
 
@@ -371,8 +376,9 @@ def test_a_revision_in_the_cache_needs_no_network_and_another_does_not_replace_i
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     loaders: dict[Any, Any] = {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}
     configs = {task: make_config(task, "hub") for task in loaders}
-    imdb, wikitext = (tmp_path / "hub" / f"datasets--{name}" / "snapshots"
-                      for name in ("stanfordnlp--imdb", "Salesforce--wikitext"))  # fmt: skip
+    imdb, wikitext = (
+        tmp_path / "hub" / f"datasets--{name}" / "snapshots" for name in ("stanfordnlp--imdb", "Salesforce--wikitext")
+    )
     hub_clone(imdb / ("0" * 40))
     row_tables(wikitext / ("0" * 40) / "wikitext-2-raw-v1")
     for task, load in loaders.items():

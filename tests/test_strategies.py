@@ -63,8 +63,10 @@ def test_a_file_has_the_shared_values_and_those_of_its_name_and_both_libraries_t
     if name not in WITH_DEEPSPEED:
         return
     stage = strategy.zero_stage
-    settings, base = (strategies.read_deepspeed_json(DIRECTORY / "deepspeed" / f"{file}.json")
-                      for file in (name, f"zero{1 if name == f'zero{stage}' else stage}"))  # fmt: skip
+    settings, base = (
+        strategies.read_deepspeed_json(DIRECTORY / "deepspeed" / f"{file}.json")
+        for file in (name, f"zero{1 if name == f'zero{stage}' else stage}")
+    )
     section, stage_section = settings.pop("zero_optimization"), base.pop("zero_optimization")
     assert settings.keys() - base.keys() <= {"aio", "tensor_parallel"}
     assert as_text({key: settings[key] for key in base}) == as_text(base)
@@ -92,11 +94,17 @@ def as_text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [
-    ("ddp", 2), ("zero3_nvme", 1),
-    *(pytest.param(*case, marks=pytest.mark.long)
-      for case in (("single", 1), ("ddp", 1), ("fsdp2", 2), ("hsdp", 4), ("zero0", 2))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("ddp", 2),
+        ("zero3_nvme", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("single", 1), ("ddp", 1), ("fsdp2", 2), ("hsdp", 4), ("zero0", 2))
+        ),
+    ],
+)
 def test_a_launched_process_knows_its_strategy_and_its_place_and_a_forked_one_of_the_tests_does_too(strategy, ranks):
     documents = printed_json(launch(strategy, "tests/probes/this_launch.py", ranks=ranks))
     forked = printed_json(fork_ranks(strategy, "tests/probes/this_launch.py", ranks=ranks))
@@ -105,16 +113,26 @@ def test_a_launched_process_knows_its_strategy_and_its_place_and_a_forked_one_of
         launched, environment = document.pop("environment"), fork["environment"]
         assert document == {
             "strategy": {
-                "name": strategy, "distributed_type": shipped.distributed_type, "deepspeed": shipped.deepspeed,
-                "custom_settings": None, "mesh": [2, 2] if strategy == "hsdp" else None, "group": None,
+                "name": strategy,
+                "distributed_type": shipped.distributed_type,
+                "deepspeed": shipped.deepspeed,
+                "custom_settings": None,
+                "mesh": [2, 2] if strategy == "hsdp" else None,
+                "group": None,
             },
-            "world_size": ranks, "rank": rank, "local_rank": rank, "local_world_size": ranks,
+            "world_size": ranks,
+            "rank": rank,
+            "local_rank": rank,
+            "local_world_size": ranks,
             "virtual": False,
-        }  # fmt: skip
+        }
         # DeepSpeed sets the last one at its import: always in the fork server, and with some files in a launcher.
         assert {name for name in {*launched, *environment} if launched.get(name) != environment.get(name)} <= {
-            "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK",
-        }  # fmt: skip
+            "MASTER_PORT",
+            "TORCHELASTIC_ERROR_FILE",
+            "PYTEST_CURRENT_TEST",
+            "PYTORCH_NVML_BASED_CUDA_CHECK",
+        }
     assert len(documents) == ranks
 
 
@@ -275,9 +293,10 @@ def test_a_deepspeed_json_that_asks_for_no_strategy_or_can_name_no_run_is_refuse
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 HSDP = FSDP2 | {
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -288,15 +307,17 @@ HSDP = FSDP2 | {
         (FSDP2 | {"FSDP_VERSION": "1"}, "FSDP version 1"),
         (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "full_shard"}, "fsdp_reshard_after_forward"),
         # As `accelerate launch` exports a SIZE_BASED_WRAP config without a size.
-        (FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "100000000.0"},
-         "no whole fsdp_min_num_params"),
+        (
+            FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "100000000.0"},
+            "no whole fsdp_min_num_params",
+        ),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
         (HSDP | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1"}, "parallelism_config of one replica"),
         (HSDP | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "dp_shard_size: -1"),
         (HSDP | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size: 2"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron_lm"),
     ],
-)  # fmt: skip
+)
 def test_a_launch_that_is_none_of_the_study_is_refused(environment: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         read_launch(environment)

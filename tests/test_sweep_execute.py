@@ -146,9 +146,10 @@ def test_the_verdict_of_a_suite_names_the_next_command(tmp_path, capsys):
 
 def test_the_expected_time_is_that_of_similar_cells_and_a_time_budget_starts_none_beyond_it(tmp_path, capsys):
     suite = write_suite(
-        tmp_path, {"strategy": ["single", "zero3"], "seed": [1, 2, 3, 4], "dropout": [0.0, 0.1]},
+        tmp_path,
+        {"strategy": ["single", "zero3"], "seed": [1, 2, 3, 4], "dropout": [0.0, 0.1]},
         overrides=[{"where": {"strategy": "zero3"}, "fixed": {"expected_s": 90}}],
-    )  # fmt: skip
+    )
     cells = {(cell.strategy, cell.config.seed, cell.config.dropout): cell for cell in list_cells(suite)}
 
     def expected(*key: Any) -> float:

@@ -34,9 +34,11 @@ def evidence(
 ) -> ExitEvidence:
     base = {"launcher_status": 1, "stopped_by": None, "time_limit_s": 5.0, "status": None, "log": ""}
     return ExitEvidence(
-        **base | more, printed=MESSAGES.get(printed, printed), ooms=OomCounts(*ooms),
+        **base | more,
+        printed=MESSAGES.get(printed, printed),
+        ooms=OomCounts(*ooms),
         refusal=refusal_from_json(refusal) if refusal else None,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("case", ENDINGS["cases"], ids=lambda case: f"{case['is']} {case['says']}")
@@ -67,10 +69,21 @@ def test_the_evidence_decides_how_a_run_ended(case: dict[str, Any]) -> None:
         # Messages of libraries on a full tmpfs.
         (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "failed", FULL),
         (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), "failed", FULL),
-        (CheckpointException("", {0: (RuntimeError("[enforce fail at inline_container.cc:1] . unexpected pos 7"),
-                                      traceback.StackSummary())}), "failed", FULL),
+        (
+            CheckpointException(
+                "",
+                {
+                    0: (
+                        RuntimeError("[enforce fail at inline_container.cc:1] . unexpected pos 7"),
+                        traceback.StackSummary(),
+                    )
+                },
+            ),
+            "failed",
+            FULL,
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, state, says):
     ending = outcome_from_exception(error)
     assert ending.state == state
@@ -81,9 +94,12 @@ def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, s
 
 @pytest.mark.parametrize(
     "message",
-    ["[pair.cc:547] Connection closed by peer [127.0.0.1]:1", "[pair.cc:1] Read error: Connection reset by peer GLHF!",
-     "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."],
-)  # fmt: skip
+    [
+        "[pair.cc:547] Connection closed by peer [127.0.0.1]:1",
+        "[pair.cc:1] Read error: Connection reset by peer GLHF!",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    ],
+)
 def test_a_lost_connection_to_a_rank_is_that_rank_s_death_and_not_this_one_s_error(message):
     ending = outcome_from_exception(RuntimeError(message))
     assert ending.reason.startswith("another rank died, and this one lost its connection (RuntimeError: ")

@@ -59,7 +59,8 @@ BILLION = "".join(f"  - &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("- a\n", r"suite\.yaml"), ("a: !!python/object:os.system {}\n", r"suite\.yaml"),
+        ("- a\n", r"suite\.yaml"),
+        ("a: !!python/object:os.system {}\n", r"suite\.yaml"),
         ("name: a/b\ndescription: y\ngrids: []", "name is 'a/b'"),
         ("", r"suite\.yaml: expected a mapping, got nothing -> .*grids, name"),
         ("loss: 0.7\n" * 110_000, "has more than 1,048,576 bytes"),
@@ -67,7 +68,7 @@ BILLION = "".join(f"  - &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range
         (f"{HEAD}grids: &itself [*itself]\n", "recursive"),
     ],
     ids=lambda text: text[:9],
-)  # fmt: skip
+)
 def test_a_file_that_is_not_a_suite_is_refused(tmp_path, text, says):
     file = tmp_path / "suite.yaml"
     file.write_text(text)
@@ -88,10 +89,11 @@ def test_rules_that_match_no_run_and_cells_that_cannot_run_are_refused_before_an
 
 def test_every_combination_but_the_excluded_ones_is_a_cell_with_the_overrides_that_match(tmp_path):
     file = write_suite(
-        tmp_path, {"strategy": ["ddp", "zero3"], "seed": [1, 2], "dropout": [0.0, 0.1]},
+        tmp_path,
+        {"strategy": ["ddp", "zero3"], "seed": [1, 2], "dropout": [0.0, 0.1]},
         exclude=[{"strategy": "ddp", "dropout": 0.1, "seed": [1, 2]}],
         overrides=[{"where": {"strategy": "zero3"}, "fixed": {"max_steps": 7, "time_limit_s": 9}}],
-    )  # fmt: skip
+    )
     cells = plan(file)
     assert len({cell.id for cell in cells}) == 6
     assert Counter(
@@ -153,9 +155,12 @@ def test_each_trainer_has_its_own_script_and_the_flags_of_a_cell_ask_for_exactly
     for cell in cells:
         assert f"study/{trainers[cell.trainer]}" in launch_command(cell, tmp_path)
     fixed = {
-        **TINY, "gradient_checkpointing": False, "dropout": -1, "learning_rate": "1e-5",
+        **TINY,
+        "gradient_checkpointing": False,
+        "dropout": -1,
+        "learning_rate": "1e-5",
         "engine_override": ["zero_optimization.sub_group_size=7"],
-    }  # fmt: skip
+    }
     (cell,) = plan(write_suite(tmp_path, {"strategy": "zero3"}, fixed))
     config = parse_command_line(cell.flags(tmp_path / "out dir"))
     assert config.output_dir == str(tmp_path / "out dir")
@@ -256,8 +261,9 @@ def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_co
     assert cli.main(["weights", str(file)]) == 0
     folders = sorted(folder.name for folder in (cache / "initial_weights").iterdir() if folder.is_dir())
     assert [re.sub(r"-[0-9a-f]{12}$", "", name) for name in folders] == [
-        "gpt-wikitext-gpt-tiny-1layers-random-seed42", "gpt-wikitext-gpt-tiny-random-seed42"
-    ]  # fmt: skip
+        "gpt-wikitext-gpt-tiny-1layers-random-seed42",
+        "gpt-wikitext-gpt-tiny-random-seed42",
+    ]
     assert len([line for line in capfd.readouterr().out.splitlines() if line.startswith("gpt-tiny")]) == 2
     # Each run starts from them.
     configs = [cell.config for cell in plan(file) if not isinstance(cell, Search)]

@@ -159,10 +159,13 @@ def test_a_full_disk_stops_the_sweep_and_nothing_finished_is_lost(tmp_path):
     copied.mkdir()
     suite = write_suite(tmp_path, {"strategy": ["single", "ddp"]})
     result = subprocess.run(
-        ["unshare", "-rm", "bash", "-c", FULL_DISK, "bash", str(mounted), str(suite), str(copied)], cwd=ROOT, text=True,
+        ["unshare", "-rm", "bash", "-c", FULL_DISK, "bash", str(mounted), str(suite), str(copied)],
+        cwd=ROOT,
+        text=True,
         env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home()), "PYTHON": sys.executable},
-        capture_output=True, timeout=500,
-    )  # fmt: skip
+        capture_output=True,
+        timeout=500,
+    )
     if result.returncode == 77 or "unshare" in result.stderr:
         pytest.skip("this kernel does not allow a tmpfs in a user namespace")
     printed = result.stdout + result.stderr

@@ -123,8 +123,10 @@ def test_a_series_runs_until_its_time_is_over_and_continues_there(tmp_path, caps
     assert re.match(r"whole: 1 of 3 cells done; about \d+s left; next: study run ", verdict)
     assert verdict.endswith(f"study run {file} --runs_dir {runs}")
     assert [row.split()[:6] for row in rows] == [
-        ["wide", "seed=2", "1", "1", "0", "0"], ["narrow", "-", "1", "0", "0", "1"], ["wide", "-", "1", "0", "0", "1"]
-    ]  # fmt: skip
+        ["wide", "seed=2", "1", "1", "0", "0"],
+        ["narrow", "-", "1", "0", "0", "1"],
+        ["wide", "-", "1", "0", "0", "1"],
+    ]
     # If nothing is left to run, it prints the status of all slices.
     assert cli.main(["run", *base, "--only", "seed=2"]) == 0
     assert capsys.readouterr().out.splitlines()[3].split() == ["wide", "seed=2", "1", "1", "0", "0", "0s"]
@@ -155,8 +157,10 @@ def test_interrupted_cells_come_after_untried_ones(tmp_path, capsys):
     # `study weights` prepares the first cells of that call.
     begun = in_order(plan_suite(str(file), CPU_BOX, tmp_path).slices, None)
     assert [(cell.config.model_name, cell.config.seed) for cell, _ in begun if isinstance(cell, Cell)] == [
-        ("gpt-tiny-1layers", 1), ("gpt-tiny", 1), ("gpt-tiny", 2)
-    ]  # fmt: skip
+        ("gpt-tiny-1layers", 1),
+        ("gpt-tiny", 1),
+        ("gpt-tiny", 2),
+    ]
 
 
 def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeypatch):

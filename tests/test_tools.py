@@ -84,11 +84,14 @@ DDP, ZERO2 = {"held": 0.1 + 0.2, "name": "ddp", "kind": "ineffective"}, {"name":
         ([DDP, ZERO2 | {"more": None}], PAGE, 'a.json: strategies.zero2.more: "(absent)" -> null'),
         ([ZERO2, DDP], PAGE, 'a.json: strategies (order): ["ddp", "zero2"] -> ["zero2", "ddp"]'),
         ([DDP, ZERO2], PAGE.replace("| 1.25", "| 1"), 'b.md: tables[Strategy, peak (1)].zero2.peak: "1.25" -> "1"'),
-        ([DDP, ZERO2], PAGE.replace("1.25 G", "1.26 G"), 'b.md: prose: "1.25 (The lowest peak is 1.25 GiB.)" -> "1.26 '
-         '(The lowest peak is 1.26 GiB.)"'),
+        (
+            [DDP, ZERO2],
+            PAGE.replace("1.25 G", "1.26 G"),
+            'b.md: prose: "1.25 (The lowest peak is 1.25 GiB.)" -> "1.26 (The lowest peak is 1.26 GiB.)"',
+        ),
         ([DDP, ZERO2], None, "b.md: : "),
     ],
-)  # fmt: skip
+)
 def test_each_difference_is_found_and_a_new_name_is_none(rows, page, says, tmp_path, capsys):
     for name, document, text in (("old", OLD, PAGE), ("new", {"strategies": rows}, page)):
         (tmp_path / name).mkdir()
@@ -124,13 +127,20 @@ def test_git_keeps_no_file_that_a_command_makes_and_no_large_one() -> None:
     assert tree.problems(sizes, tree.linked_figures(sizes)) == []
     figures = {"reports/a/figures/shown.svg", "reports/a/figures/heavy.svg"}
     wrong = {
-        "reports/a/index.html": "`make reports` makes it", "reports/a/loss.ipynb": "`make reports` makes it",
-        "reports/a/images/loss_1.png": "`make reports` makes it", "reports/a/pages.json": "`make reports` makes it",
-        "reports/a/figures/alone.svg": "no page in git shows it", "reports/a/figures/heavy.svg": "60,001 bytes",
-        "reports/a/steps.parquet": "every version stays in each clone", "study/data.json": "every version stays",
-    }  # fmt: skip
-    heavy = {"reports/a/figures/heavy.svg": tree.MAX_FIGURE_BYTES + 1, "reports/a/steps.parquet": 500_000,
-             "study/data.json": 500_000}  # fmt: skip
+        "reports/a/index.html": "`make reports` makes it",
+        "reports/a/loss.ipynb": "`make reports` makes it",
+        "reports/a/images/loss_1.png": "`make reports` makes it",
+        "reports/a/pages.json": "`make reports` makes it",
+        "reports/a/figures/alone.svg": "no page in git shows it",
+        "reports/a/figures/heavy.svg": "60,001 bytes",
+        "reports/a/steps.parquet": "every version stays in each clone",
+        "study/data.json": "every version stays",
+    }
+    heavy = {
+        "reports/a/figures/heavy.svg": tree.MAX_FIGURE_BYTES + 1,
+        "reports/a/steps.parquet": 500_000,
+        "study/data.json": 500_000,
+    }
     right = {"reports/a/figures/shown.svg": 10, "reports/a/summary.md": 10, "reports/README.md": 10}
     lines = tree.problems({**dict.fromkeys(wrong, 10), **right, **heavy}, figures)
     assert len(lines) == len(wrong)

@@ -31,9 +31,10 @@ def test_a_fault_of_another_library_is_there_or_not_as_the_table_says(name: str,
     if name == "deepspeed_init_dtype.py" and torch.ops.mkldnn._is_mkldnn_fp16_supported():
         status = "0"
     environment = {
-        **os.environ, "TORCH_EXTENSIONS_DIR": str(operator_build_folder(cache_directory())),
+        **os.environ,
+        "TORCH_EXTENSIONS_DIR": str(operator_build_folder(cache_directory())),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    }  # fmt: skip
+    }
     done = fork_script(UPSTREAM / name, folder=REPOSITORY, environment=environment, read_at_import={}, timeout=500)
     # A script that cannot run ends in a traceback, with exit status 1 too.
     assert (str(done.returncode), "Traceback" in done.stderr) == (status, False), done.stdout + done.stderr

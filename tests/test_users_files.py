@@ -87,9 +87,13 @@ def test_a_folder_with_another_program_s_status_json_is_not_overwritten(tmp_path
 
 @pytest.mark.parametrize(
     ("name", "is_written"),
-    [("log.txt", True), ("checkpoints/step_0000001", True), ("checkpoints/step_0000001/model", True),
-     ("checkpoints/best", False)],
-)  # fmt: skip
+    [
+        ("log.txt", True),
+        ("checkpoints/step_0000001", True),
+        ("checkpoints/step_0000001/model", True),
+        ("checkpoints/best", False),
+    ],
+)
 def test_a_link_where_a_run_writes_in_place_is_refused(tmp_path, name, is_written):
     """A copied folder of runs may contain a link to the user's files."""
     (tmp_path / "run" / name).parent.mkdir(parents=True)
@@ -104,9 +108,12 @@ def test_a_link_where_a_run_writes_in_place_is_refused(tmp_path, name, is_writte
 def start_interruptible(*flags: str) -> subprocess.Popen[str]:
     """Start a run that Ctrl-C reaches: a background shell ignores SIGINT, and its children inherit that."""
     return subprocess.Popen(
-        [sys.executable, "study/train.py", *FLAGS, *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "study/train.py", *FLAGS, *flags],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
 
 
 def test_ctrl_c_prints_the_command_that_resumes_from_the_last_checkpoint(tmp_path):
@@ -125,12 +132,18 @@ def test_a_rank_that_is_killed_after_a_checkpoint_is_told_of_and_the_run_resumes
     flags = [*FLAGS, "--max_steps", "2000", "--checkpointing_steps", "3", "--output_dir", str(run)]
     command = ["accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", "0"]
     process = subprocess.Popen(
-        [sys.executable, "-m", *command, "study/train.py", *flags], cwd=ROOT, env=os.environ | ONE_THREAD,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [sys.executable, "-m", *command, "study/train.py", *flags],
+        cwd=ROOT,
+        env=os.environ | ONE_THREAD,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     wait_until(lambda: any(run.glob("checkpoints/step_*/checkpoint.json")))
-    (killed,) = (rank for rank in psutil.Process(process.pid).children(recursive=True)
-                 if rank.environ().get("RANK") == "1" and "study/train.py" in rank.cmdline())  # fmt: skip
+    (killed,) = (
+        rank
+        for rank in psutil.Process(process.pid).children(recursive=True)
+        if rank.environ().get("RANK") == "1" and "study/train.py" in rank.cmdline()
+    )
     killed.kill()
     assert process.wait(timeout=120) != 0
     last = max(file.parent.name for file in run.glob("checkpoints/step_*/checkpoint.json"))

@@ -83,9 +83,12 @@ def test_bucketed_gradients_and_gathered_parameters_are_freed_once_they_are_copi
 
 def test_a_forward_pass_keeps_and_gathers_what_the_prediction_says() -> None:
     """Stage 3 saves no autocast copies of the weights of linear layers, whose function it replaces."""
-    runs = [(run, request) for run, request in run_predictions.ended_runs()
-            if (run.suite in ("virtual_tuning", "virtual_scaling") and run.strategy != "zero3_hpz")
-            or (run.suite == "gpu" and run.virtual)]  # fmt: skip
+    runs = [
+        (run, request)
+        for run, request in run_predictions.ended_runs()
+        if (run.suite in ("virtual_tuning", "virtual_scaling") and run.strategy != "zero3_hpz")
+        or (run.suite == "gpu" and run.virtual)
+    ]
     assert sum(not request.box.is_cpu_only and request.strategy.zero_stage == 3 for _, request in runs) == 1
     assert {request.strategy.zero_stage for _, request in runs if request.autocast} >= {1, 2, 3}
     for run, request in runs:
@@ -124,8 +127,10 @@ def test_intervals_cover_the_stated_fraction() -> None:
 
 def test_a_prediction_of_nothing_is_an_error_and_no_part_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank on a GPU may send bytes without a predicted byte."""
-    sent = [run_predictions.FigureComparison("one_gpu", name, run_predictions.SENT, 2000.0, predicted)
-            for name, predicted in (("a", 0.0), ("b", 1600.0))]  # fmt: skip
+    sent = [
+        run_predictions.FigureComparison("one_gpu", name, run_predictions.SENT, 2000.0, predicted)
+        for name, predicted in (("a", 0.0), ("b", 1600.0))
+    ]
     monkeypatch.setattr(report, "own_compared", lambda: iter(sent))
     frame = report.scores_frame([row for row in COUNTED if row.step_s])
     assert yaml.safe_load(report.intervals_text(frame))["sent"] == {"low": 1.25, "high": 1.25, "rows": 1}

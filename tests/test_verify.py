@@ -31,16 +31,26 @@ PLANTED = ROOT / "tests" / "probes" / "planted"
 STACK = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
 FP32 = ROUNDING["fp32"]
 # DeepSpeed 0.19.8, which matches one process: two ranks, gpt-wikitext, four micro-batches per step.
-SINGLE = TrainingTrace([5.57902, 5.47629, 5.40563, 5.33389], [1.867, 1.742, 1.665, 1.531], [4e-3, 3.5e-3, 3e-3, 2.5e-3],
-               weights="a", samples=("1", "2", "3", "4"), max_norm=1.0)  # fmt: skip
+SINGLE = TrainingTrace(
+    [5.57902, 5.47629, 5.40563, 5.33389],
+    [1.867, 1.742, 1.665, 1.531],
+    [4e-3, 3.5e-3, 3e-3, 2.5e-3],
+    weights="a",
+    samples=("1", "2", "3", "4"),
+    max_norm=1.0,
+)
 
 
 def verify(*flags: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     folders = [str(folder) for folder in (path, ROOT) if folder]
     return subprocess.run(
-        [sys.executable, "-m", "study.cli", "verify", *flags], cwd=ROOT, text=True, capture_output=True, timeout=400,
+        [sys.executable, "-m", "study.cli", "verify", *flags],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=400,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
+    )
 
 
 def differing(**changed: object) -> Verdict:
@@ -57,17 +67,24 @@ def test_quick_finds_a_fault_in_each_stage_and_imports_the_engines_alone() -> No
     assert "zero1, zero2, zero3 on 2 ranks on CPU cores, with accumulation 1 and 4; about 2 min" in result.stderr
     rows = document["rows"]
     assert {(row["strategy"], row["micro_steps"]): row["what"] for row in rows} == {
-        ("zero1", 1): None, ("zero1", 4): "gradient", ("zero2", 1): "clipping", ("zero2", 4): "clipping",
-        ("zero3", 1): None, ("zero3", 4): "scale",
-    }  # fmt: skip
+        ("zero1", 1): None,
+        ("zero1", 4): "gradient",
+        ("zero2", 1): "clipping",
+        ("zero2", 4): "clipping",
+        ("zero3", 1): None,
+        ("zero3", 4): "scale",
+    }
     assert [row["norm_ratio"] for row in rows if row["what"] == "scale"] == [pytest.approx(0.25, rel=1e-3)]
     assert {row["precision"] for row in rows} == {"fp32"}
 
 
 def test_without_a_judged_engine_verification_does_not_pass() -> None:
     refused = Verdict("refuses", reason="no compiler")
-    rows = [VerifyRow("ddp", "fp32", 1, Verdict("equal")), VerifyRow("zero1", "fp32", 1, refused),
-            VerifyRow("zero2", "fp32", 1, Verdict("not judged", reason="the run of one process failed"))]  # fmt: skip
+    rows = [
+        VerifyRow("ddp", "fp32", 1, Verdict("equal")),
+        VerifyRow("zero1", "fp32", 1, refused),
+        VerifyRow("zero2", "fp32", 1, Verdict("not judged", reason="the run of one process failed")),
+    ]
     verification = Verification(("ddp", "zero1", "zero2"), 2, rows)
     assert (verification.unverified, verification.agrees) == (["zero1", "zero2"], None)
     assert verification.answer == "NOT JUDGED: no engine of DeepSpeed could run here; not judged here: zero1, zero2"
@@ -101,9 +118,12 @@ def test_fp16_is_verified_on_request_under_the_strategies_that_have_it(tmp_path:
     matrix = VerifyMatrix(tmp_path, detect_machine(), STACK, precisions, 1, chosen=False)
     cells = {strategy: [cell[0] for cell in matrix.cells(strategy)] for strategy in STUDIED_STRATEGIES[1:]}
     assert {name: precisions for name, precisions in cells.items() if precisions} == {
-        "ddp": ["fp16"], "zero0": ["fp16"],
-        "zero1": ["fp16-engine"], "zero2": ["fp16-engine"], "zero3": ["fp16-engine"],
-    }  # fmt: skip
+        "ddp": ["fp16"],
+        "zero0": ["fp16"],
+        "zero1": ["fp16-engine"],
+        "zero2": ["fp16-engine"],
+        "zero3": ["fp16-engine"],
+    }
     chosen = VerifyMatrix(tmp_path, detect_machine(), STACK, precisions, 1, chosen=True)
     assert [cell[0] for cell in chosen.cells("zero2_cpu")] == ["fp16-engine"]
 
@@ -210,7 +230,7 @@ def test_every_strategy_of_the_pinned_releases_matches_one_process(tmp_path: Pat
         ({"losses": [5.57902, 5.53338, 5.51719, 5.4], "norms": [None] * 4}, "update", 2),
         ({"norms": [0.467, 0.436, 0.416, 0.383]}, "norm", 1),
     ],
-)  # fmt: skip
+)
 def test_the_first_figure_that_differs_shows_the_fault(changed: dict, what: str, first_step: int) -> None:
     verdict = differing(**changed)
     assert (verdict.kind, verdict.what, verdict.first_step) == ("different", what, first_step)

@@ -30,9 +30,20 @@ GPT, LORA = ("--task", "gpt-wikitext"), ("--peft", "lora")
 # Rank 0 with each kind of engine; the first and last rank with every strategy are among the long tests.
 QUICK = (("zero2", 2), ("zero3_cpu", 2), ("fsdp2", 2), ("hsdp", 4), ("zero3_hpz", 4), ("zero2_tp", 2))
 ALL = (
-    "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
-    "zero3_nvme", "zero3_cpu_nvme", "fsdp2", *(name for name in WITH_GROUPS if "zero" in name),
-)  # fmt: skip
+    "ddp",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2_cpu",
+    "zero3_cpu_optimizer",
+    "zero3_cpu",
+    "zero3_nvme_optimizer",
+    "zero3_nvme",
+    "zero3_cpu_nvme",
+    "fsdp2",
+    *(name for name in WITH_GROUPS if "zero" in name),
+)
 
 
 def virtual(strategy: str, output_dir: Path, *flags: str, ranks: int = 2, rank: int = 0) -> Run:
@@ -58,21 +69,30 @@ def assert_same_rank(imagined: Run, real_run: Run, rank: int) -> None:
 
 def without_gloo(run: Run) -> dict[str, dict[str, Any]]:
     """Return the counts of each collective without what gloo sends: it does not connect virtual ranks."""
-    return {kind: {key: count[key] for key in count if key != "gloo_bytes_per_rank"}
-            for kind, count in run.traffic["collectives"].items()}  # fmt: skip
+    return {
+        kind: {key: count[key] for key in count if key != "gloo_bytes_per_rank"}
+        for kind, count in run.traffic["collectives"].items()
+    }
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "chosen", "flags"),
     [
-        *((strategy, ranks, [0], ()) for strategy, ranks in QUICK), ("zero2", 2, [0], LORA), ("zero3", 2, [0], LORA),
-        *(pytest.param(strategy, ranks, [0, ranks - 1], (), marks=pytest.mark.long)
-          for ranks in (2, 4) for strategy in ALL),
-        *(pytest.param(strategy, 2, [0], LORA, marks=pytest.mark.long)
-          for strategy in ("ddp", "fsdp2", "zero1", "zero3_cpu", "zero2_cpu")),
+        *((strategy, ranks, [0], ()) for strategy, ranks in QUICK),
+        ("zero2", 2, [0], LORA),
+        ("zero3", 2, [0], LORA),
+        *(
+            pytest.param(strategy, ranks, [0, ranks - 1], (), marks=pytest.mark.long)
+            for ranks in (2, 4)
+            for strategy in ALL
+        ),
+        *(
+            pytest.param(strategy, 2, [0], LORA, marks=pytest.mark.long)
+            for strategy in ("ddp", "fsdp2", "zero1", "zero3_cpu", "zero2_cpu")
+        ),
     ],
-)  # fmt: skip
+)
 def test_state_and_communication_of_a_virtual_rank_are_a_real_one_s_to_the_byte(
     get_run: RunFactory, strategy: str, ranks: int, chosen: list[int], flags: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -84,10 +104,24 @@ def test_state_and_communication_of_a_virtual_rank_are_a_real_one_s_to_the_byte(
 def exact_peaks(strategy: str, output_dir: Path, *flags: str, ranks: int) -> Run:
     """Run the probe on a model large enough that gloo's threads and buffers, some MiB, are below a percent."""
     result = launch(
-        strategy, "tests/probes/exact_peaks.py", *FLAGS, *GPT, "--model_name_or_path", "gpt2-2layers", "--seq_length",
-        "16", "--max_steps", "3", "--eval_steps", "0", *flags, "--output_dir", str(output_dir), ranks=ranks,
+        strategy,
+        "tests/probes/exact_peaks.py",
+        *FLAGS,
+        *GPT,
+        "--model_name_or_path",
+        "gpt2-2layers",
+        "--seq_length",
+        "16",
+        "--max_steps",
+        "3",
+        "--eval_steps",
+        "0",
+        *flags,
+        "--output_dir",
+        str(output_dir),
+        ranks=ranks,
         timeout=800,
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     return read_run(output_dir)
 
@@ -212,12 +246,28 @@ def test_a_refusal_halfway_keeps_the_measured_depths(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_ctrl_c_is_one_line_and_ends_the_rank(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "study.cli", "virtual", "--strategy", "zero0", "--world_size", "2", "--max_steps",
-               "100000", "--runs_dir", str(tmp_path)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "study.cli",
+        "virtual",
+        "--strategy",
+        "zero0",
+        "--world_size",
+        "2",
+        "--max_steps",
+        "100000",
+        "--runs_dir",
+        str(tmp_path),
+    ]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     wait_until(lambda: any(file.stat().st_size for file in tmp_path.glob("*/steps.jsonl")))
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
@@ -242,8 +292,11 @@ def test_depths_beyond_a_threshold_are_used_if_they_fit(tmp_path: Path, monkeypa
     """About 14 of 36 layers fit, and from the sixth on stage 3 gathers twice."""
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "1.52")
     names = ("live_parameters", "reuse_distance")
-    flags = ("--model_name_or_path", "gpt-tiny-36layers",
-             *(f"--engine_override=zero_optimization.stage3_max_{name}=4170000" for name in names))  # fmt: skip
+    flags = (
+        "--model_name_or_path",
+        "gpt-tiny-36layers",
+        *(f"--engine_override=zero_optimization.stage3_max_{name}=4170000" for name in names),
+    )
     request = ("--strategy zero3 --world_size 16 --precision bf16 --json", *flags)
     result = study(tmp_path, " ".join(request), timeout=800)
     assert result.returncode == 0, result.stderr

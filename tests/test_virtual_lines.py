@@ -16,8 +16,13 @@ from synthetic_records import write_run
 
 AROUND, PER_LAYER, RANKS = 100, 10, 4
 # Larger than every model below, unless a test sets another value.
-LARGE = {"reduce_bucket_size": 10**9, "max_live_parameters": 10**9, "max_reuse_distance": 10**9,
-         "prefetch_bucket_size": 10**9, "sub_group_size": 10**9}  # fmt: skip
+LARGE = {
+    "reduce_bucket_size": 10**9,
+    "max_live_parameters": 10**9,
+    "max_reuse_distance": 10**9,
+    "prefetch_bucket_size": 10**9,
+    "sub_group_size": 10**9,
+}
 
 
 def peaks(host: float | None) -> dict[str, float | None]:
@@ -33,21 +38,41 @@ def at_depth(layers: int, strategy: str = "zero3", **changed: Any) -> Summary:
     }
     nothing = dict.fromkeys(STATE_PLACES, 0)
     fields: dict[str, Any] = {
-        "strategy": strategy, "world_size": RANKS, "rank": 0, "task": "gpt-wikitext",
-        "model_name_or_path": f"gpt-tiny-{layers}layers", "model_layers": layers, "model_parameters": elements,
-        "precision": "bf16-engine", "seq_length": 16, "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 1, "emulated_device_memory_gib": None,
+        "strategy": strategy,
+        "world_size": RANKS,
+        "rank": 0,
+        "task": "gpt-wikitext",
+        "model_name_or_path": f"gpt-tiny-{layers}layers",
+        "model_layers": layers,
+        "model_parameters": elements,
+        "precision": "bf16-engine",
+        "seq_length": 16,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "emulated_device_memory_gib": None,
         "state_bytes_per_rank": {
-            "params": nothing | {"device": 2 * elements}, "grads": nothing, "optimizer": nothing | {"host": elements},
+            "params": nothing | {"device": 2 * elements},
+            "grads": nothing,
+            "optimizer": nothing | {"host": elements},
         },
-        "comm_bytes_per_step": 4 * elements, "comm_calls_per_step": 6 * layers, "sent_bytes_per_step": 3.0 * elements,
-        "collectives": collectives, "buffer_bytes": {"bucket.device": 7}, "grads_in_bucket_bytes": None,
-        "forward_gathers_bytes": 2 * elements, "forward_holds_bytes": 3 * layers, "group_ranks": 4,
-        "kept_whole_bytes": None, "grads_by_moment": {},
-        "memory_gib_by_phase": {"init": peaks(1.0 * layers), "steady": peaks(0.5 * layers)}, "buckets": LARGE,
-        "run_dir": f"runs/{layers}", "extrapolated": None,
-        **dict.fromkeys((*PEAKS, *STEP_TIMES)), "host_peak_rss_gib": 1.0 * layers,
-    }  # fmt: skip
+        "comm_bytes_per_step": 4 * elements,
+        "comm_calls_per_step": 6 * layers,
+        "sent_bytes_per_step": 3.0 * elements,
+        "collectives": collectives,
+        "buffer_bytes": {"bucket.device": 7},
+        "grads_in_bucket_bytes": None,
+        "forward_gathers_bytes": 2 * elements,
+        "forward_holds_bytes": 3 * layers,
+        "group_ranks": 4,
+        "kept_whole_bytes": None,
+        "grads_by_moment": {},
+        "memory_gib_by_phase": {"init": peaks(1.0 * layers), "steady": peaks(0.5 * layers)},
+        "buckets": LARGE,
+        "run_dir": f"runs/{layers}",
+        "extrapolated": None,
+        **dict.fromkeys((*PEAKS, *STEP_TIMES)),
+        "host_peak_rss_gib": 1.0 * layers,
+    }
     return with_total(fields | changed)
 
 
@@ -106,10 +131,12 @@ def test_depths_that_are_all_beyond_a_threshold_are_extrapolated() -> None:
         ("zero3", {"sub_group_size": 120}, ["sub_group_size"], {"sub_group_size": 51}),
         ("zero3", {"sub_group_size": 130}, [], {}),
         ("zero2", {"reduce_bucket_size": 300}, ["reduce_bucket_size"], {"reduce_bucket_size": 28}),
-        *((name, {"max_live_parameters": 300, "max_reuse_distance": 300, "sub_group_size": 120}, [], {})
-          for name in ("ddp", "zero0", "zero1", "zero2_cpu", "fsdp2")),
+        *(
+            (name, {"max_live_parameters": 300, "max_reuse_distance": 300, "sub_group_size": 120}, [], {})
+            for name in ("ddp", "zero0", "zero1", "zero2_cpu", "fsdp2")
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_threshold_between_depths_and_model_is_crossed_under_its_strategies(strategy, buckets, crossed, beyond):
     result = line_at(strategy, **buckets)
     assert (result["extrapolated"]["crossed"], result["extrapolated"]["depths_beyond"]) == (crossed, beyond)
@@ -147,9 +174,14 @@ def test_the_residual_of_the_third_depth_grows_on_the_way_to_the_model() -> None
 
 def test_an_extrapolated_document_has_the_keys_of_a_measured_one(tmp_path: Path) -> None:
     engine = {
-        "virtual_rank": 0, "model_parameters": 2_500_000, "model_layers": 2, "preset_layers": 2,
-        "emulated_device_memory_gib": None, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
-    }  # fmt: skip
+        "virtual_rank": 0,
+        "model_parameters": 2_500_000,
+        "model_layers": 2,
+        "preset_layers": 2,
+        "emulated_device_memory_gib": None,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+    }
     config = {"global_batch_size": 64}
     run = read_run(write_run(tmp_path, "zero3", virtual=True, ranks=64, gpu=False, config=config, engine=engine))
     run.memory["ranks"][1:] = []

@@ -146,11 +146,17 @@ def test_the_doctor_counts_missing_packages_and_names_few(study: Command) -> Non
 EXTRAS = {
     "report": ("report laptop", "claims --page claims.html", "autopsy report"),
     "train": (
-        "virtual --strategy zero3 --world_size 8 --model_name_or_path gpt2", "run laptop",
-        "predict --model_name_or_path gpt2 --strategy zero3 --hardware 8xH100 --traced", "weights laptop",
-        "prepare laptop", "verify", "releases bisect zero1", "autopsy run", "-m study.train",
+        "virtual --strategy zero3 --world_size 8 --model_name_or_path gpt2",
+        "run laptop",
+        "predict --model_name_or_path gpt2 --strategy zero3 --hardware 8xH100 --traced",
+        "weights laptop",
+        "prepare laptop",
+        "verify",
+        "releases bisect zero1",
+        "autopsy run",
+        "-m study.train",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("extra", "arguments"), [(extra, line) for extra in EXTRAS for line in EXTRAS[extra]])

@@ -47,29 +47,61 @@ RANKS, SAMPLES, LENGTH = 2, 2, 64
 PROFILED_STEPS = 3
 # Sizes for tiny models: several buckets, and parameters that are gathered.
 _SETTINGS = {
-    None: (), 1: ("reduce_bucket_size=32768",), 2: ("reduce_bucket_size=32768",),
+    None: (),
+    1: ("reduce_bucket_size=32768",),
+    2: ("reduce_bucket_size=32768",),
     3: ("reduce_bucket_size=32768", "stage3_param_persistence_threshold=1000", "stage3_prefetch_bucket_size=20000"),
-}  # fmt: skip
+}
 
 TEXT = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 IMAGE = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 32,
     "patch_size": 8,
-}  # fmt: skip
+}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MLA = {
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
     "num_key_value_heads": 4,
-}  # fmt: skip
+}
 SEQ2SEQ = {
-    "vocab_size": 256, "d_model": 64, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "is_encoder_decoder": True,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 256,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "is_encoder_decoder": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": TEXT | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": TEXT | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64},
@@ -77,41 +109,86 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": TEXT | EXPERTS | MLA,
     "deepseek_v3": TEXT | EXPERTS | MLA,
     "gpt_oss": TEXT | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16},
-    "t5": {"vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 3,
-           "num_heads": 4, "is_encoder_decoder": True, "decoder_start_token_id": 0,
-           "architectures": ["T5ForConditionalGeneration"]},
+    "t5": {
+        "vocab_size": 256,
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_decoder_layers": 3,
+        "num_heads": 4,
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": 0,
+        "architectures": ["T5ForConditionalGeneration"],
+    },
     "bart": SEQ2SEQ | {"max_position_embeddings": 128, "architectures": ["BartForConditionalGeneration"]},
-    "whisper": SEQ2SEQ | {"max_source_positions": 50, "max_target_positions": 64, "num_mel_bins": 16,
-                          "architectures": ["WhisperForConditionalGeneration"]},
+    "whisper": SEQ2SEQ
+    | {
+        "max_source_positions": 50,
+        "max_target_positions": 64,
+        "num_mel_bins": 16,
+        "architectures": ["WhisperForConditionalGeneration"],
+    },
     "vit": IMAGE | {"architectures": ["ViTForImageClassification"]},
     "siglip": {"text_config": TEXT | {"hidden_size": 32}, "vision_config": IMAGE, "architectures": ["SiglipModel"]},
     # Of CLIP's tower, LLaVA's usual one, a norm has no gradient, and DDP raises an error.
-    "llava": {"text_config": TEXT | {"model_type": "llama"}, "image_token_index": 255, "vision_feature_layer": -1,
-              "vision_config": IMAGE | {"model_type": "siglip_vision_model", "vision_use_head": False},
-              "vision_feature_select_strategy": "full", "architectures": ["LlavaForConditionalGeneration"]},
+    "llava": {
+        "text_config": TEXT | {"model_type": "llama"},
+        "image_token_index": 255,
+        "vision_feature_layer": -1,
+        "vision_config": IMAGE | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        "vision_feature_select_strategy": "full",
+        "architectures": ["LlavaForConditionalGeneration"],
+    },
     "qwen2_5_vl": {
         "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
         "vision_config": {
-            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64,
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 4,
+            "out_hidden_size": 64,
         },
-        "image_token_id": 255, "vision_start_token_id": 254, "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "image_token_id": 255,
+        "vision_start_token_id": 254,
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     },
-    "gemma3": {"text_config": TEXT | {"head_dim": 16}, "vision_config": IMAGE | {"vision_use_head": False},
-               "mm_tokens_per_image": 16, "image_token_id": 255, "architectures": ["Gemma3ForConditionalGeneration"]},
+    "gemma3": {
+        "text_config": TEXT | {"head_dim": 16},
+        "vision_config": IMAGE | {"vision_use_head": False},
+        "mm_tokens_per_image": 16,
+        "image_token_id": 255,
+        "architectures": ["Gemma3ForConditionalGeneration"],
+    },
     "gemma3_text": TEXT | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "phi3": TEXT,
     "olmo2": TEXT,
     "falcon": {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
-    "opt": {"vocab_size": 256, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-            "max_position_embeddings": 128, "word_embed_proj_dim": 64},
+    "opt": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "ffn_dim": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "word_embed_proj_dim": 64,
+    },
     "bloom": {"vocab_size": 256, "hidden_size": 64, "n_layer": 3, "n_head": 4},
     "roberta": TEXT | {"pad_token_id": 1},
     "modernbert": TEXT | {"global_attn_every_n_layers": 2, "local_attention": 16},
     "smollm3": TEXT | {"no_rope_layer_interval": 2},
-    "mamba2": {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 16, "num_heads": 8,
-               "head_dim": 16, "n_groups": 1, "chunk_size": 16},
+    "mamba2": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "state_size": 16,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+    },
     "albert": TEXT | {"embedding_size": 32},
-}  # fmt: skip
+}
 CLASSIFIERS = ("roberta", "modernbert", "albert")
 # Modules of two FSDP2 groups share the embedding.
 WITHOUT_FSDP = ("t5", "bart")
@@ -120,11 +197,19 @@ WITHOUT_FSDP = ("t5", "bart")
 def make_config(zero_stage: int | None, virtual: bool = False) -> RunConfig:
     """Return the settings of a run under a strategy of this stage."""
     return RunConfig(
-        precision="fp32", attn_implementation="sdpa", optimizer="adamw", learning_rate=1e-4, weight_decay=0.0,
-        max_grad_norm=1.0, gradient_checkpointing=False, torch_compile=False, report_to="none", peft="none",
+        precision="fp32",
+        attn_implementation="sdpa",
+        optimizer="adamw",
+        learning_rate=1e-4,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        torch_compile=False,
+        report_to="none",
+        peft="none",
         virtual_world_size=RANKS if virtual else None,
         engine_override=tuple(f"zero_optimization.{setting}" for setting in _SETTINGS[zero_stage]),
-    )  # fmt: skip
+    )
 
 
 def make_request(kind: str, strategy: str) -> Request:
@@ -156,8 +241,10 @@ def make_inputs(kind: str, model: Any) -> dict[str, torch.Tensor]:
     if kind == "siglip":
         return {"pixel_values": image, "input_ids": ids, "return_loss": True}  # type: ignore[dict-item]
     if kind == "whisper":
-        return {"input_features": torch.randn(SAMPLES, config.num_mel_bins, 2 * config.max_source_positions),
-                "labels": ids}  # fmt: skip
+        return {
+            "input_features": torch.randn(SAMPLES, config.num_mel_bins, 2 * config.max_source_positions),
+            "labels": ids,
+        }
     inputs = {"input_ids": ids, "labels": ids[:, 0] % 2 if kind in CLASSIFIERS else ids}
     if (token := getattr(config, "image_token_id", None)) is not None:
         ids[:, :16] = token
@@ -186,9 +273,13 @@ def measure(kind: str, launch: Launch, virtual: bool) -> dict[str, Any]:
 
     config = make_config(launch.strategy.zero_stage, virtual)
     run = types.SimpleNamespace(
-        config=config, launch=launch, strategy=launch.strategy.with_overrides(config), output_dir=Path(),
-        plan=BatchPlan(RANKS * SAMPLES, RANKS, SAMPLES, 1), swap_folder=None,
-    )  # fmt: skip
+        config=config,
+        launch=launch,
+        strategy=launch.strategy.with_overrides(config),
+        output_dir=Path(),
+        plan=BatchPlan(RANKS * SAMPLES, RANKS, SAMPLES, 1),
+        swap_folder=None,
+    )
     torch.manual_seed(1)
     # Under the last model's configuration of stage 3 transformers would shard the towers of this one.
     unset_hf_deepspeed_config()
@@ -217,7 +308,7 @@ def measure(kind: str, launch: Launch, virtual: bool) -> dict[str, Any]:
             "state": {name: watch.report["state_bytes"][name]["device"] for name in STATE_KINDS},
             "sent": sum(item["wire_bytes_per_rank"] for item in traffic.report()["collectives"].values()),
             "peak": standing + sum(between["buffer_bytes"].values()) + min(peaks),
-        }  # fmt: skip
+        }
     finally:
         if hasattr(model, "destroy"):
             model.destroy()
@@ -228,8 +319,9 @@ def _measure_peak(step: Any) -> int:
     """Return the most bytes that a step has allocated at once, including the copies in gloo's threads."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         step()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in profile.kineto_results.events()
-                     if event.name() == "[memory]")  # fmt: skip
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in profile.kineto_results.events() if event.name() == "[memory]"
+    )
     return int(pd.Series([size for _, size in changes]).cumsum().max())
 
 
@@ -267,8 +359,13 @@ def compare(measured: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         for kind, figures in kinds.items():
             request = make_request(kind, strategy)
             refusal = request.shape.fsdp_refusal if strategy == "fsdp2" else None
-            row = {"kind": kind, "strategy": strategy, "ranks": virtual or "real",
-                   "refused": figures.get("refused"), "predicted refusal": refusal}  # fmt: skip
+            row = {
+                "kind": kind,
+                "strategy": strategy,
+                "ranks": virtual or "real",
+                "refused": figures.get("refused"),
+                "predicted refusal": refusal,
+            }
             if "refused" not in figures and refusal is None:
                 state, memory = predict_state(request), predict_memory(request)
                 row |= {
@@ -277,15 +374,17 @@ def compare(measured: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
                     ),
                     "sent": sent_bytes(request) / figures["sent"] - 1,
                     "peak": None if memory.missing else memory.peak_allocated.value / figures["peak"] - 1,
-                }  # fmt: skip
+                }
             rows.append(row)
     return pd.DataFrame(rows)
 
 
 def to_json(measured: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the record as JSON with a line per model."""
-    parts = (f'"{name}": {{\n' + ",\n".join(f'"{kind}": {json.dumps(figures)}' for kind, figures in kinds.items()) + "}"
-             for name, kinds in measured.items())  # fmt: skip
+    parts = (
+        f'"{name}": {{\n' + ",\n".join(f'"{kind}": {json.dumps(figures)}' for kind, figures in kinds.items()) + "}"
+        for name, kinds in measured.items()
+    )
     return "{" + ",\n".join(parts) + "}\n"
 
 
@@ -297,18 +396,26 @@ def page(rows: pd.DataFrame) -> str:
     ran = rows[rows["sent"].notna()].assign(peak=lambda frame: frame["peak"].astype(float))
     sizes = ran.assign(sent=ran["sent"].abs(), peak=ran["peak"].abs(), equal=ran["state"] == 0)
     by_strategy = sizes.groupby(["strategy", "ranks"], sort=False).agg(
-        runs=("kind", "size"), equal=("equal", "sum"), sent=("sent", "max"), median=("peak", "median"),
+        runs=("kind", "size"),
+        equal=("equal", "sum"),
+        sent=("sent", "max"),
+        median=("peak", "median"),
         worst=("peak", "max"),
-    )  # fmt: skip
-    table = pd.DataFrame({
-        "runs": by_strategy["runs"], "state equal to the byte": by_strategy["equal"],
-        "sent bytes, worst error": by_strategy["sent"].map("{:.2%}".format),
-        "peak, median error": by_strategy["median"].map("{:.1%}".format),
-        "worst": by_strategy["worst"].map("{:.1%}".format),
-    }).reset_index()  # fmt: skip
+    )
+    table = pd.DataFrame(
+        {
+            "runs": by_strategy["runs"],
+            "state equal to the byte": by_strategy["equal"],
+            "sent bytes, worst error": by_strategy["sent"].map("{:.2%}".format),
+            "peak, median error": by_strategy["median"].map("{:.1%}".format),
+            "worst": by_strategy["worst"].map("{:.1%}".format),
+        }
+    ).reset_index()
     cells = rows.assign(cell=rows.apply(_cell, axis=1))
-    tables = {sort: cells[cells["ranks"] == sort].pivot_table("cell", "kind", "strategy", "first", sort=False)
-              for sort in ("real", "virtual")}  # fmt: skip
+    tables = {
+        sort: cells[cells["ranks"] == sort].pivot_table("cell", "kind", "strategy", "first", sort=False)
+        for sort in ("real", "virtual")
+    }
     kinds, reals = rows["kind"].nunique(), sizes[sizes["ranks"] == "real"]
     return f"""# How exact is a prediction for any config.json?
 
@@ -343,19 +450,33 @@ A cell is the error of the peak. If the state differs, or the sent bytes by more
 def _cell(row: Any) -> str:
     if isinstance(row["refused"], str):
         return "refused, as predicted" if isinstance(row["predicted refusal"], str) else "refused, not as predicted"
-    parts = [f"{row['state']:,.0f} B" if row["state"] else "",
-             f"{row['sent']:+.2%} sent" if abs(row["sent"]) > 5e-4 else "",
-             "no peak" if pd.isna(row["peak"]) else f"{row['peak']:+.1%}"]  # fmt: skip
+    parts = [
+        f"{row['state']:,.0f} B" if row["state"] else "",
+        f"{row['sent']:+.2%} sent" if abs(row["sent"]) > 5e-4 else "",
+        "no peak" if pd.isna(row["peak"]) else f"{row['peak']:+.1%}",
+    ]
     return ", ".join(filter(None, parts))
 
 
 def launch_ranks(strategy: str, virtual: bool, kinds: Sequence[str], file: Path) -> None:
     """Launch one strategy's ranks, which write the file."""
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-        str(STRATEGY_DIRECTORY / f"{strategy}.yaml"), "--num_processes", str(1 if virtual else RANKS),
-        "--main_process_port", "0", __file__, "ranks", *kinds, "--file", str(file), *(["--virtual"] if virtual else []),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(STRATEGY_DIRECTORY / f"{strategy}.yaml"),
+        "--num_processes",
+        str(1 if virtual else RANKS),
+        "--main_process_port",
+        "0",
+        __file__,
+        "ranks",
+        *kinds,
+        "--file",
+        str(file),
+        *(["--virtual"] if virtual else []),
+    ]
     subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
 
 

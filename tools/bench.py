@@ -35,8 +35,10 @@ from study.records.directory import Run, read_run
 from study.run.console import StepProgress, run_for_exit_status
 
 SCRIPTS = {
-    "study": "study.train", "hf_trainer": "study.baselines.hf_trainer", "bare_loop": "study.baselines.bare_loop",
-}  # fmt: skip
+    "study": "study.train",
+    "hf_trainer": "study.baselines.hf_trainer",
+    "bare_loop": "study.baselines.bare_loop",
+}
 STEPS_PER_TURN = 5
 # More than the study's timing window excludes: at most ten steps of warm-up, and the instrumented step.
 WARMUP_TURNS = 3
@@ -106,9 +108,13 @@ class TrainerProcess:
         arguments = [*case.arguments, *_SHARED, "--max_steps", str(steps), "--output_dir", str(self.output_dir)]
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--runner", trainer, *arguments],
-            cwd=IMPORT_ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=IMPORT_ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env={**os.environ, **LARGE_PAGES},
-        )  # fmt: skip
+        )
         self._cpu_s = self._wait_for_pause()
         for _ in range(WARMUP_TURNS - 1):
             self.turn()
@@ -232,8 +238,12 @@ def compare(
         pairs = [statistics.median(turn[trainer] / turn["study"] for turn in turns) for turns in repeats]
         median, (low, high) = statistics.median(pairs), median_interval(pairs)
         ratios[trainer] = {
-            "pairs": pairs, "min": min(pairs), "median": median, "max": max(pairs), "interval": (low, high),
-        }  # fmt: skip
+            "pairs": pairs,
+            "min": min(pairs),
+            "median": median,
+            "max": max(pairs),
+            "interval": (low, high),
+        }
         line = f"{name}: study/{trainer} is {median:.3f} ({low:.3f} to {high:.3f}), target at least {least:.2f}"
         if high < least:
             missed.append(line)
@@ -288,7 +298,7 @@ def start_up_table(timed: dict[str, list[float]]) -> TextTable:
     return TextTable([START_UP, "CPU, s"], rows)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:  # noqa: C901
     """Run the cases and print their comparison; return exit status 1 if a target is missed or a run fails."""
     parser = argparse.ArgumentParser(prog="python tools/bench.py", description=(__doc__ or "").split("\n")[0])
     names = [*(case.name for case in CASES), START_UP]

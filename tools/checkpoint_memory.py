@@ -158,10 +158,12 @@ def _above_the_steps(arms: Mapping[str, Any]) -> list[str]:
         f"`{arm}`, {label}"
         for arm, figures in arms.items()
         for label, key, phase in (
-            ("save", "save", "save"), ("load", f"load_by_{RANKS}", "load"), ("load by one rank", "load_by_1", "load"),
+            ("save", "save", "save"),
+            ("load", f"load_by_{RANKS}", "load"),
+            ("load by one rank", "load_by_1", "load"),
         )
         if any(rank["phases_host_gib"][phase] > _steps(rank) for rank in figures[key])
-    ]  # fmt: skip
+    ]
 
 
 def _steps(rank: Mapping[str, Any]) -> float:

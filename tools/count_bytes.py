@@ -53,11 +53,22 @@ def measured(strategy: str, ranks: int, accumulation: int, root: Path, forks: Fo
     counters = [transmitted()]
     for steps in _STEPS:
         config = RunConfig(
-            task="gpt-wikitext", scale="laptop", precision="fp32", dropout=0.0, weights="random", data="builtin",
-            model_name_or_path="gpt-tiny", seq_length=128, per_device_train_batch_size=_MICRO_BATCH,
-            global_batch_size=_MICRO_BATCH * accumulation * groups, max_steps=steps, eval_steps=0, eval_samples=8,
-            group_size=group_size, nvme_path=str(root / "nvme"),
-        )  # fmt: skip
+            task="gpt-wikitext",
+            scale="laptop",
+            precision="fp32",
+            dropout=0.0,
+            weights="random",
+            data="builtin",
+            model_name_or_path="gpt-tiny",
+            seq_length=128,
+            per_device_train_batch_size=_MICRO_BATCH,
+            global_batch_size=_MICRO_BATCH * accumulation * groups,
+            max_steps=steps,
+            eval_steps=0,
+            eval_samples=8,
+            group_size=group_size,
+            nvme_path=str(root / "nvme"),
+        )
         cell = Cell(strategy, ranks, config, config, repeat=1, time_limit_s=600)
         ended = run_cell(cell, root, forks=forks).ending
         counters.append(transmitted())
@@ -68,13 +79,18 @@ def measured(strategy: str, ranks: int, accumulation: int, root: Path, forks: Fo
     rank_steps = (_STEPS[1] - _STEPS[0]) * ranks
     long_less_short = [last - 2 * between + first for first, between, last in zip(start, middle, end, strict=True)]
     return {
-        "counted_bytes": long_less_short[0] / rank_steps, "counted_packets": long_less_short[1] / rank_steps,
+        "counted_bytes": long_less_short[0] / rank_steps,
+        "counted_packets": long_less_short[1] / rank_steps,
         # The sum over both runs, because repeats in the short run make the difference smaller.
         "repeated_segments": (end[2] - start[2]) / rank_steps,
-        "gloo_bytes": run.summary["gloo_sent_bytes_per_step"], "ring_bytes": run.summary["sent_bytes_per_step"],
-        "state": "ok", "own_loopback": _IN_OWN_NAMESPACE in os.environ, "torch": run.engine["torch"],
-        "deepspeed": run.environment["packages"]["deepspeed"], "accelerate": run.environment["packages"]["accelerate"],
-    }  # fmt: skip
+        "gloo_bytes": run.summary["gloo_sent_bytes_per_step"],
+        "ring_bytes": run.summary["sent_bytes_per_step"],
+        "state": "ok",
+        "own_loopback": _IN_OWN_NAMESPACE in os.environ,
+        "torch": run.engine["torch"],
+        "deepspeed": run.environment["packages"]["deepspeed"],
+        "accelerate": run.environment["packages"]["accelerate"],
+    }
 
 
 def transmitted() -> tuple[int, int, int]:
@@ -102,10 +118,12 @@ def summary(rows: pd.DataFrame) -> str:
     ended = rows[rows["state"] == "ok"]
     counted = ended["counted_bytes"]
     over, without = (
-        f"{ratio.min():.2%} to {ratio.max():.2%}" for ratio in (
-            ended["gloo_bytes"] / counted, ended["gloo_bytes"] / (counted - _HEADER_BYTES * ended["counted_packets"])
+        f"{ratio.min():.2%} to {ratio.max():.2%}"
+        for ratio in (
+            ended["gloo_bytes"] / counted,
+            ended["gloo_bytes"] / (counted - _HEADER_BYTES * ended["counted_packets"]),
         )
-    )  # fmt: skip
+    )
     versions = ", ".join(f"{name} {'/'.join(ended[name].unique())}" for name in ("torch", "deepspeed", "accelerate"))
     where = "a network namespace of their own" if ended["own_loopback"].all() else "the network of the box"
     return f"""# Are the bytes in a record those that a network interface counts?
@@ -131,8 +149,10 @@ def _line(row: Any) -> dict[str, str]:
     line = {"strategy": f"`{row.strategy}`", "ranks": str(row.ranks), "micro-batches": str(row.accumulation)}
     if row.state != "ok":
         return line | {"counted, MiB": f"{row.state}: {row.reason}"}
-    ratios = {f"{name} / counted": f"{size / row.counted_bytes:.4f}"
-              for name, size in (("gloo", row.gloo_bytes), ("ring (NCCL)", row.ring_bytes))}  # fmt: skip
+    ratios = {
+        f"{name} / counted": f"{size / row.counted_bytes:.4f}"
+        for name, size in (("gloo", row.gloo_bytes), ("ring (NCCL)", row.ring_bytes))
+    }
     return line | {"counted, MiB": f"{row.counted_bytes / MIB:.2f}"} | ratios
 
 
@@ -153,9 +173,11 @@ def main() -> int:
     done = {tuple(row[key] for key in _CASE) for row in rows}
     cases = [
         (strategy, ranks, accumulation)
-        for strategy in options.strategy for ranks in options.ranks for accumulation in options.accumulation
+        for strategy in options.strategy
+        for ranks in options.ranks
+        for accumulation in options.accumulation
         if ranks >= MIN_RANKS_WITH_REPLICAS or strategy not in WITH_REPLICAS
-    ]  # fmt: skip
+    ]
     options.csv.parent.mkdir(parents=True, exist_ok=True)
     forks = ForkServer()
     try:

@@ -54,9 +54,14 @@ def run_tests(copy: Path, tests: Sequence[str], limit_s: float) -> tuple[int | N
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not long and not gpu"]
     try:
         done = subprocess.run(
-            [*command, *tests], cwd=copy, timeout=limit_s, capture_output=True, text=True, errors="replace",
+            [*command, *tests],
+            cwd=copy,
+            timeout=limit_s,
+            capture_output=True,
+            text=True,
+            errors="replace",
             env=os.environ | {"PYTHONPATH": str(copy)},
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return None, f"the time limit of {limit_s:.0f} s"
     failed_tests = ", ".join(_FAILED.findall(done.stdout)) or (done.stdout + done.stderr).strip()[-300:]
@@ -80,8 +85,12 @@ def without_faults(copy: Path, faults: Sequence[dict[str, Any]]) -> dict[str, st
 
 def tried(copy: Path, fault: dict[str, Any]) -> tuple[str, str]:
     """Apply one fault and run its tests; return the verdict and the tests that detected it."""
-    files = [file for kind in ("py", "yaml") for file in copy.glob(f"study/**/*.{kind}")
-             if fault["old"] in file.read_text(encoding="utf-8")]  # fmt: skip
+    files = [
+        file
+        for kind in ("py", "yaml")
+        for file in copy.glob(f"study/**/*.{kind}")
+        if fault["old"] in file.read_text(encoding="utf-8")
+    ]
     if [file.read_text(encoding="utf-8").count(fault["old"]) for file in files] != [1]:
         return "text not found", f"{len(files)} files of study/ contain it; it must be in one file, once"
     text = files[0].read_text(encoding="utf-8")

@@ -139,9 +139,11 @@ def write_reports(output: Path) -> None:
         records, results = read_parquet(folder), {}
         for question, answer in questions.answers(records).items():
             results[question.name] = {
-                "sentence": answer.sentence, "table": table_rows(answer.table), "notes": list(answer.notes),
+                "sentence": answer.sentence,
+                "table": table_rows(answer.table),
+                "notes": list(answer.notes),
                 "tables": {name: table_rows(make(records)) for name, make in question.tables.items()},
-            }  # fmt: skip
+            }
         notebooks = {question.notebook for question in questions.answers(records) if question.notebook}
         results["figures"] = {name: drawn_by(Path("notebooks") / f"{name}.ipynb", folder) for name in sorted(notebooks)}
         write_json(output / f"report_{folder.name}.json", results)
@@ -170,17 +172,22 @@ def drawn_data(figure: Any) -> list[dict[str, Any]]:
     """Return the data and texts of a figure, in the units of its axes, without its layout."""
     return [
         {
-            "title": axes.get_title() or axes.get_title("left"), "x": axes.get_xlabel(), "y": axes.get_ylabel(),
+            "title": axes.get_title() or axes.get_title("left"),
+            "x": axes.get_xlabel(),
+            "y": axes.get_ylabel(),
             "texts": [text.get_text() for text in axes.texts],
             "lines": [[line.get_label(), *map(list, line.get_data(orig=True))] for line in axes.lines],
             "bars": [patch.get_bbox().bounds for patch in axes.patches if hasattr(patch, "get_bbox")],
             "points": [collection.get_offsets().tolist() for collection in axes.collections],
             # Intervals are lines and bands are areas; markers (PathCollection) are points.
-            "areas": [[path.vertices.tolist() for path in collection.get_paths()] for collection in axes.collections
-                      if not type(collection).__name__.startswith("PathCollection")],
+            "areas": [
+                [path.vertices.tolist() for path in collection.get_paths()]
+                for collection in axes.collections
+                if not type(collection).__name__.startswith("PathCollection")
+            ],
         }
         for axes in figure.axes
-    ]  # fmt: skip
+    ]
 
 
 def write_pages(output: Path) -> None:
@@ -189,9 +196,12 @@ def write_pages(output: Path) -> None:
 
     write_json(output / "claims.json", json.loads(call("claims --json")[1]))
     for command in (
-        "report.pages.prediction report", "report.pages.releases", "claims.page", "report.pages.readme",
+        "report.pages.prediction report",
+        "report.pages.releases",
+        "claims.page",
+        "report.pages.readme",
         "cli autopsy report",
-    ):  # fmt: skip
+    ):
         subprocess.run([sys.executable, "-m", *f"study.{command}".split()], check=True, stdout=subprocess.DEVNULL)
     for page in (Path("README.md"), Path("reports/releases/causes.md"), *sorted(Path("docs").glob("*.md"))):
         text = page.read_text(encoding="utf-8")
@@ -238,8 +248,13 @@ def lasting(value: Any) -> Any:
 
 
 # Engines are last, because they need all cores.
-PARTS = {"reports": write_reports, "requests": write_requests, "pages": write_pages, "refusals": write_refusals,
-         "engines": write_engines}  # fmt: skip
+PARTS = {
+    "reports": write_reports,
+    "requests": write_requests,
+    "pages": write_pages,
+    "refusals": write_refusals,
+    "engines": write_engines,
+}
 
 
 def write_json(file: Path, document: Any) -> None:
@@ -264,9 +279,14 @@ def write_part(name: str, checkout: Path, output: Path) -> None:
         for file, text in read_yaml(REQUESTS)["files"].items():
             (copy / "golden_files" / file).write_text(text, encoding="utf-8")
         environment = os.environ | {
-            "PYTHONPATH": str(copy), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100",
-        }  # fmt: skip
+            "PYTHONPATH": str(copy),
+            "PYTHONHASHSEED": "0",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "100",
+        }
         started = time.monotonic()
         subprocess.run([sys.executable, __file__, "part", name, str(output)], cwd=copy, env=environment, check=True)
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
@@ -370,8 +390,10 @@ def markdown(text: str, renames: Mapping[str, str]) -> dict[str, Any]:
             rows = None
             prose += [line] if line.strip() else []
         elif rows is None:
-            head = [f"{name} {cells[:place].count(name) + 1}" if name in cells[:place] else name
-                    for place, name in enumerate(cells)]  # fmt: skip
+            head = [
+                f"{name} {cells[:place].count(name) + 1}" if name in cells[:place] else name
+                for place, name in enumerate(cells)
+            ]
             title = ", ".join(head)
             rows = tables[f"{title} ({sum(table.startswith(title) for table in tables) + 1})"] = []
         elif not all(re.fullmatch(r":?-+:?", cell) for cell in cells):

@@ -13,9 +13,13 @@ import sys
 # uv reads none of pip's settings. With several indexes pip takes a package from any of them, and uv only with the index
 # strategy below.
 SETTINGS = {
-    "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
-    "constraint": "UV_CONSTRAINT", "cert": "SSL_CERT_FILE", "trusted-host": "UV_INSECURE_HOST",
-}  # fmt: skip
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "constraint": "UV_CONSTRAINT",
+    "cert": "SSL_CERT_FILE",
+    "trusted-host": "UV_INSECURE_HOST",
+}
 PIP = [sys.executable, "-m", "pip"]
 # Packages of isolated builds are pinned, too.
 os.environ |= {"UV_BUILD_CONSTRAINT": "constraints.txt", "PIP_BUILD_CONSTRAINT": "constraints.txt"}

@@ -25,9 +25,13 @@ FAULTS_FILE = ROOT / "tests" / "probes" / "replanted.py"
 RESULT = ROOT / "reports" / "compositions" / "replanted.json"
 # The first place of a difference, by the name that the table gives it.
 _STAGES = {
-    "forward": ("forward", "loss"), "gradient": ("gradient",), "norm": ("norm",), "update": ("update",),
-    "weights": ("weight", "forward", "loss", "evaluation"), "resume": ("resumed", "forward", "update", "loss"),
-}  # fmt: skip
+    "forward": ("forward", "loss"),
+    "gradient": ("gradient",),
+    "norm": ("norm",),
+    "update": ("update",),
+    "weights": ("weight", "forward", "loss", "evaluation"),
+    "resume": ("resumed", "forward", "update", "loss"),
+}
 
 
 def read_faults() -> dict[str, Any]:
@@ -66,12 +70,22 @@ def main() -> int:
             # Also if the installed release has another fault, whose figures the planted one changes.
             is_found = (after.kind, after.says) != (before.kind, before.says)
             located = is_found and is_located(fault.shows, after.kind, after.difference)
-            rows.append({
-                "name": name, "package": fault.package, "pull": fault.pull, "fixed_in": fault.fixed_in,
-                "title": fault.title, "features": combination.name, "without": before.kind, "with": after.kind,
-                "says": after.says, "found": is_found, "located": located,
-                "alarm": not before.is_equal and match_known_finding(before) is None,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "name": name,
+                    "package": fault.package,
+                    "pull": fault.pull,
+                    "fixed_in": fault.fixed_in,
+                    "title": fault.title,
+                    "features": combination.name,
+                    "without": before.kind,
+                    "with": after.kind,
+                    "says": after.says,
+                    "found": is_found,
+                    "located": located,
+                    "alarm": not before.is_equal and match_known_finding(before) is None,
+                }
+            )
             print(f"{before.kind:8} {after.kind:8} {'located' if located else '-':8} {name}: {after.says}", flush=True)
     if options.only == [""]:
         RESULT.parent.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,15 @@ REPORTS = REPOSITORY / "reports"
 STAMPS = REPOSITORY / "runs" / "reports.json"
 # Reports are built in two processes, each with one kernel at a time.
 _PROCESSES = 2
-_SOURCES = ("study/**/*.py", "study/**/*.yaml", "study/**/*.json", "study/report/site/templates/*", "notebooks/*.ipynb",
-            "tools/reports.py", "constraints.txt")  # fmt: skip
+_SOURCES = (
+    "study/**/*.py",
+    "study/**/*.yaml",
+    "study/**/*.json",
+    "study/report/site/templates/*",
+    "notebooks/*.ipynb",
+    "tools/reports.py",
+    "constraints.txt",
+)
 _RECORDS = ("*.parquet", "*.json", "*.csv")
 
 

@@ -64,8 +64,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         build(built)
         places += [
             File.generated(config, f"{CALCULATOR}/{file.relative_to(built).as_posix()}", abs_src_path=str(file))
-            for file in sorted(built.rglob("*")) if file.is_file()
-        ]  # fmt: skip
+            for file in sorted(built.rglob("*"))
+            if file.is_file()
+        ]
     return Files([*theme, *places, File.generated(config, COMMANDS, content=commands_markdown())])
 
 

@@ -113,7 +113,7 @@ def _read(file: Path) -> Iterator[Text]:
         line += paragraph.count("\n")
 
 
-def _read_python(source: str) -> Iterator[Text]:
+def _read_python(source: str) -> Iterator[Text]:  # noqa: C901
     comments: list[tokenize.TokenInfo] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

@@ -16,8 +16,12 @@ os.environ.setdefault("MASTER_PORT", "29518")
 model = torch.nn.Linear(4, 4, bias=False)
 torch.nn.init.ones_(model.weight)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 0},
-            "zero_allow_untested_optimizer": True}  # fmt: skip
+settings = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 0},
+    "zero_allow_untested_optimizer": True,
+}
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 (state,) = engine.optimizer.optimizer.state.values()
 steps, weight = float(state["step"]), float(engine.optimizer.fp32_groups[0][0][0, 0])

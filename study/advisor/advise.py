@@ -45,9 +45,12 @@ _PARTS_OF_A_SAMPLE = ("logits", "activations", "attention", "context")
 _FAR_BEHIND = 0.5
 _WORTH_SAYING = 0.05
 _PARTS_OF_A_STEP = {
-    "compute": "compute", "communication_exposed": "exposed communication", "offload": "transfers from and to the host",
-    "cpu_adam": "the optimizer on the CPU", "nvme": "NVMe",
-}  # fmt: skip
+    "compute": "compute",
+    "communication_exposed": "exposed communication",
+    "offload": "transfers from and to the host",
+    "cpu_adam": "the optimizer on the CPU",
+    "nvme": "NVMe",
+}
 _SIMPLICITY = {name: row.simplicity for name, row in REGISTRY.items() if row.simplicity is not None}
 SIMPLEST_FIRST = sorted(_SIMPLICITY, key=_SIMPLICITY.__getitem__)
 
@@ -184,8 +187,11 @@ def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tupl
     )
     first = fastest if fastest.tokens_per_s > timing.max_offload_slowdown() * plain.tokens_per_s else plain
     slowest = (1 - SPEED_TOLERANCE) * first.tokens_per_s
-    equal = [candidate for candidate in comparable if candidate.tokens_per_s >= slowest
-             and candidate.request.strategy.offloads == first.request.strategy.offloads]  # fmt: skip
+    equal = [
+        candidate
+        for candidate in comparable
+        if candidate.tokens_per_s >= slowest and candidate.request.strategy.offloads == first.request.strategy.offloads
+    ]
     dominated = [option for option in equal if _is_dominated(option, equal)]
     equal.sort(key=lambda option: (needs_large_host(option), option in dominated, SIMPLEST_FIRST.index(option.name)))
     return (*equal, *(option for option in options if option not in equal))
@@ -196,8 +202,9 @@ def _is_dominated(option: Option, rivals: Sequence[Option]) -> bool:
     peak = timing.device_bytes(option.memory)
     return any(
         speed_gap(rival, option) > SAME_SPEED and timing.device_bytes(rival.memory) < peak
-        for rival in rivals if needs_large_host(option) or not needs_large_host(rival)
-    )  # fmt: skip
+        for rival in rivals
+        if needs_large_host(option) or not needs_large_host(rival)
+    )
 
 
 def speed_gap(option: Option, base: Option) -> float:
@@ -334,14 +341,23 @@ class _Variant:
         question, strategy, samples = self._question, self._strategy, self._samples
         precision, is_pure = usual_weights(question.shape, strategy, question.precision)
         return Request(
-            shape=question.shape, strategy=strategy, box=question.box, sequence_length=question.sequence_length,
-            micro_batch=micro_batch, accumulation=samples // micro_batch if samples else 1,
-            precision=precision, pure=is_pure, gradient_checkpointing=self._checkpointing,
+            shape=question.shape,
+            strategy=strategy,
+            box=question.box,
+            sequence_length=question.sequence_length,
+            micro_batch=micro_batch,
+            accumulation=samples // micro_batch if samples else 1,
+            precision=precision,
+            pure=is_pure,
+            gradient_checkpointing=self._checkpointing,
             # The files are for the user's program, not for study/train.py.
-            attention=question.attention, autocast=not strategy.is_fsdp,
-            reference_model=question.reference_model, quantized=question.quantized,
-            fsdp_version=question.fsdp_version if strategy.is_fsdp else 2, **vars(question.trainer),
-        )  # fmt: skip
+            attention=question.attention,
+            autocast=not strategy.is_fsdp,
+            reference_model=question.reference_model,
+            quantized=question.quantized,
+            fsdp_version=question.fsdp_version if strategy.is_fsdp else 2,
+            **vars(question.trainer),
+        )
 
     def _may_fit(self, micro_batch: int, at_upper_end: bool) -> bool:
         box, key = self._question.box, (micro_batch, at_upper_end)
@@ -426,9 +442,10 @@ def _why_best(advice: Advice, best: Option) -> str:
         slowest = f"measured offload steps took up to {timing.max_offload_slowdown():.1f} times their prediction"
         return f"no offload: {runner_up.name} is predicted {speed_text(runner_up, best)}, but {slowest}"
     rivals = [
-        option for option in advice.fitting
+        option
+        for option in advice.fitting
         if option.request.strategy.offloads == offloads and (option.is_safe or not best.is_safe)
-    ]  # fmt: skip
+    ]
     fastest = max(rivals, key=lambda option: option.tokens_per_s)
     rival = runner_up if fastest is best else fastest
     gap, text = speed_gap(rival, best), speed_text(rival, best)
@@ -497,9 +514,11 @@ def explain_slowdown(option: Option, best: Option) -> str:
     """Return why `option` is slower than `best`, compared at the micro-batch and checkpointing of `best`."""
     ours, box = best.request, best.request.box
     same = dataclasses.replace(
-        option.request, micro_batch=ours.micro_batch, accumulation=ours.accumulation,
+        option.request,
+        micro_batch=ours.micro_batch,
+        accumulation=ours.accumulation,
         gradient_checkpointing=ours.gradient_checkpointing,
-    )  # fmt: skip
+    )
     if not timing.fits(predict_memory(same), box, at_upper=best.is_safe):
         return f": with {workload_text(ours)}, the settings of {best.name}, it does not fit"
     assert best.time is not None

@@ -50,8 +50,19 @@ _BATCH, _SHARES = 64, (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _LARGE_HOST_BYTES = 256 * GIB
 # An option that needs at most this fraction of the recommended one's host memory is named as well.
 _LIGHTER = 0.75
-_COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "check-\npointing", "peak\nGiB", "90 %\nbound",
-            "tokens/s,\nall ranks", "host\nGiB", "NVMe\nGiB", "cost/M\ntokens", "")  # fmt: skip
+_COLUMNS = (
+    "strategy",
+    "micro-\nbatch",
+    "accumu-\nlation",
+    "check-\npointing",
+    "peak\nGiB",
+    "90 %\nbound",
+    "tokens/s,\nall ranks",
+    "host\nGiB",
+    "NVMe\nGiB",
+    "cost/M\ntokens",
+    "",
+)
 _DETAILS = """\
 micro-batch: samples of one forward pass on one rank; accumulation: micro-batches of an optimizer step; peak: predicted,
 of one GPU; 90 % bound: upper bound of the peak; tokens/s: of all ranks, ≤ under offload, where steps took longer;
@@ -59,16 +70,33 @@ host and NVMe: of one node.
 """
 # fsdp_config of version 1 that is what accelerate_configs/fsdp2.yaml is of version 2.
 _FSDP1 = {
-    "fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_sharding_strategy": "FULL_SHARD",
-    "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_use_orig_params": True, "fsdp_offload_params": False,
-    "fsdp_cpu_ram_efficient_loading": False, "fsdp_activation_checkpointing": False,
+    "fsdp_version": 1,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_use_orig_params": True,
+    "fsdp_offload_params": False,
+    "fsdp_cpu_ram_efficient_loading": False,
+    "fsdp_activation_checkpointing": False,
     "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-}  # fmt: skip
+}
 _WIDTH = 120
 _SILENT_S = 1.0
 # Flags that `study predict` has, too, by their names in the options; those that are not at their default are repeated.
-_SHARED_FLAGS = ("seq_length", "precision", "attn_implementation", "peft", "lora_rank", "lora_targets", "lora_dropout",
-                 "loss_kernel", "quantization", "host_memory", "network_gb_per_s", "host_gb_per_s")  # fmt: skip
+_SHARED_FLAGS = (
+    "seq_length",
+    "precision",
+    "attn_implementation",
+    "peft",
+    "lora_rank",
+    "lora_targets",
+    "lora_dropout",
+    "loss_kernel",
+    "quantization",
+    "host_memory",
+    "network_gb_per_s",
+    "host_gb_per_s",
+)
 _SHARED_SWITCHES = ("chunked_loss", "double_quant", "with_reference", "hub")
 
 
@@ -155,13 +183,19 @@ def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
         raise UserError(f"--global_batch_size {batch} is not a multiple of {box.ranks} ranks", f"use {more}")
     shape = adapters.apply_lora_options(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     question = advise.AdviceRequest(
-        shape=shape, box=box, sequence_length=resolve_length(shape, options.seq_length), precision=precision,
+        shape=shape,
+        box=box,
+        sequence_length=resolve_length(shape, options.seq_length),
+        precision=precision,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
-        attention=options.attn_implementation, global_batch=batch,
-        price_per_gpu_hour=options.price_per_gpu_hour, reference_model=options.with_reference,
-        quantized=options.quantization == "4bit", fsdp_version=predict_command.fsdp_version(options),
+        attention=options.attn_implementation,
+        global_batch=batch,
+        price_per_gpu_hour=options.price_per_gpu_hour,
+        reference_model=options.with_reference,
+        quantized=options.quantization == "4bit",
+        fsdp_version=predict_command.fsdp_version(options),
         trainer=predict_command.trainer_settings(options),
-    )  # fmt: skip
+    )
     predict_command.check_attention(question)
     return question
 
@@ -171,35 +205,52 @@ def _document(
 ) -> dict[str, Any]:
     question, best, runner_up = advice.question, advice.best, advice.runner_up
     return {
-        "model": question.shape.name, "parameters": question.shape.parameters,
-        "trained_parameters": question.shape.trained_parameters, "lora_rank": question.shape.lora_rank,
+        "model": question.shape.name,
+        "parameters": question.shape.parameters,
+        "trained_parameters": question.shape.trained_parameters,
+        "lora_rank": question.shape.lora_rank,
         "lora_targets": question.shape.lora_targets,
-        "hardware": question.box.name, "ranks": question.box.ranks,
-        "sequence_length": question.sequence_length, "precision": question.precision,
+        "hardware": question.box.name,
+        "ranks": question.box.ranks,
+        "sequence_length": question.sequence_length,
+        "precision": question.precision,
         "chunked_loss": question.trainer.loss_kernel == "liger",
-        "recommended": best and best.name, "runner_up": runner_up and runner_up.name,
-        "how_sure": advise.explain_best(advice), "faster_if_it_fits": riskier and entry(riskier),
-        "changes": what_ifs, "nearest": measured, "strategies": [entry(option) for option in advice.options],
+        "recommended": best and best.name,
+        "runner_up": runner_up and runner_up.name,
+        "how_sure": advise.explain_best(advice),
+        "faster_if_it_fits": riskier and entry(riskier),
+        "changes": what_ifs,
+        "nearest": measured,
+        "strategies": [entry(option) for option in advice.options],
         "files": files and {key: value and str(value) for key, value in dataclasses.asdict(files).items()},
-    }  # fmt: skip
+    }
 
 
 def entry(option: Option) -> dict[str, Any]:
     """Return an option as in the document of --json."""
     request, memory, time = option.request, option.memory, option.time
     return {
-        "strategy": option.name, "fits": option.fits, "sure_to_fit": option.is_safe, "why": option.why,
-        "micro_batch": request.micro_batch if option.fits else 0, "accumulation": request.accumulation,
-        "gradient_checkpointing": request.gradient_checkpointing, "precision": predict_command.precision_name(request),
+        "strategy": option.name,
+        "fits": option.fits,
+        "sure_to_fit": option.is_safe,
+        "why": option.why,
+        "micro_batch": request.micro_batch if option.fits else 0,
+        "accumulation": request.accumulation,
+        "gradient_checkpointing": request.gradient_checkpointing,
+        "precision": predict_command.precision_name(request),
         "loads_in_16_bits": request.pure,
-        "device_bytes": device_bytes(memory), "peak_reserved": dataclasses.asdict(memory.peak_reserved),
+        "device_bytes": device_bytes(memory),
+        "peak_reserved": dataclasses.asdict(memory.peak_reserved),
         "device_parts": dict(memory.device_parts),
-        "host_bytes_per_node": dataclasses.asdict(memory.host_peak), "nvme_bytes_per_node": memory.nvme,
-        "tokens_per_s": option.tokens_per_s, "step_s": time and dataclasses.asdict(time.step_s),
-        "mfu": time and time.mfu, "cost_per_million_tokens": option.cost_per_million_tokens,
+        "host_bytes_per_node": dataclasses.asdict(memory.host_peak),
+        "nvme_bytes_per_node": memory.nvme,
+        "tokens_per_s": option.tokens_per_s,
+        "step_s": time and dataclasses.asdict(time.step_s),
+        "mfu": time and time.mfu,
+        "cost_per_million_tokens": option.cost_per_million_tokens,
         "deepspeed": request.strategy.deepspeed,
         "least_deepspeed_release": least_sound_release(option.name, request.accumulation, request.precision) or None,
-    }  # fmt: skip
+    }
 
 
 def _page(
@@ -335,13 +386,17 @@ def _program_notes(best: Option) -> Iterator[str]:
 def _row(option: Option, best: Option | None) -> list[str]:
     request, memory, cost = option.request, option.memory, option.cost_per_million_tokens
     return [
-        option.name, *((f"{request.micro_batch}", f"{request.accumulation}") if option.fits else "--"),
-        "yes" if request.gradient_checkpointing else "no", rounded(device_bytes(memory) / GIB),
+        option.name,
+        *((f"{request.micro_batch}", f"{request.accumulation}") if option.fits else "--"),
+        "yes" if request.gradient_checkpointing else "no",
+        rounded(device_bytes(memory) / GIB),
         rounded(device_bytes(memory, at_upper=True) / GIB),
         f"{'≤' * option.request.strategy.offloads}{rounded(option.tokens_per_s)}" if option.fits else "-",
-        rounded(memory.host_peak.value / GIB), rounded(memory.nvme / GIB) if memory.nvme else "-",
-        "-" if cost is None else f"{cost:.3f}", remark(option, best),
-    ]  # fmt: skip
+        rounded(memory.host_peak.value / GIB),
+        rounded(memory.nvme / GIB) if memory.nvme else "-",
+        "-" if cost is None else f"{cost:.3f}",
+        remark(option, best),
+    ]
 
 
 def remark(option: Option, best: Option | None) -> str:

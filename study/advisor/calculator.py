@@ -63,10 +63,12 @@ class Calculator:
         """Return the models, the GPUs that have a name, the tested releases, and the strategies of DeepSpeed."""
         document = json.loads(GRID.read_text(encoding="utf-8"))
         return {
-            "models": list(PRESETS), "devices": [device.names[0] for device in known_devices() if device.names],
-            "releases": [row["DeepSpeed"] for row in document["releases"]], "versions": document["versions"],
+            "models": list(PRESETS),
+            "devices": [device.names[0] for device in known_devices() if device.names],
+            "releases": [row["DeepSpeed"] for row in document["releases"]],
+            "versions": document["versions"],
             "strategies": [name for name in STRATEGY_NAMES if read_strategy(name).deepspeed is not None],
-        }  # fmt: skip
+        }
 
     @_as_json
     def keep_config(self, name: str, text: str) -> dict[str, Any]:
@@ -86,12 +88,17 @@ class Calculator:
         self.question, self.advice, self.found = question, None, {}
         box = question.box
         return {
-            "names": advise.candidates(question), "model": question.shape.name,
-            "parameters": question.shape.parameters, "trained_parameters": question.shape.trained_parameters,
-            "hardware": box.name, "ranks": box.ranks, "usable_bytes": usable_bytes(box),
-            "sequence_length": question.sequence_length, "precision": question.precision,
+            "names": advise.candidates(question),
+            "model": question.shape.name,
+            "parameters": question.shape.parameters,
+            "trained_parameters": question.shape.trained_parameters,
+            "hardware": box.name,
+            "ranks": box.ranks,
+            "usable_bytes": usable_bytes(box),
+            "sequence_length": question.sequence_length,
+            "precision": question.precision,
             "global_batch": question.global_batch,
-        }  # fmt: skip
+        }
 
     @_as_json
     def one_sample(self, name: str) -> dict[str, Any]:
@@ -114,10 +121,11 @@ class Calculator:
         advice = advise.Advice(self._asked(), advise.rank_options(sorted(self.found.values(), key=order)))
         self.advice, best = advice, advice.best
         return {
-            "order": [option.name for option in advice.options], "recommended": best and best.name,
+            "order": [option.name for option in advice.options],
+            "recommended": best and best.name,
             "how_sure": advise.explain_best(advice),
             "remarks": {option.name: advise_command.remark(option, best) for option in advice.options},
-        }  # fmt: skip
+        }
 
     @_as_json
     def changes(self) -> dict[str, Any]:
@@ -136,9 +144,10 @@ class Calculator:
             file.name: file.read_text(encoding="utf-8").replace(f"{_FILES}/", "") for file in sorted(_FILES.iterdir())
         }
         return {
-            "texts": texts, "launch": written.command.replace(f"{_FILES}/", ""),
+            "texts": texts,
+            "launch": written.command.replace(f"{_FILES}/", ""),
             "predict": advise_command.predict_words(option.request, self.options),
-        }  # fmt: skip
+        }
 
     @_as_json
     def explain(self, words: str, files: str) -> dict[str, Any]:
@@ -191,6 +200,8 @@ def _keep_files(contents: dict[str, bytes]) -> None:
 def _row(option: advise.Option) -> dict[str, Any]:
     """Return an option as `study advise --json` does, with its 90 % bound and the bytes that one rank sends."""
     return {
-        **advise_command.entry(option), "bound_bytes": device_bytes(option.memory, at_upper=True),
-        "sent_bytes": sent_bytes(option.request), "offloads": option.request.strategy.offloads,
-    }  # fmt: skip
+        **advise_command.entry(option),
+        "bound_bytes": device_bytes(option.memory, at_upper=True),
+        "sent_bytes": sent_bytes(option.request),
+        "offloads": option.request.strategy.offloads,
+    }

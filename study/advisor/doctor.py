@@ -344,8 +344,9 @@ def cluster() -> list[Check]:
         else:
             checks.append(Check(f"shared {what}", "missing", f"{shown(folder)}; {blind_nodes} has another one", _SHARE))
     for what, fix in (
-        ("operators", "srun --ntasks-per-node=1 python -m study.host.operators"), ("weights", "study weights SUITE"),
-    ):  # fmt: skip
+        ("operators", "srun --ntasks-per-node=1 python -m study.host.operators"),
+        ("weights", "study weights SUITE"),
+    ):
         on_nodes: dict[str, list[str]] = {node.name: getattr(node, what) for node in nodes}
         count = len(set().union(*on_nodes.values()))
         lacking = [f"{node} lacks {count - len(names)}" for node, names in on_nodes.items() if len(names) < count]

@@ -45,10 +45,15 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
         os.dup2(2, 1)
         sections: dict[str, Callable[[], Check]] = {
-            "gpus": _gpus, "nccl": _nccl, "nvcc": _nvcc, "hub": functools.partial(_hub, options.hub),
-            "libaio": _libaio, "operators": _operators, "cpu adam": _cpu_adam,
+            "gpus": _gpus,
+            "nccl": _nccl,
+            "nvcc": _nvcc,
+            "hub": functools.partial(_hub, options.hub),
+            "libaio": _libaio,
+            "operators": _operators,
+            "cpu adam": _cpu_adam,
             "nvme bandwidth": functools.partial(_nvme_bandwidth, options.measure_in, options.not_measured),
-        }  # fmt: skip
+        }
         for name, section in sections.items():
             try:
                 configure()
@@ -213,9 +218,10 @@ def _hub(ask: bool) -> Check:
         files = [f"{name}/{file}" for file in chain(*splits.values())]
         pinned += [(f"{WIKITEXT} {name}", WIKITEXT, WIKITEXT_REVISION, file) for file in files]
     absent = dict.fromkeys(
-        title for title, name, revision, file in pinned
+        title
+        for title, name, revision, file in pinned
         if not isinstance(try_to_load_from_cache(name, file, revision=revision, repo_type="dataset"), str)
-    )  # fmt: skip
+    )
     offline, is_needed = constants.is_offline_mode(), bool(absent)
     # The addresses of a mirror or a proxy, and the token, are not printed.
     facts = [

@@ -44,9 +44,13 @@ or, with --skip_others, left out by its content. Files outside of the repository
 """
 # Kinds of findings, the most important first, with the words that count them in the first line.
 _FINDINGS = {
-    "refused": "refused by the engine", "conflict": "in conflict", "ignored": "ignored",
-    "ineffective": "without effect", "noted": "noted", "filled": 'filled in for "auto"',
-}  # fmt: skip
+    "refused": "refused by the engine",
+    "conflict": "in conflict",
+    "ignored": "ignored",
+    "ineffective": "without effect",
+    "noted": "noted",
+    "filled": 'filled in for "auto"',
+}
 # --details prints the others, too, and those below this fraction of the largest.
 _MAX_COST_ROWS, _MIN_COST = 5, 0.001
 _COMPARED = ", without offload_param"
@@ -158,10 +162,17 @@ def _with_fsdp_version(file: UserFile, version: int | None) -> UserFile:
 def _program_settings(options: argparse.Namespace, shape: ModelShape | None) -> ProgramSettings:
     length = resolve_length(shape, options.seq_length) if shape else options.seq_length or USUAL_LENGTH
     return ProgramSettings(
-        length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision,
-        options.optimizer, options.with_reference, options.quantization == "4bit",
-        options.attn_implementation, predict_command.trainer_settings(options),
-    )  # fmt: skip
+        length,
+        options.micro_batch,
+        options.accumulation,
+        options.gradient_checkpointing,
+        options.precision,
+        options.optimizer,
+        options.with_reference,
+        options.quantization == "4bit",
+        options.attn_implementation,
+        predict_command.trainer_settings(options),
+    )
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -196,19 +207,26 @@ def _check(options: argparse.Namespace) -> int:
 def _document(case: ConfigCase) -> dict[str, Any]:
     box, memory = case.request.box, case.memory
     return {
-        "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
-        "model": case.shape.name, "parameters": case.shape.parameters,
-        "trained_parameters": case.shape.trained_parameters, "world_size": case.ranks,
+        "file": case.file.name,
+        "launcher": case.file.launcher,
+        "distributed_type": case.file.distributed_type,
+        "model": case.shape.name,
+        "parameters": case.shape.parameters,
+        "trained_parameters": case.shape.trained_parameters,
+        "world_size": case.ranks,
         "hardware": None if box.device is ANY_DEVICE else box.name,
         "fits": None if box.device is ANY_DEVICE or memory.missing else fits(memory, box),
         "precision": predict_command.precision_name(case.request),
         "zero_stage": case.stage if case.file.deepspeed is not None else None,
-        "sequence_length": case.request.sequence_length, "micro_batch": case.request.micro_batch,
-        "accumulation": case.request.accumulation, "gradient_checkpointing": case.request.gradient_checkpointing,
+        "sequence_length": case.request.sequence_length,
+        "micro_batch": case.request.micro_batch,
+        "accumulation": case.request.accumulation,
+        "gradient_checkpointing": case.request.gradient_checkpointing,
         "settings": [dataclasses.asdict(cost) for cost in costs(case)],
         "findings": [finding.document for finding in case.findings],
-        "answers": [dataclasses.asdict(answer) for answer in find_answers(case)], "memory": dataclasses.asdict(memory),
-    }  # fmt: skip
+        "answers": [dataclasses.asdict(answer) for answer in find_answers(case)],
+        "memory": dataclasses.asdict(memory),
+    }
 
 
 def _verdict(case: ConfigCase) -> str:
@@ -245,9 +263,10 @@ def _remedies(request: Request) -> str:
     """Return changes of the program with which the same file fits: checkpointing, a smaller micro-batch, or both."""
     recomputed, small, remedies = {"gradient_checkpointing": True}, {"micro_batch": 1}, []
     for words, changes in (
-        ("--gradient_checkpointing", recomputed), ("micro-batch 1", small),
+        ("--gradient_checkpointing", recomputed),
+        ("micro-batch 1", small),
         ("both --gradient_checkpointing and micro-batch 1", recomputed | small),
-    ):  # fmt: skip
+    ):
         need = predict_command.fitting_need(dataclasses.replace(request, **changes))
         if all(getattr(request, key) != value for key, value in changes.items()) and need is not None:
             remedies.append(f"{words} ({need})")
@@ -298,8 +317,9 @@ def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
     counts = Counter[str](finding.kind for finding in listed)
     counted = [
         f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
-        for kind, words in _FINDINGS.items() if counts[kind]
-    ]  # fmt: skip
+        for kind, words in _FINDINGS.items()
+        if counts[kind]
+    ]
     yield ", ".join(counted) or "every setting takes effect"
     if listed:
         listed.sort(key=lambda finding: [*_FINDINGS].index(finding.kind))
@@ -607,9 +627,10 @@ def _compare_ranks(case: ConfigCase) -> Explanation:
     memories = {count: case.at(count).memory for count in counts}
     now, twice = memories[case.ranks], memories[2 * case.ranks]
     fixed = ", ".join(
-        f"{part} {gib(size)}" for part, size in sorted(now.device_parts.items(), key=lambda item: -item[1])
+        f"{part} {gib(size)}"
+        for part, size in sorted(now.device_parts.items(), key=lambda item: -item[1])
         if size > 2**20 and twice.device_parts.get(part, 0) > _FALLS_TO * size
-    )  # fmt: skip
+    )
     activations = "activations depend on the micro-batch of one rank, which more ranks do not change"
     because = [f"parts that do not fall with more ranks: {fixed}", activations]
     bucket = case.zero.get("reduce_bucket_size", 0)

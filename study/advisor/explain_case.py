@@ -146,20 +146,34 @@ def resolve(
     micro_batch, accumulation = _batch(file, ranks, work)
     checkpoints, offloads, loads_once = (
         strategy.is_fsdp and _is_set(file, name, default)
-        for name, default in (("fsdp_activation_checkpointing", False), ("fsdp_offload_params", False),
-                              ("fsdp_cpu_ram_efficient_loading", True))
-    )  # fmt: skip
+        for name, default in (
+            ("fsdp_activation_checkpointing", False),
+            ("fsdp_offload_params", False),
+            ("fsdp_cpu_ram_efficient_loading", True),
+        )
+    )
     request = Request(
-        shape=shape, strategy=strategy, box=box, sequence_length=work.sequence_length,
-        micro_batch=micro_batch, accumulation=accumulation, precision=precision,
+        shape=shape,
+        strategy=strategy,
+        box=box,
+        sequence_length=work.sequence_length,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        precision=precision,
         gradient_checkpointing=work.gradient_checkpointing or checkpoints,
-        attention=work.attention, pure=is_pure, autocast=not strategy.is_fsdp,
-        optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=offloads,
-        fsdp_keeps_gathered=_keeps_gathered(file), fsdp_version=1 if strategy.is_fsdp and file.sharding else 2,
-        reference_model=work.reference_model, quantized=work.quantized, **vars(work.trainer),
+        attention=work.attention,
+        pure=is_pure,
+        autocast=not strategy.is_fsdp,
+        optimizer=_optimizer(file, strategy, work, findings),
+        fsdp_offloads=offloads,
+        fsdp_keeps_gathered=_keeps_gathered(file),
+        fsdp_version=1 if strategy.is_fsdp and file.sharding else 2,
+        reference_model=work.reference_model,
+        quantized=work.quantized,
+        **vars(work.trainer),
         # Accelerate leaves 4-bit weights as they are loaded.
         fsdp_loads_once=loads_once and not work.quantized,
-    )  # fmt: skip
+    )
     return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
 
 
@@ -248,8 +262,10 @@ def _batch(file: UserFile, ranks: int, work: ProgramSettings) -> tuple[int, int]
         if top.get(ACCUMULATION) is None:
             steps = 1
         micro = max(int(global_batch // sharing // (steps or work.accumulation or 1)), 1)
-    for flag, value, key, number in (("--micro_batch", work.micro_batch, MICRO_BATCH, micro),
-                                     ("--accumulation", work.accumulation, ACCUMULATION, steps)):  # fmt: skip
+    for flag, value, key, number in (
+        ("--micro_batch", work.micro_batch, MICRO_BATCH, micro),
+        ("--accumulation", work.accumulation, ACCUMULATION, steps),
+    ):
         if None not in (value, number) and value != number:
             fix = f'leave {flag} out, or make {key} "auto"'
             raise UserError(f"{file.name} makes {key} {number}, and {flag} is {value}", fix)

@@ -31,9 +31,14 @@ def findings(case: ConfigCase) -> list[Finding]:
         rules = _holding(reference["rules_without_deepspeed"], facts)
         return [*case.findings, *rules, *request_findings(case.request, facts)]
     results = [
-        *case.findings, *_ineffective(case, facts), *_type_of_optimizer(case), *_arguments(case),
-        *_holding(reference["rules"], facts), *request_findings(case.request, facts), *_batch(case),
-    ]  # fmt: skip
+        *case.findings,
+        *_ineffective(case, facts),
+        *_type_of_optimizer(case),
+        *_arguments(case),
+        *_holding(reference["rules"], facts),
+        *request_findings(case.request, facts),
+        *_batch(case),
+    ]
     if case.stage and case.request.strategy.offloads and case.request.box.device.memory_gib:
         used = [what for what in OFFLOADS if case.offload(what)]
         # All offloads, else that of the parameters alone.
@@ -149,18 +154,24 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     """Return what rules may ask of a config, by name."""
     file, shape = case.file, case.shape
     facts: dict[str, Any] = {
-        "launcher": file.launcher, "type": file.distributed_type, "mixed_precision": file.mixed_precision,
-        "num_processes": file.num_processes, "mesh_ranks": file.mesh_ranks, **request_facts(case.request),
-    }  # fmt: skip
+        "launcher": file.launcher,
+        "type": file.distributed_type,
+        "mixed_precision": file.mixed_precision,
+        "num_processes": file.num_processes,
+        "mesh_ranks": file.mesh_ranks,
+        **request_facts(case.request),
+    }
     if file.deepspeed is None:
         settings = file.fsdp or {}
         return facts | {
-            **settings, "set": set(settings), "version": str(settings.get("fsdp_version", 1))[:60],
+            **settings,
+            "set": set(settings),
+            "version": str(settings.get("fsdp_version", 1))[:60],
             "shown_version": clip(settings.get("fsdp_version", 1)),
             "sharding": file.sharding and file.sharding[:60],
             "refusal": shape.fsdp_refusal if case.request.fsdp_version == 2 else shape.fsdp1_refusal,
             "machine_ranks": case.request.box.gpus_per_node,
-        }  # fmt: skip
+        }
     defaults = {key: entry["default"] for key, entry in section_entries("top").items() if "default" in entry}
     top = dict(case.top) if case.top.get("bf16") else {**case.top, "bf16": case.top.get("bfloat16")}
     devices = {what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS}
@@ -172,15 +183,22 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     return {**flatten(defaults), **flatten(top), **flatten(case.zero), **flatten(file.plugin, "plugin."), **facts} | {
         "sound_release": least_sound_release(tested, request.accumulation, request.precision) or "none",
         "divides_batch": all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH)),
-        **devices, **{f"no_{what.partition('_')[2]}_path": (case.offload(what) or {}).get("nvme_path") is None
-                      for what in OFFLOADS},
+        **devices,
+        **{
+            f"no_{what.partition('_')[2]}_path": (case.offload(what) or {}).get("nvme_path") is None
+            for what in OFFLOADS
+        },
         "offload": "nvme" if "nvme" in devices.values() else "none",
-        "set": {*file.explicit_keys, *flatten(case.top)}, "group": group,
-        "ungrouped_ranks": case.ranks % max(group, 1), "shard": -(-shape.largest // case.ranks),
-        "largest": case.largest.name, "nvme_weights": case.state.params_nvme, "parameters": shape.parameters,
+        "set": {*file.explicit_keys, *flatten(case.top)},
+        "group": group,
+        "ungrouped_ranks": case.ranks % max(group, 1),
+        "shard": -(-shape.largest // case.ranks),
+        "largest": case.largest.name,
+        "nvme_weights": case.state.params_nvme,
+        "parameters": shape.parameters,
         "twice_parameters": 2 * shape.parameters,
         "max_in_cpu": (case.offload("offload_param") or {}).get("max_in_cpu"),
-    }  # fmt: skip
+    }
 
 
 def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -> Iterator[Finding]:
@@ -207,18 +225,25 @@ def request_facts(request: Request) -> dict[str, Any]:
         (architecture,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
     return {
         "gathered": f"{format_number(request.stored.parameters * request.gathered_bytes / GIB)} GiB",
-        "ranks": request.box.ranks, "precision": request.precision, "stage": strategy.zero_stage or 0,
+        "ranks": request.box.ranks,
+        "precision": request.precision,
+        "stage": strategy.zero_stage or 0,
         "engine": "fsdp" if strategy.is_fsdp else "none" if strategy.deepspeed is None else "deepspeed",
-        "model": shape.model_type, "built": built, "vocabulary": f"{shape.vocabulary:,}",
+        "model": shape.model_type,
+        "built": built,
+        "vocabulary": f"{shape.vocabulary:,}",
         "stand_in": survey.get("is_stand_in", False),
         "other_head": architecture if str(architecture).endswith("ForMaskedLM") else "none",
         "experts": survey.get("active") or 0,
         "towers": any(f'"{kind}_config"' in shape.document for kind in ("vision", "audio")),
         "weights": shape.quantized_by or "none",
-        "peft": "lora" if shape.lora_rank else "none", "quantized": request.quantized,
-        "reference_model": request.reference_model, "optimizer_name": request.optimizer,
-        "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,
-    }  # fmt: skip
+        "peft": "lora" if shape.lora_rank else "none",
+        "quantized": request.quantized,
+        "reference_model": request.reference_model,
+        "optimizer_name": request.optimizer,
+        "accumulation": request.accumulation,
+        "gradient_checkpointing": request.gradient_checkpointing,
+    }
 
 
 def _holding(rules: Sequence[Any], facts: Mapping[str, Any]) -> Iterator[Finding]:

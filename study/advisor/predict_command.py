@@ -49,9 +49,12 @@ that a rank sends if each collective is a ring, as with NCCL.
 _BAR = 40
 _PREDICTED = [name for name in strategies.STRATEGY_NAMES if name not in strategies.WITH_GROUPS]
 _HOST_PARTS = {
-    "load": "while the model is loaded", "train": "in training", "save": "while it is saved",
-    "state": "of that, model state", "pinned": "of that, pinned",
-}  # fmt: skip
+    "load": "while the model is loaded",
+    "train": "in training",
+    "save": "while it is saved",
+    "state": "of that, model state",
+    "pinned": "of that, pinned",
+}
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -262,15 +265,24 @@ def _request(options: argparse.Namespace) -> Request:
     if strategy.is_fsdp and (refusal := shape.fsdp1_refusal if version == 1 else shape.fsdp_refusal):
         raise UserError(f"FSDP{version} does not train {shape.name}: {refusal}", "use zero3")
     request = Request(
-        shape=shape, strategy=_overridden(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box),
-        box=box, sequence_length=resolve_length(shape, options.seq_length), micro_batch=options.micro_batch,
-        accumulation=options.accumulation, precision="bf16-engine" if is_pure else precision,
-        gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
-        pure=is_pure, optimizer=options.optimizer, dropout=options.dropout,
+        shape=shape,
+        strategy=_overridden(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box),
+        box=box,
+        sequence_length=resolve_length(shape, options.seq_length),
+        micro_batch=options.micro_batch,
+        accumulation=options.accumulation,
+        precision="bf16-engine" if is_pure else precision,
+        gradient_checkpointing=options.gradient_checkpointing,
+        attention=options.attn_implementation,
+        pure=is_pure,
+        optimizer=options.optimizer,
+        dropout=options.dropout,
         autocast=options.autocast or not strategy.is_fsdp,
-        reference_model=options.with_reference, quantized=options.quantization == "4bit", fsdp_version=version,
+        reference_model=options.with_reference,
+        quantized=options.quantization == "4bit",
+        fsdp_version=version,
         **vars(trainer_settings(options)),
-    )  # fmt: skip
+    )
     if options.fitted:
         stock = dataclasses.replace(request, strategy=strategy)
         fitted = fit_settings(stock)
@@ -329,21 +341,31 @@ def _overridden(strategy: strategies.Strategy, config: RunConfig, box: Hardware)
 
 def _document(request: Request, memory: MemoryUse, time: StepTime, traced: float | None) -> dict[str, Any]:
     return {
-        "model": request.shape.name, "parameters": request.shape.parameters,
-        "trained_parameters": request.shape.trained_parameters, "lora_rank": request.shape.lora_rank,
+        "model": request.shape.name,
+        "parameters": request.shape.parameters,
+        "trained_parameters": request.shape.trained_parameters,
+        "lora_rank": request.shape.lora_rank,
         "lora_targets": request.shape.lora_targets,
-        "strategy": request.strategy.name, "fsdp_version": request.fsdp_version if request.strategy.is_fsdp else None,
-        "hardware": request.box.name, "ranks": request.box.ranks, "precision": precision_name(request),
+        "strategy": request.strategy.name,
+        "fsdp_version": request.fsdp_version if request.strategy.is_fsdp else None,
+        "hardware": request.box.name,
+        "ranks": request.box.ranks,
+        "precision": precision_name(request),
         "sequence_length": request.sequence_length,
-        "micro_batch": request.micro_batch, "accumulation": request.accumulation,
-        "gradient_checkpointing": request.gradient_checkpointing, "chunked_loss": request.loss_kernel == "liger",
+        "micro_batch": request.micro_batch,
+        "accumulation": request.accumulation,
+        "gradient_checkpointing": request.gradient_checkpointing,
+        "chunked_loss": request.loss_kernel == "liger",
         "loss_kernel": request.loss_kernel,
-        "fits": None if memory.missing else fits(memory, request.box), "missing": memory.missing,
-        "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
-        "traced_activation_bytes": traced, "time": dataclasses.asdict(time),
+        "fits": None if memory.missing else fits(memory, request.box),
+        "missing": memory.missing,
+        "device_bytes": device_bytes(memory),
+        "memory": dataclasses.asdict(memory),
+        "traced_activation_bytes": traced,
+        "time": dataclasses.asdict(time),
         "sent_bytes_per_step": dataclasses.asdict(estimate("sent", sent_bytes(request))),
         "payload_bytes": predict_payload(request),
-    }  # fmt: skip
+    }
 
 
 def fitting_need(request: Request) -> str | None:
@@ -414,13 +436,28 @@ def _page(
     # Adapters send little.
     name, unit = ("GB", 1e9) if sent >= 1e8 else ("MB", 1e6)
     yield ""
-    yield TextTable(("", ""), [
-        ("host memory of one node", ", ".join(f"{rounded(size / GIB)} GiB {when}" for when, size in host.items())),
-        ("communication of one rank per step", f"{rounded(sent / unit)} {name} in ring bytes (NCCL); payload: "
-         + (", ".join(f"{kind.replace('_', ' ')} {rounded(size / unit)}" for kind, size in payload.items()) or "none")),
-        ("time of one step", ", ".join(f"{part.replace('_', ' ')} {rounded_seconds(seconds)}"
-                                       for part, seconds in time.parts.items() if seconds)),
-    ])  # fmt: skip
+    yield TextTable(
+        ("", ""),
+        [
+            ("host memory of one node", ", ".join(f"{rounded(size / GIB)} GiB {when}" for when, size in host.items())),
+            (
+                "communication of one rank per step",
+                f"{rounded(sent / unit)} {name} in ring bytes (NCCL); payload: "
+                + (
+                    ", ".join(f"{kind.replace('_', ' ')} {rounded(size / unit)}" for kind, size in payload.items())
+                    or "none"
+                ),
+            ),
+            (
+                "time of one step",
+                ", ".join(
+                    f"{part.replace('_', ' ')} {rounded_seconds(seconds)}"
+                    for part, seconds in time.parts.items()
+                    if seconds
+                ),
+            ),
+        ],
+    )
     if details:
         yield "\nfigures with their interval, which covers 80 % of published measurements"
         yield _intervals(request, memory, time, name, unit)
@@ -461,12 +498,14 @@ def _intervals(request: Request, memory: MemoryUse, time: StepTime, name_of_unit
     rows = []
     for title, figure, size in (
         ("allocated between steps, GiB", memory.steady_allocated, GIB),
-        ("peak allocated, GiB", memory.peak_allocated, GIB), ("peak reserved, GiB", memory.peak_reserved, GIB),
+        ("peak allocated, GiB", memory.peak_allocated, GIB),
+        ("peak reserved, GiB", memory.peak_reserved, GIB),
         ("reserved if memory is ample, GiB", None if request.box.is_cpu_only else ample, GIB),
         ("whole process, GiB", memory.process_peak, GIB),
         *((f"host, {what}, GiB", Estimate(part), GIB) for what, part in host.items()),
-        (f"ring bytes (NCCL), {name_of_unit}", sent, unit), ("step, ms", time.step_s, 1e-3),
-    ):  # fmt: skip
+        (f"ring bytes (NCCL), {name_of_unit}", sent, unit),
+        ("step, ms", time.step_s, 1e-3),
+    ):
         if figure is not None:
             ends = [f"{end / size:.2f}" for end in (figure.low, figure.high) if end is not None]
             rows.append((title, f"{figure.value / size:.2f}", f"({' to '.join(ends)})" * bool(ends)))

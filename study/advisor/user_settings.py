@@ -187,7 +187,7 @@ def is_json(path: Path, text: str) -> bool:
     return path.suffix == ".json" or text.lstrip().startswith("{")
 
 
-def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:
+def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:  # noqa: C901, PLR0912
     """Read a JSON or YAML mapping; raise UserError if it is unreadable, or outside of the tree."""
     path = resolve_path(name)
     if tree is not None and not is_inside(name, tree):
@@ -267,7 +267,7 @@ def _json_mistake(text: str, error: json.JSONDecodeError) -> tuple[str, str]:
     return " ".join(error.msg.split())[:120], "make it JSON at that place"
 
 
-def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
+def _read_json(name: str, text: str, findings: list[Finding]) -> Any:  # noqa: C901
     """Read a JSON, or a Hjson, which may have comments and which only DeepSpeed reads by itself."""
     twice, not_finite = set[str](), list[str]()
 
@@ -335,7 +335,7 @@ def _explicit_keys(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(key for key in flatten(settings) if key.rpartition(".")[0] in ("", *SECTIONS))
 
 
-def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tree: Path | None) -> UserFile:
+def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tree: Path | None) -> UserFile:  # noqa: C901, PLR0914
     if document.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise UserError(f"{name} is for SageMaker, which is not modelled", "give the DeepSpeed JSON of its program")
     findings += _unknown_keys("", document, known_settings()["accelerate"], "Accelerate")
@@ -444,10 +444,14 @@ def _fsdp(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any
     return settings
 
 
-def _accelerate_deepspeed(
-    name: str, document: dict[str, Any], precision: Any, processes: int | None, findings: list[Finding],
+def _accelerate_deepspeed(  # noqa: C901, PLR0912, PLR0914
+    name: str,
+    document: dict[str, Any],
+    precision: Any,
+    processes: int | None,
+    findings: list[Finding],
     tree: Path | None,
-) -> UserFile:  # fmt: skip
+) -> UserFile:
     plugin, reference = _section(document, "deepspeed_config", findings), known_settings()
     mapped = reference["accelerate_deepspeed"]
     findings += _wrong_values("", plugin, {"gradient_clipping": {"type": "float/auto?"}})
@@ -502,18 +506,31 @@ def _accelerate_deepspeed(
         saves = bool(plugin_values.get("zero3_save_16bit_model", False))
         steps = str(plugin_values.get("gradient_accumulation_steps", "auto"))
         settings = {
-            "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
             # Read from the text of a variable.
             "gradient_accumulation_steps": int(steps) if steps.isdecimal() else steps,
             "gradient_clipping": plugin_values.get("gradient_clipping", "auto"),
-            ZERO: {"stage": plugin_values.get("zero_stage", 2), **offloads,
-                   "stage3_gather_16bit_weights_on_model_save": saves},
-        }  # fmt: skip
+            ZERO: {
+                "stage": plugin_values.get("zero_stage", 2),
+                **offloads,
+                "stage3_gather_16bit_weights_on_model_save": saves,
+            },
+        }
         explicit_keys = tuple(mapped[key] for key in plugin if mapped.get(key))
     file = UserFile(
-        name, "accelerate", "DEEPSPEED", settings, explicit_keys, precision, None, processes, None, findings,
+        name,
+        "accelerate",
+        "DEEPSPEED",
+        settings,
+        explicit_keys,
+        precision,
+        None,
+        processes,
+        None,
+        findings,
         plugin=plugin,
-    )  # fmt: skip
+    )
     check_deepspeed(file)
     return file
 
@@ -555,10 +572,17 @@ def _hint(kind: str) -> Any:
     import pydantic
 
     types: dict[str, Any] = {
-        "any": Any, "bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict,
-        "whole": pydantic.InstanceOf[int], "number": pydantic.InstanceOf[int] | pydantic.InstanceOf[float],
+        "any": Any,
+        "bool": bool,
+        "int": int,
+        "float": float,
+        "str": str,
+        "list": list,
+        "dict": dict,
+        "whole": pydantic.InstanceOf[int],
+        "number": pydantic.InstanceOf[int] | pydantic.InstanceOf[float],
         "none": Literal["left out"],
-    }  # fmt: skip
+    }
     if "/" in kind:
         return Union[tuple(map(_hint, kind.split("/")))]  # noqa: UP007 - known at run time alone
     marked, *bounds = kind.lstrip("~").split()
@@ -590,7 +614,7 @@ def _hint(kind: str) -> Any:
     return hint | None if marked.endswith("?") else hint
 
 
-def check_deepspeed(file: UserFile) -> None:
+def check_deepspeed(file: UserFile) -> None:  # noqa: C901, PLR0912
     """Add the findings of a file's DeepSpeed settings, and take out those with a wrong key or value."""
     settings, reference, findings = file.deepspeed, known_settings(), file.findings
     assert settings is not None

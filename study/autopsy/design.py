@@ -29,27 +29,46 @@ class Switch:
 
 SWITCHES = (
     Switch(
-        "E", "engine", "set on arguments that are made already: off", "given to the arguments: on",
-        "training_args.deepspeed = ...", ("S2-01", "S2-03", "S2-08"),
+        "E",
+        "engine",
+        "set on arguments that are made already: off",
+        "given to the arguments: on",
+        "training_args.deepspeed = ...",
+        ("S2-01", "S2-03", "S2-08"),
     ),
     Switch(
-        "W", "weights", "one model for all arms: a later one starts with trained weights",
+        "W",
+        "weights",
+        "one model for all arms: a later one starts with trained weights",
         "each arm from the same initial weights",
-        "model = ... at the top, model=model in train_model", ("S2-01", "S2-08"),
+        "model = ... at the top, model=model in train_model",
+        ("S2-01", "S2-08"),
     ),
     Switch(
-        "P", "process", "one process: the first arm warms it up", "a process for each arm",
-        "train_model(...) three times", ("S2-03", "S2-04"),
+        "P",
+        "process",
+        "one process: the first arm warms it up",
+        "a process for each arm",
+        "train_model(...) three times",
+        ("S2-03", "S2-04"),
     ),
     Switch(
-        "O", "order", "standard always first", "ZeRO first; a corrected protocol has both orders",
-        "std_... = train_model(with_zero=False), then the others", ("S2-01", "S2-03"),
+        "O",
+        "order",
+        "standard always first",
+        "ZeRO first; a corrected protocol has both orders",
+        "std_... = train_model(with_zero=False), then the others",
+        ("S2-01", "S2-03"),
     ),
     Switch(
-        "B", "batch", "the row printed for ZeRO has batch 16", "8 in both arms",
-        "zero_large_... = train_model(with_zero=True, batch_size=16)", ("S2-01", "S2-03", "S2-05"),
+        "B",
+        "batch",
+        "the row printed for ZeRO has batch 16",
+        "8 in both arms",
+        "zero_large_... = train_model(with_zero=True, batch_size=16)",
+        ("S2-01", "S2-03", "S2-05"),
     ),
-)  # fmt: skip
+)
 LETTERS = "".join(switch.letter for switch in SWITCHES)
 PRINTED, CORRECTED = LETTERS.lower(), LETTERS
 # A/A sessions: the engine as printed (off) and all else corrected, so both arms are the same training.
@@ -143,19 +162,36 @@ SCALES = {
     scale.name: scale
     for scale in (
         Scale(
-            "laptop", "two cores, no GPU",
+            "laptop",
+            "two cores, no GPU",
             # At the listing's 5e-5 a tiny model with random weights is still at chance after 100 steps.
-            {"scale": "laptop", "model_name_or_path": "bert-tiny-1layers", "learning_rate": 1e-3, "dropout": -1.0,
-             "warmup_ratio": 0.0},
-            minutes=35, wide_samples=1000, on_gpu=False, lanes=2, threads=1, limit_s=300,
+            {
+                "scale": "laptop",
+                "model_name_or_path": "bert-tiny-1layers",
+                "learning_rate": 1e-3,
+                "dropout": -1.0,
+                "warmup_ratio": 0.0,
+            },
+            minutes=35,
+            wide_samples=1000,
+            on_gpu=False,
+            lanes=2,
+            threads=1,
+            limit_s=300,
         ),
         Scale(
-            "a100", "one GPU of 16 GB or more, and the network for BERT-large and IMDB",
+            "a100",
+            "one GPU of 16 GB or more, and the network for BERT-large and IMDB",
             {"scale": "paper"},
-            minutes=480, wide_samples=4000, on_gpu=True, lanes=1, threads=0, limit_s=1800,
+            minutes=480,
+            wide_samples=4000,
+            on_gpu=True,
+            lanes=1,
+            threads=0,
+            limit_s=1800,
         ),
     )
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)

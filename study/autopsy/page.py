@@ -24,10 +24,12 @@ from study.report.site.publishing import FIGURES, new_report
 TITLE = "Why does a published listing show a lower loss with ZeRO?"
 _FIGURES = "What each switch changes"
 _PROTOCOLS: dict[str, tuple[Kind, str]] = {
-    "as printed": ("factorial", PRINTED), "third run of the listing": ("listing", PRINTED),
-    "corrected": ("corrected", CORRECTED), "corrected, clipping not asked for": ("unclipped", CORRECTED),
+    "as printed": ("factorial", PRINTED),
+    "third run of the listing": ("listing", PRINTED),
+    "corrected": ("corrected", CORRECTED),
+    "corrected, clipping not asked for": ("unclipped", CORRECTED),
     "two equal arms": ("aa", AA),
-}  # fmt: skip
+}
 # Smaller steps from the printed to the corrected protocol are not in the sentence.
 _NOTABLE = 0.01
 _MARKS = {"as expected": " ✓", "not as expected": " ✗"}
@@ -49,16 +51,29 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         first, *remaining = sections(study)
         sessions = study.arms.drop_duplicates("session")
         facts, made_by = paragraphs(
-            "autopsy_facts.j2", states=list(sessions["state"]), seeds=len(study.models["eval_loss"].terms),
+            "autopsy_facts.j2",
+            states=list(sessions["state"]),
+            seeds=len(study.models["eval_loss"].terms),
             environments=[json.loads(text) for text in study.arms["environment"].unique() if text != "null"],
-            started=sessions["started_at"].min(), minutes=sessions["session_s"].sum() / 60 / sessions["lanes"].max(),
-        )  # fmt: skip
+            started=sessions["started_at"].min(),
+            minutes=sessions["session_s"].sum() / 60 / sessions["lanes"].max(),
+        )
         html = page_html(
-            "autopsy.html.j2", TITLE, {"index": TITLE}, "index", lead="", facts=facts, failure="",
+            "autopsy.html.j2",
+            TITLE,
+            {"index": TITLE},
+            "index",
+            lead="",
+            facts=facts,
+            failure="",
             numbers=_numbers(study),
-            sections=[PageSection(sentence=first.sentence, drawings=pictures[:3]), PageSection(notes=first.notes),
-                      PageSection(_FIGURES, drawings=pictures[3:]), *remaining],
-        )  # fmt: skip
+            sections=[
+                PageSection(sentence=first.sentence, drawings=pictures[:3]),
+                PageSection(notes=first.notes),
+                PageSection(_FIGURES, drawings=pictures[3:]),
+                *remaining,
+            ],
+        )
         text = "\n\n".join(f"![{picture.alt}]({FIGURES}/{picture.name}.svg)" for picture in pictures)
         page = [PageSection(text=facts), first, PageSection(_FIGURES, text=text), *remaining, PageSection(text=made_by)]
         (folder / "index.html").write_text(html, encoding="utf-8")
@@ -72,22 +87,35 @@ def sections(study: Autopsy) -> list[PageSection]:
     bad = arms[(arms["state"] != "ok") & (arms["kind"] != "gate")].drop_duplicates("session")
     failures = [f"{row.session}: {row.state}, {row.reason}" for row in bad.itertuples()]
     limits = paragraphs(
-        "autopsy_limits.j2", lanes=int(arms["lanes"].max()), gpu=SCALES["a100"],
+        "autopsy_limits.j2",
+        lanes=int(arms["lanes"].max()),
+        gpu=SCALES["a100"],
         on_gpu=SCALES[str(arms["scale"].iloc[0])].on_gpu,
-    )  # fmt: skip
+    )
     every_effect = pd.DataFrame(
-        {"switch": effect.letter, "figure": effect.response.words, "effect": _effect_text(effect),
-         "over both orders": share_text(effect.average), "expected": effect.expected, "found": effect.outcome}
-        for of_switch in zip(*study.effects.values(), strict=True) for effect in of_switch
-    )  # fmt: skip
+        {
+            "switch": effect.letter,
+            "figure": effect.response.words,
+            "effect": _effect_text(effect),
+            "over both orders": share_text(effect.average),
+            "expected": effect.expected,
+            "found": effect.outcome,
+        }
+        for of_switch in zip(*study.effects.values(), strict=True)
+        for effect in of_switch
+    )
     # The signs that were committed before the first session, and those found.
     predictions = pd.DataFrame(
-        {"expected → found, for": response.words,
-         **{effect.letter: f"{effect.expected} → {effect.outcome}{_MARKS.get(effect.verdict, '')}"
-            for effect in study.effects[name]},
-         "null margin": percent(study.null_margin(name))}
+        {
+            "expected → found, for": response.words,
+            **{
+                effect.letter: f"{effect.expected} → {effect.outcome}{_MARKS.get(effect.verdict, '')}"
+                for effect in study.effects[name]
+            },
+            "null margin": percent(study.null_margin(name)),
+        }
         for name, response in study.responses.items()
-    )  # fmt: skip
+    )
     sentence, *findings = _findings(study)
     return [
         PageSection(sentence=sentence, notes=findings),
@@ -133,21 +161,31 @@ def _findings(study: Autopsy) -> list[str]:
         ((SWITCHES[LETTERS.index(letter)], mean) for letter, mean in means.items()), key=lambda x: -abs(x[1])
     )
     return paragraphs(
-        "autopsy_findings.j2", largest=SWITCHES[LETTERS.index(largest.letter)],
-        printed=share("factorial", PRINTED), corrected=share("corrected", CORRECTED),
-        equal=share("aa", AA), third=share("printed rate", PRINTED), in_both_orders=share_text(largest.average),
+        "autopsy_findings.j2",
+        largest=SWITCHES[LETTERS.index(largest.letter)],
+        printed=share("factorial", PRINTED),
+        corrected=share("corrected", CORRECTED),
+        equal=share("aa", AA),
+        third=share("printed rate", PRINTED),
+        in_both_orders=share_text(largest.average),
         steps={switch: change_text(math.expm1(step)) for switch, step in steps if abs(step) > _NOTABLE},
         on=[*study.engine_was_on(), *study.engine_was_on(all_as_printed=True)],
         model="BERT-large" if (on_gpu := SCALES[str(study.arms["scale"].iloc[0])].on_gpu) else "a one-layer model",
         on_gpu=on_gpu,
         published={loss: percent(change, signed=True) for loss, change in PUBLISHED.items()},
         effect=lambda letter, name: share_text(study.effects[name][LETTERS.index(letter)].ratio),
-        equivalence=equivalence.text(), memory=_memory(study),
+        equivalence=equivalence.text(),
+        memory=_memory(study),
         detectable=percent(study.minimum_detectable_effect("whole_s")),
         verdicts=collections.Counter(effect.verdict for effects in study.effects.values() for effect in effects),
-        at_rate={"loss": f"{standard['eval_loss'].mean():.3f}", "accuracy": f"{standard['eval_accuracy'].mean():.2f}",
-                 "chance": f"{math.log(2):.3f}"} if study.ratio("eval_loss", "printed rate", PRINTED).n else {},
-    )  # fmt: skip
+        at_rate={
+            "loss": f"{standard['eval_loss'].mean():.3f}",
+            "accuracy": f"{standard['eval_accuracy'].mean():.2f}",
+            "chance": f"{math.log(2):.3f}",
+        }
+        if study.ratio("eval_loss", "printed rate", PRINTED).n
+        else {},
+    )
 
 
 def _protocols(study: Autopsy) -> pd.DataFrame:
@@ -165,15 +203,21 @@ def _switches(study: Autopsy) -> pd.DataFrame:
     sessions = arms[(arms["kind"] == "factorial") & (arms["state"] == "ok")].drop_duplicates("session")["cell"]
     printed = {switch.letter: int(sessions.str.contains(switch.letter.lower()).sum()) for switch in SWITCHES}
     shown = ("eval_loss", "train_loss", "whole_s", "warm_cpu_s_per_sample", _memory(study))
-    return pd.DataFrame({
-        "switch": [f"{switch.letter} {switch.name}" for switch in SWITCHES],
-        "as printed": [switch.printed for switch in SWITCHES], "corrected": [switch.corrected for switch in SWITCHES],
-        "in the listing": [switch.line for switch in SWITCHES],
-        "claims": [", ".join(switch.claims) for switch in SWITCHES],
-        "sessions": [f"{count} and {len(sessions) - count}" for count in printed.values()],
-        **{study.responses[name].words: map(_effect_text, study.effects[name]) for name in shown
-           if name in study.responses},
-    })  # fmt: skip
+    return pd.DataFrame(
+        {
+            "switch": [f"{switch.letter} {switch.name}" for switch in SWITCHES],
+            "as printed": [switch.printed for switch in SWITCHES],
+            "corrected": [switch.corrected for switch in SWITCHES],
+            "in the listing": [switch.line for switch in SWITCHES],
+            "claims": [", ".join(switch.claims) for switch in SWITCHES],
+            "sessions": [f"{count} and {len(sessions) - count}" for count in printed.values()],
+            **{
+                study.responses[name].words: map(_effect_text, study.effects[name])
+                for name in shown
+                if name in study.responses
+            },
+        }
+    )
 
 
 def _effect_text(effect: Effect) -> str:

@@ -128,8 +128,16 @@ def run_sessions(
             options = {**scale.options, **session.options}
             scaled = dataclasses.replace(scale, options=options)
             answer = await _run_session(session, scaled, core, work, environment, forks)
-            about = {"session": session.id, "kind": session.kind, "cell": session.cell, "seed": session.seed,
-                     "scale": scale.name, "options": options, "lanes": len(cores), "core": core}  # fmt: skip
+            about = {
+                "session": session.id,
+                "kind": session.kind,
+                "cell": session.cell,
+                "seed": session.seed,
+                "scale": scale.name,
+                "options": options,
+                "lanes": len(cores),
+                "core": core,
+            }
             write_json(folder / SESSIONS / f"{session.id}.json", about | answer)
             # A gate is expected to fail.
             states.append("ok" if session.kind == "gate" else answer["state"])
@@ -158,9 +166,13 @@ async def _run_session(
     async def run_process() -> int:
         with log.open("a") as stream:
             process = await asyncio.create_subprocess_exec(
-                *command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
+                *command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         try:
             return await process.wait()
         finally:
@@ -180,8 +192,12 @@ async def _run_session(
             command = forks.command(None, 1, command, environment, log)
         began = time.monotonic()
         for number, arms in enumerate(session.processes):
-            task = {"scale": dataclasses.asdict(scale), "seed": session.seed, "core": core,
-                    "arms": [dataclasses.asdict(arm) for arm in arms]}  # fmt: skip
+            task = {
+                "scale": dataclasses.asdict(scale),
+                "seed": session.seed,
+                "core": core,
+                "arms": [dataclasses.asdict(arm) for arm in arms],
+            }
             write_json(place / "task.json", task)
             (place / RESULT).unlink(missing_ok=True)
             try:

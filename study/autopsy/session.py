@@ -130,11 +130,21 @@ def training_arguments(arm: AutopsyArm, scale: Scale, config: RunConfig, folder:
     """Return the listing's arguments. The late assignment of its dictionary is the error under test."""
     engine_options = {"deepspeed": _KEYS[arm.keys]} if arm.engine == "given" else {}
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=arm.batch, per_device_eval_batch_size=arm.batch,
-        num_train_epochs=1, learning_rate=config.learning_rate, eval_strategy="steps", eval_steps=scale.eval_steps,
-        logging_strategy="steps", logging_steps=scale.logging_steps, save_total_limit=1, report_to="none",
-        disable_tqdm=True, use_cpu=not scale.on_gpu, **engine_options,
-    )  # fmt: skip
+        output_dir=str(folder),
+        per_device_train_batch_size=arm.batch,
+        per_device_eval_batch_size=arm.batch,
+        num_train_epochs=1,
+        learning_rate=config.learning_rate,
+        eval_strategy="steps",
+        eval_steps=scale.eval_steps,
+        logging_strategy="steps",
+        logging_steps=scale.logging_steps,
+        save_total_limit=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not scale.on_gpu,
+        **engine_options,
+    )
     # With several visible GPUs, the Trainer would use nn.DataParallel on all of them.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     if arm.engine == "late":
@@ -180,7 +190,7 @@ class Process:
             self.model.load_state_dict(load_file(self.folder / WEIGHTS))
         return self.model
 
-    def train(self, arm: AutopsyArm) -> dict[str, Any]:
+    def train(self, arm: AutopsyArm) -> dict[str, Any]:  # noqa: PLR0914
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         model = self.model_for(arm)
@@ -188,9 +198,11 @@ class Process:
         with launched(arm):
             arguments = training_arguments(arm, self.scale, self.config, self.folder / arm.name)
             trainer = WatchedTrainer(
-                model=model, args=arguments, train_dataset=_samples(self.data.train, self.scale.train_samples),
+                model=model,
+                args=arguments,
+                train_dataset=_samples(self.data.train, self.scale.train_samples),
                 eval_dataset=_samples(self.data.eval, self.scale.eval_samples),
-            )  # fmt: skip
+            )
             steps = self.scale.train_samples // arm.batch
             warm_up = warmup_steps(steps)
             trainer.add_callback(Watch(trainer, warm_up))
@@ -202,18 +214,28 @@ class Process:
             trainer.clock.enter("after")
             seconds, cpu, warm_samples = trainer.clock.seconds, trainer.clock.cpu_seconds, (steps - warm_up) * arm.batch
             log = trainer.state.log_history
-            losses, evaluations, norms = ([row[key] for row in log if key in row]
-                                          for key in ("loss", "eval_loss", "grad_norm"))  # fmt: skip
+            losses, evaluations, norms = (
+                [row[key] for row in log if key in row] for key in ("loss", "eval_loss", "grad_norm")
+            )
             read = {
-                "arm": arm.name, "batch": arm.batch, "steps": trainer.state.global_step, "start": arm.start,
-                "start_weights_abs_sum": checksum, "whole_s": whole_s,
+                "arm": arm.name,
+                "batch": arm.batch,
+                "steps": trainer.state.global_step,
+                "start": arm.start,
+                "start_weights_abs_sum": checksum,
+                "whole_s": whole_s,
                 **{f"{phase}_s": seconds.get(phase, 0.0) for phase in ("setup", "warm_up", "train", "eval", "save")},
-                "whole_cpu_s": sum(cpu.values()), "warm_s_per_sample": seconds["train"] / warm_samples,
+                "whole_cpu_s": sum(cpu.values()),
+                "warm_s_per_sample": seconds["train"] / warm_samples,
                 "warm_cpu_s_per_sample": cpu["train"] / warm_samples,
-                "first_train_loss": losses[0] if losses else None, "train_loss": losses[-1] if losses else None,
-                "eval_loss_200": evaluations[-1] if evaluations else None, "evaluations": len(evaluations),
-                "largest_grad_norm": max(norms, default=None), **self._peaks(peaks), **trainer.live,
-            }  # fmt: skip
+                "first_train_loss": losses[0] if losses else None,
+                "train_loss": losses[-1] if losses else None,
+                "eval_loss_200": evaluations[-1] if evaluations else None,
+                "evaluations": len(evaluations),
+                "largest_grad_norm": max(norms, default=None),
+                **self._peaks(peaks),
+                **trainer.live,
+            }
             read["eval_loss"], read["eval_accuracy"] = wide_evaluation(trainer, self.data.eval, arm.batch)
             if arm.leaves_file:
                 save_file(_whole_weights(trainer), self.folder / WEIGHTS)

@@ -46,7 +46,7 @@ def synchronized_time(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:  # noqa: C901, PLR0914, PLR0915
     """Train with the bare loop and write the record; return the exit status."""
     with open_run("bare_loop", arguments, check_request) as run:
         import torch

@@ -32,14 +32,16 @@ _WIDTH = 120
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `study claims` to its parser."""
     parser.add_argument(
-        "what", nargs="*", metavar="DOCUMENT | CLAIM | check-table FILE",
+        "what",
+        nargs="*",
+        metavar="DOCUMENT | CLAIM | check-table FILE",
         help="print the claims of a document (S1) or one claim (S1-03); or check whether a published table of models,"
         " GPUs, strategies and GB is possible (CSV or markdown: model, gpus, strategy, gb, device, trains)",
-    )  # fmt: skip
+    )
     for flag, kinds, says in (
         ("--finding", _PLURAL, "print the claims with this finding"),
         ("--evidence", get_args(Basis), "print the claims whose strongest evidence is of this kind"),
-    ):  # fmt: skip
+    ):
         quoted = ", ".join(map(repr, kinds))
         kind = functools.partial(_kind, tuple(kinds))
         parser.add_argument(flag, type=kind, metavar="KIND", help=f"{says}: {quoted}")
@@ -111,8 +113,11 @@ def _judged(names: Sequence[str]) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         document = dict(json.loads(VERDICTS.read_text(encoding="utf-8")))
         _select(document, names)  # A wrong name is refused without the notice.
-        print(f"notice: findings of this release; {error.name} is not installed, so the records were not read."
-              f" To judge them here: {install_command('report')}", file=sys.stderr)  # fmt: skip
+        print(
+            f"notice: findings of this release; {error.name} is not installed, so the records were not read."
+            f" To judge them here: {install_command('report')}",
+            file=sys.stderr,
+        )
         return document
     return build_scoreboard().document()
 
@@ -134,9 +139,10 @@ def _select(document: Mapping[str, Any], names: Sequence[str]) -> list[dict[str,
 def _filtered(claims: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the claims with the finding and the strongest evidence of the flags, as the scoreboard counts them."""
     return [
-        claim for claim in claims
+        claim
+        for claim in claims
         if options.finding in (None, claim["finding"]) and options.evidence in (None, _strongest(claim))
-    ]  # fmt: skip
+    ]
 
 
 def _strongest(claim: Mapping[str, Any]) -> str:
@@ -152,8 +158,13 @@ def _filter_line(document: Mapping[str, Any], options: argparse.Namespace) -> st
     return f"{count} of {total} claims ({filters})"
 
 
-_PLURAL = {"holds": "hold", "holds in part": "hold in part", "does not hold": "do not hold",
-           "contradicts itself": "contradict themselves", "undecided": "are undecided"}  # fmt: skip
+_PLURAL = {
+    "holds": "hold",
+    "holds in part": "hold in part",
+    "does not hold": "do not hold",
+    "contradicts itself": "contradict themselves",
+    "undecided": "are undecided",
+}
 _MORE = (
     "study claims S1 prints the claims of one document, study claims --details those of all; "
     "docs/claims.md has every check"
@@ -176,17 +187,21 @@ def scoreboard_text(document: Mapping[str, Any]) -> list[str | TextTable]:
         [kind, *(str(document["evidence"][kind].get(name, "-")) for name in basis), str(total.get(kind, "-"))]
         for kind in _PLURAL
     ]
-    rows = [[name, *(str(count.get(kind, "-")) for kind in _PLURAL), str(sum(count.values()))]
-            for name, count in document["findings"].items()]  # fmt: skip
+    rows = [
+        [name, *(str(count.get(kind, "-")) for kind in _PLURAL), str(sum(count.values()))]
+        for name, count in document["findings"].items()
+    ]
     return [
-        first_line(document), "", TextTable(["strongest evidence", *basis, "claims"], crossed),
+        first_line(document),
+        "",
+        TextTable(["strongest evidence", *basis, "claims"], crossed),
         TextTable(["document", *_PLURAL, "claims"], rows),
         "S0 to S3: the replicated documents; Z0: the ZeRO paper.",
         "In part: a part holds; another, on which the claim does"
         " not rest, is false, untested or depends on the reading.",
         "at scale: the claim's model on virtual CPU ranks, some extrapolated over layers; published: others' GPU"
         " measurements;\nderived: arithmetic; small-scale proxy: tiny models on CPU ranks, which alone decide nothing.",
-    ]  # fmt: skip
+    ]
 
 
 def claim_lines(document: Mapping[str, Any]) -> list[str]:
@@ -230,8 +245,12 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
         text = f"{shown.sentence}." + (f" And {len(results) - 1} more." if len(results) > 1 else "")
         if judged.leading and judged.leading.answer != shown.answer:
             text += f" The claim rests on another check: {judged.sentence}"
-        rows.append({
-            "Claim": Link(claim.id, address(claim.id, output)),
-            "Finding": f"{finding}{elsewhere}", "It says": claim.says, "These records": text,
-        })  # fmt: skip
+        rows.append(
+            {
+                "Claim": Link(claim.id, address(claim.id, output)),
+                "Finding": f"{finding}{elsewhere}",
+                "It says": claim.says,
+                "These records": text,
+            }
+        )
     return rows

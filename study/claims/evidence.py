@@ -33,17 +33,31 @@ KEYS_FILE = "keys.json"
 AUTOPSY = "autopsy"
 _COLUMNS = {"calls": "comm_calls_per_step", "forward": "forward_holds_bytes", "parameters": "model_parameters"}
 _VIRTUAL_COLUMNS = {
-    "sent": "sent_bytes_per_step", "calls": "comm_calls_per_step", "forward": "forward_holds_bytes",
-}  # fmt: skip
+    "sent": "sent_bytes_per_step",
+    "calls": "comm_calls_per_step",
+    "forward": "forward_holds_bytes",
+}
 _PEAKS = {"host_peak": "host_peak_rss_gib", "device_peak": "peak_memory_gib_allocated"}
 # The invariants that each changed setting breaks intentionally.
 _INTENDED = {
-    "precision": ("precision", "parameter type"), "dropout": ("dropout",), "global_batch_size": ("global batch",),
+    "precision": ("precision", "parameter type"),
+    "dropout": ("dropout",),
+    "global_batch_size": ("global batch",),
     "seq_length": ("sequence length", "training data", "evaluation set"),
-}  # fmt: skip
+}
 # The settings by which a check may select its runs.
-SETTINGS = ("world_size", "model_name_or_path", "seq_length", "precision", "dropout", "global_batch_size",
-            "micro_batch_size", "train_samples", "max_steps", "engine_override")  # fmt: skip
+SETTINGS = (
+    "world_size",
+    "model_name_or_path",
+    "seq_length",
+    "precision",
+    "dropout",
+    "global_batch_size",
+    "micro_batch_size",
+    "train_samples",
+    "max_steps",
+    "engine_override",
+)
 
 
 class Evidence:
@@ -76,9 +90,15 @@ class Evidence:
         raise NotJudged(f"{report} has no {strategy} of {model} at {ranks} ranks")
 
     def pair(
-        self, report: str, task: str, strategy: str, over: str, where: str = "", over_where: str = "",
+        self,
+        report: str,
+        task: str,
+        strategy: str,
+        over: str,
+        where: str = "",
+        over_where: str = "",
         is_loss: bool = False,
-    ) -> Pair:  # fmt: skip
+    ) -> Pair:
         """Return the comparable runs of two strategies, seed by seed.
 
         Both come from the workload with the most common runs. With `over_where` they come from two workloads that
@@ -96,9 +116,17 @@ class Evidence:
         return Pair(report, treatment, control)
 
     def levels(
-        self, report: str, task: str, strategy: str, over: str, figure: str, along: str, where: str, least: int,
+        self,
+        report: str,
+        task: str,
+        strategy: str,
+        over: str,
+        figure: str,
+        along: str,
+        where: str,
+        least: int,
         least_pairs: int,
-    ) -> Levels:  # fmt: skip
+    ) -> Levels:
         """Return the pairs at each value of a setting or model size with enough seeds, in ascending order."""
         runs = _with(_ended_runs(self.records(report), task), where)
         pairs = {}

@@ -34,12 +34,23 @@ _SETTING = rf"(?:{'|'.join(SETTINGS)})=\S+"
 _CELLS = r"\d+: [\d.]+ [\d.]+ [\d.]+"
 Strategy = Annotated[str, _matching(*STRATEGY_NAMES)]
 Over = Annotated[str, _matching(*STRATEGY_NAMES, "paper")]
-Virtual = Annotated[str, _matching(
-    _STATE, "(state|grads)_before_step", "sent", "calls", "forward", "host_peak", "device_peak", r"collective\.\w+"
-)]  # fmt: skip
+Virtual = Annotated[
+    str,
+    _matching(
+        _STATE, "(state|grads)_before_step", "sent", "calls", "forward", "host_peak", "device_peak", r"collective\.\w+"
+    ),
+]
 Counted = Annotated[str, _matching(f"{_SIZE}(/(tokens|parameters))?", "parameters", "tokens")]
-Measured = Literal["step_time_s_median", "tokens_per_s", "train_loss_final", "eval_loss_final", "host_peak_rss_gib",
-                   "memory_steady_host_gib", "avg_memory_gib_device", "energy_j"]  # fmt: skip
+Measured = Literal[
+    "step_time_s_median",
+    "tokens_per_s",
+    "train_loss_final",
+    "eval_loss_final",
+    "host_peak_rss_gib",
+    "memory_steady_host_gib",
+    "avg_memory_gib_device",
+    "energy_j",
+]
 Along = Literal["model_parameters", "seq_length", "global_batch_size", "micro_batch_size"]
 Where = Annotated[str, _matching(f"{_SETTING}( {_SETTING})*")]
 Printed = Annotated[str, _matching(f"{_CELLS}(; {_CELLS})*")]
@@ -170,9 +181,18 @@ def formula_bytes(parameters: float, figure: str, stage: int, ranks: int) -> flo
 
 @form("virtual")
 def virtual(
-    evidence: Evidence, *, report: str, model: str, strategy: Strategy, ranks: int, figure: Virtual,
-    setting: str = AS_SHIPPED, over: Over = "", over_ranks: int = 0, over_figure: Virtual = "",
-) -> Figure:  # fmt: skip
+    evidence: Evidence,
+    *,
+    report: str,
+    model: str,
+    strategy: Strategy,
+    ranks: int,
+    figure: Virtual,
+    setting: str = AS_SHIPPED,
+    over: Over = "",
+    over_ranks: int = 0,
+    over_figure: Virtual = "",
+) -> Figure:
     """Return a figure of one virtual rank, in GB or calls, or its ratio to another figure.
 
     `over` is a strategy, `paper` for the ZeRO paper's formula of the same stage, or `ddp` for its formula of DDP,
@@ -213,9 +233,18 @@ def virtual_furthest(evidence: Evidence, *, report: str, model: str, printed: Pr
 
 @form("measured")
 def paired(
-    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, figure: Measured,
-    least_pairs: int, where: Where = "", over_where: Where = "", learned: float = 0,
-) -> Figure:  # fmt: skip
+    evidence: Evidence,
+    *,
+    report: str,
+    task: str,
+    strategy: Strategy,
+    over: Strategy,
+    figure: Measured,
+    least_pairs: int,
+    where: Where = "",
+    over_where: Where = "",
+    learned: float = 0,
+) -> Figure:
     """Return the ratio of a time, a loss or a peak of two strategies, paired by seed, with its interval.
 
     `where` selects the runs by their settings; `over_where` has the settings that differ in the reference's runs.
@@ -231,9 +260,15 @@ def paired(
 
 @form("measured")
 def largest(
-    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, cap_gib: float,
+    evidence: Evidence,
+    *,
+    report: str,
+    task: str,
+    strategy: Strategy,
+    over: Strategy,
+    cap_gib: float,
     precision: Precision,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Return the largest micro-batch that a search found to fit, as a multiple of another strategy's."""
     treatment, control = (evidence.fit(report, task, name, cap_gib, precision) for name in (strategy, over))
     size, over_size = (
@@ -257,9 +292,15 @@ def utilization(
 
 @form("measured")
 def gradient_norms(
-    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, where: Where = "",
+    evidence: Evidence,
+    *,
+    report: str,
+    task: str,
+    strategy: Strategy,
+    over: Strategy,
+    where: Where = "",
     first_steps: int = 0,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Return the largest relative difference of the gradient norms over all steps, or over the first ones."""
     pair = evidence.pair(report, task, strategy, over, where, is_loss=True)
     steps = evidence.records(report).steps
@@ -271,9 +312,18 @@ def gradient_norms(
 
 @form("measured")
 def counted(
-    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, figure: Counted,
-    over_figure: Counted = "", times: float = 1, where: Where = "", over_where: Where = "",
-) -> Figure:  # fmt: skip
+    evidence: Evidence,
+    *,
+    report: str,
+    task: str,
+    strategy: Strategy,
+    over: Strategy,
+    figure: Counted,
+    over_figure: Counted = "",
+    times: float = 1,
+    where: Where = "",
+    over_where: Where = "",
+) -> Figure:
     """Return the ratio of two measured sizes, with the minimum and maximum over runs as its interval.
 
     `figure` may be a ratio such as `sent/tokens`. `times` multiplies it, to undo a split over ranks.
@@ -290,9 +340,18 @@ def counted(
 
 @form("measured")
 def ratio_slope(
-    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, figure: Measured, along: Along,
-    levels: int, least_pairs: int, where: Where = "",
-) -> Figure:  # fmt: skip
+    evidence: Evidence,
+    *,
+    report: str,
+    task: str,
+    strategy: Strategy,
+    over: Strategy,
+    figure: Measured,
+    along: Along,
+    levels: int,
+    least_pairs: int,
+    where: Where = "",
+) -> Figure:
     """Return the log-log slope of the ratio of two strategies over size, length or batch.
 
     A slope of 0 means that the ratio stays the same, and 0.1 that it grows by 7 % per doubling. It is fitted for each
@@ -307,9 +366,18 @@ def ratio_slope(
 
 @form("measured")
 def growth(
-    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, figure: Measured, along: Along,
-    levels: int, least_pairs: int, where: Where = "",
-) -> Figure:  # fmt: skip
+    evidence: Evidence,
+    *,
+    report: str,
+    task: str,
+    strategy: Strategy,
+    over: Strategy,
+    figure: Measured,
+    along: Along,
+    levels: int,
+    least_pairs: int,
+    where: Where = "",
+) -> Figure:
     """Return the growth of one strategy's figure with size, length or batch, as a multiple of the other's."""
     pairs = evidence.levels(report, task, strategy, over, figure, along, where, levels, least_pairs)
     treatment, control = (_slopes(pairs, figure, operator.itemgetter(side), np.asarray) for side in ("mine", "its"))

@@ -161,9 +161,10 @@ def _has(cell: Cell, settings: str) -> bool:
     values = {
         **{name: getattr(config, name) for name in ("precision", "seq_length", "dropout", "global_batch_size")},
         **{name: getattr(config, name) for name in ("model_name_or_path", "max_steps", "train_samples")},
-        "world_size": cell.ranks, "micro_batch_size": cell.plan.per_device_train_batch_size,
+        "world_size": cell.ranks,
+        "micro_batch_size": cell.plan.per_device_train_batch_size,
         "engine_override": json.dumps(list(config.engine_override)),
-    }  # fmt: skip
+    }
     expected = dict(item.split("=", 1) for item in settings.split())
     return all(_equals(values[name], text) for name, text in expected.items())
 
@@ -177,9 +178,13 @@ def page(scoreboard: Scoreboard) -> str:
     checks = gpu_checks(scoreboard)
     open_checks = [item for item in checks if not item.answer]
     return render_markdown(
-        "gpu_checks.md.j2", checks=_checks(checks), runs=_runs(open_checks), claims=len(_claims(checks)),
-        figures=len(checks), judged=len(checks) - len(open_checks),
-    )  # fmt: skip
+        "gpu_checks.md.j2",
+        checks=_checks(checks),
+        runs=_runs(open_checks),
+        claims=len(_claims(checks)),
+        figures=len(checks),
+        judged=len(checks) - len(open_checks),
+    )
 
 
 def _checks(checks: Sequence[GpuCheck]) -> pd.DataFrame:
@@ -188,16 +193,34 @@ def _checks(checks: Sequence[GpuCheck]) -> pd.DataFrame:
         check, claim = item.check, item.judged.claim
         link = Link(claim.id, f"claims.md#{claim.id.lower()}")
         passes = check.region.words(check.unit)
-        rows.append((link, check.shows, passes, item.answer or "-", *_cost(item.feeds),
-                     item.without, item.finding_if(True), item.finding_if(False)))  # fmt: skip
+        rows.append(
+            (
+                link,
+                check.shows,
+                passes,
+                item.answer or "-",
+                *_cost(item.feeds),
+                item.without,
+                item.finding_if(True),
+                item.finding_if(False),
+            )
+        )
         if item.place == gpu_places(item.judged)[-1] and len(gpu_places(item.judged)) > 1:
             feeds = dict.fromkeys(feed for row in checks if row.judged is item.judged for feed in row.feeds)
             outcomes = [finding_if_all(item.judged, passes) for passes in (True, False)]
             rows.append((link, "all of these", "-", "-", *_cost(tuple(feeds)), item.without, *outcomes))
     columns = (
-        "claim", "figure", "passes at", "so far", "suite", "a GPU of", "minutes", "without a GPU", "if it passes",
+        "claim",
+        "figure",
+        "passes at",
+        "so far",
+        "suite",
+        "a GPU of",
+        "minutes",
+        "without a GPU",
+        "if it passes",
         "if it fails",
-    )  # fmt: skip
+    )
     return pd.DataFrame(rows, columns=columns)
 
 

@@ -301,7 +301,10 @@ def _p_value(figure: Figure, region: Region) -> float | None:
     """Return the two-sided p of a t test at the nearest bound; None if the figure has no t interval."""
     if figure.standard_error is None or figure.n is None:
         return None
-    value, *bounds = (end if figure.is_slope else math.log(end)
-                      for end in (figure.value, region.low, region.high) if math.isfinite(end))  # fmt: skip
+    value, *bounds = (
+        end if figure.is_slope else math.log(end)
+        for end in (figure.value, region.low, region.high)
+        if math.isfinite(end)
+    )
     t = min(abs(value - bound) for bound in bounds) / max(figure.standard_error, 1e-12)
     return float(2 * special.stdtr(figure.n - 1, -t))

@@ -45,15 +45,20 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
     *reading, check_table, reading_tables = paragraphs("claims_about.j2")
     yield PageSection("How several checks make one finding", table=_table(legend["findings"], "finding", "when"))
     strongest = scoreboard.counts(lambda item: f"{item.finding.kind}, {item.finding.basis[0]}")["all"]
-    kinds = [[name, words, *(strongest[f"{kind}, {name}"] or "-" for kind in FINDINGS)]
-             for name, words in legend["evidence"].items()]  # fmt: skip
+    kinds = [
+        [name, words, *(strongest[f"{kind}, {name}"] or "-" for kind in FINDINGS)]
+        for name, words in legend["evidence"].items()
+    ]
     yield PageSection(
-        "Evidence of a finding", "The strongest first, with the number of claims for which it is the strongest.",
+        "Evidence of a finding",
+        "The strongest first, with the number of claims for which it is the strongest.",
         table=_table(kinds, "evidence", "is", *FINDINGS),
-    )  # fmt: skip
+    )
     yield PageSection(
-        "Readings that count", _READINGS, table=_table(legend["readings"], "rule", "a reading counts if"),
-    )  # fmt: skip
+        "Readings that count",
+        _READINGS,
+        table=_table(legend["readings"], "rule", "a reading counts if"),
+    )
     yield PageSection("How a check is judged", "\n\n".join(reading), classes="method")
     for document in scoreboard.ledger.documents:
         code = document.code
@@ -66,15 +71,16 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
     corrections = [
         (item.date, Link(item.claim, f"#{item.claim.lower()}"), item.what, item.why)
         for item in scoreboard.ledger.corrections
-    ]  # fmt: skip
+    ]
     yield PageSection("Corrections", table=_table(corrections, "date", "claim", "correction", "because"))
     yield PageSection("Published tables", check_table, table=_table(legend["tables"], "verdict", "the row states"))
     yield PageSection(text=reading_tables)
     for table in published_tables():
         rows = [
             (row.model, str(row.gpus), row.strategy, row.trains, row.stated_gb, item.plausibility, item.why)
-            for item in table.rows for row in (item.row,)
-        ]  # fmt: skip
+            for item in table.rows
+            for row in (item.row,)
+        ]
         columns = ("model", "GPUs", "strategy", "trains", "on one GPU", "verdict", "why")
         yield PageSection(table.title, f"{table.address}. {table.note}", table=_table(rows, *columns), level=3)
 
@@ -86,9 +92,13 @@ def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.Data
 def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
     claim, finding = judged.claim, judged.finding
     notes = paragraphs(
-        "claim_notes.j2", claim=claim, results=judged.results, contradictions=scoreboard.find_contradictions(claim.id),
-        provenance=provenance(judged, evidence) if evidence else (), sizes=_sizes,
-    )  # fmt: skip
+        "claim_notes.j2",
+        claim=claim,
+        results=judged.results,
+        contradictions=scoreboard.find_contradictions(claim.id),
+        provenance=provenance(judged, evidence) if evidence else (),
+        sizes=_sizes,
+    )
     if evidence:
         first = 2 + bool(claim.readings) + len(claim.rejected) + bool(claim.untestable)
         for place, result in enumerate(judged.results, first):
@@ -97,10 +107,16 @@ def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | Non
     rest = finding.text.removeprefix("undecided: ") if finding.text != finding.kind else ""
     basis, parts = ", ".join(finding.basis), f" {rest[:1].upper()}{rest[1:]}." * bool(rest)
     return PageSection(
-        claim.id, claim.says, finding.kind, f"{judged.sentence}{parts}{'' if evidence else f' Evidence: {basis}.'}",
-        notes=notes, level=3, anchor=claim.id.lower(), below=basis,
+        claim.id,
+        claim.says,
+        finding.kind,
+        f"{judged.sentence}{parts}{'' if evidence else f' Evidence: {basis}.'}",
+        notes=notes,
+        level=3,
+        anchor=claim.id.lower(),
+        below=basis,
         classes=f"claim {claim.document} {finding.kind.replace(' ', '-')}",
-    )  # fmt: skip
+    )
 
 
 def _sizes(figure: Figure) -> list[str]:
@@ -141,9 +157,13 @@ def page(claims: Scoreboard) -> str:
         [name, *(counts[kind] or "-" for kind in FINDINGS), counts.total()] for name, counts in claims.counts().items()
     ]
     return render_markdown(
-        "claims.md.j2", title=_TITLE, lead=f"{first_line(claims.document())}.", documents=claims.ledger.documents,
-        sections=sections(claims), counts=_table(rows, "document", *FINDINGS, "claims"),
-    )  # fmt: skip
+        "claims.md.j2",
+        title=_TITLE,
+        lead=f"{first_line(claims.document())}.",
+        documents=claims.ledger.documents,
+        sections=sections(claims),
+        counts=_table(rows, "document", *FINDINGS, "claims"),
+    )
 
 
 def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
@@ -158,12 +178,19 @@ def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
     inside = file.resolve().is_relative_to(REPOSITORY.resolve())
     links_from = os.path.relpath(file.resolve().parent, REPOSITORY.resolve()) if inside else ""
     text = page_html(
-        "claims.html.j2", "claims", {file.stem: _TITLE}, file.stem, findings=VERDICTS, marker=marker,
-        lead=f"{first_line(claims.document())}.", counts=claims.counts(), legend=claims.ledger.legend,
+        "claims.html.j2",
+        "claims",
+        {file.stem: _TITLE},
+        file.stem,
+        findings=VERDICTS,
+        marker=marker,
+        lead=f"{first_line(claims.document())}.",
+        counts=claims.counts(),
+        legend=claims.ledger.legend,
         documents={item.code: item.title for item in claims.ledger.documents} | {"all": ""},
         all_reports=links_from and os.path.relpath(REPORTS, (REPOSITORY / links_from).resolve()),
         sections=[*sections(claims, evidence, links_from)],
-    )  # fmt: skip
+    )
     file.write_text(text, encoding="utf-8")
 
 

@@ -30,15 +30,19 @@ _ORDERS: dict[Order, str] = {
     "unknown": "of unknown date: a record names no commit, or one that git does not have",
 }
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_VERSIONS = {"torch": "torch_version", "DeepSpeed": "deepspeed_version", "Accelerate": "accelerate_version",
-             "Transformers": "transformers_version"}  # fmt: skip
+_VERSIONS = {
+    "torch": "torch_version",
+    "DeepSpeed": "deepspeed_version",
+    "Accelerate": "accelerate_version",
+    "Transformers": "transformers_version",
+}
 # Keys of a check that do not change its answer; `elsewhere` was the name of `proxy`.
 _LABELS = {"shows", "tests", "reading", "decides", "necessary", "internal", "proxy", "elsewhere", "source", "needs"}
 # The checks of the ledger by claim, unparsed.
 Written = Mapping[str, list[Any]]
 
 
-def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]:
+def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]:  # noqa: PLR0914
     """Return pairs of a subject and a sentence; none for a verdict without records."""
     reports = sorted({report for result in judged.results for report in result.reports})
     if not reports:
@@ -70,10 +74,11 @@ def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]
         if used["status_ended_at"].notna().any():
             rerun = f"these runs took {_minutes(used):.1f} minutes, all of {report} {_minutes(total):.1f}."
         facts += [
-            (f"Runs in {report}", f"{runs}."), ("Independent starts", starts),
+            (f"Runs in {report}", f"{runs}."),
+            ("Independent starts", starts),
             ("Made with", f"{', '.join(versions)}; on {box}; commit {_list(used['git_commit'].str[:7])}."),
             ("Rerun", f"`{command}`: {rerun}" if command else rerun),
-        ]  # fmt: skip
+        ]
     return facts
 
 
@@ -87,11 +92,16 @@ def source_runs(evidence: Evidence, report: str) -> pd.DataFrame:
         started = pd.to_datetime(sessions["started_at"], utc=True, format="ISO8601")
         boxes = pd.DataFrame([_box(json.loads(text)) for text in sessions["environment"]], index=sessions.index)
         return boxes.assign(
-            run=sessions["session"], status_state=sessions["state"], virtual=False, seed=sessions["seed"],
-            workload_key=sessions["kind"], arm=sessions["cell"], initial_weights_sha256=weights,
+            run=sessions["session"],
+            status_state=sessions["state"],
+            virtual=False,
+            seed=sessions["seed"],
+            workload_key=sessions["kind"],
+            arm=sessions["cell"],
+            initial_weights_sha256=weights,
             status_started_at=started.map(pd.Timestamp.isoformat),
             status_ended_at=(started + pd.to_timedelta(sessions["session_s"], unit="s")).map(pd.Timestamp.isoformat),
-        ).reset_index(drop=True)  # fmt: skip
+        ).reset_index(drop=True)
     if report == ENGINE_KEYS:
         document = json.loads((evidence.root / report / KEYS_FILE).read_text(encoding="utf-8"))
         box = _box(document["environment"])
@@ -114,8 +124,11 @@ def preregistration_orders(judged: JudgedClaim, evidence: Evidence, repository: 
     results: list[Order] = []
     for check, result in zip(written, judged.results, strict=False):
         if result.reports:
-            commits = {commit for report in result.reports
-                       for commit in _used(judged, evidence, report, result.figure)["git_commit"]}  # fmt: skip
+            commits = {
+                commit
+                for report in result.reports
+                for commit in _used(judged, evidence, report, result.figure)["git_commit"]
+            }
             ledgers = [_ledger_at(str(commit), repository) for commit in commits]
             readable = [checks.get(judged.claim.id, []) for checks in ledgers if checks is not None]
             if any(all(_deciding(check) != _deciding(old) for old in checks) for checks in readable):

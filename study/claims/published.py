@@ -129,8 +129,11 @@ def read_table(file: Path) -> list[PublishedRow]:
         raise UserError(f"{file} is not readable ({error})", "name a CSV file or a markdown table") from None
     lines = [(place, line.strip()) for place, line in enumerate(text.splitlines(), 1) if line.lstrip().startswith("|")]
     # The row of dashes below the header has no cells.
-    cells = [(place, [cell.strip() for cell in line.strip("|").split("|")])
-             for place, line in lines if re.search(r"[^\s|:-]", line)]  # fmt: skip
+    cells = [
+        (place, [cell.strip() for cell in line.strip("|").split("|")])
+        for place, line in lines
+        if re.search(r"[^\s|:-]", line)
+    ]
     if not lines:
         reader = csv.reader(text.splitlines())
         try:
@@ -165,10 +168,18 @@ def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -
     if trains not in _FROZEN_BITS:
         raise UserError(f"{place}: {trains!r} is not a kind of training", f"write one of {'; '.join(_FROZEN_BITS)}")
     return PublishedRow(
-        line, texts["model"], _parameters(texts["model"], place), gpus, _strategy(texts["strategy"], place),
-        float(gb[0].replace(",", "")), 0.5 * 10 ** -len(gb[2] or ""), texts["gb"], "oom" in texts["gb"].lower(),
-        _device_gb(texts["device"], place) if texts.get("device") else None, trains,
-    )  # fmt: skip
+        line,
+        texts["model"],
+        _parameters(texts["model"], place),
+        gpus,
+        _strategy(texts["strategy"], place),
+        float(gb[0].replace(",", "")),
+        0.5 * 10 ** -len(gb[2] or ""),
+        texts["gb"],
+        "oom" in texts["gb"].lower(),
+        _device_gb(texts["device"], place) if texts.get("device") else None,
+        trains,
+    )
 
 
 def _parameters(text: str, place: str) -> float:

@@ -18,14 +18,19 @@ from study.records.statistics import SIGNIFICANCE, apply_holm
 REPORTS = REPOSITORY / "reports"
 # The value of the key `verdict` in JSON, by finding; kept for readers of earlier releases.
 _VERDICTS = {
-    "holds": "supported", "holds in part": "partly", "does not hold": "contradicted",
+    "holds": "supported",
+    "holds in part": "partly",
+    "does not hold": "contradicted",
     "contradicts itself": "contradicted",
-}  # fmt: skip
+}
 # Answers of the check that the sentence of a claim quotes, the first one that there is.
 _LEADING: dict[FindingKind, tuple[Answer, ...]] = {
-    "holds": ("holds",), "holds in part": ("fails", "holds"), "does not hold": ("fails",),
-    "contradicts itself": ("fails",), "undecided": ("fails", "inside noise", "disputed", "not judged", "holds"),
-}  # fmt: skip
+    "holds": ("holds",),
+    "holds in part": ("fails", "holds"),
+    "does not hold": ("fails",),
+    "contradicts itself": ("fails",),
+    "undecided": ("fails", "inside noise", "disputed", "not judged", "holds"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +54,15 @@ class JudgedClaim:
         """Return the first of these results that the finding rests on; None if it rests on none of them."""
         deciding, order = {part.words for part in self.finding.parts if part.decides}, _LEADING[self.finding.kind]
         resting = (result for result in results if result.answer in order)
-        return min(resting, default=None, key=lambda result: (
-            order.index(result.answer), result.check.basis == PROXY, result.check.tests not in deciding,
-        ))  # fmt: skip
+        return min(
+            resting,
+            default=None,
+            key=lambda result: (
+                order.index(result.answer),
+                result.check.basis == PROXY,
+                result.check.tests not in deciding,
+            ),
+        )
 
     @property
     def sentence(self) -> str:
@@ -69,8 +80,10 @@ class JudgedClaim:
             record if record.startswith("accelerate_configs/") else f"reports/{record.split('/')[0]}"
             for record in self.leading.figure.records
         )
-        texts = [f"{place} ({count} record{'s' * (count > 1)})" if place.startswith("reports/") else place
-                 for place, count in places.items()]  # fmt: skip
+        texts = [
+            f"{place} ({count} record{'s' * (count > 1)})" if place.startswith("reports/") else place
+            for place, count in places.items()
+        ]
         return ", ".join(texts) or self.leading.check.source or "figures of the document, by arithmetic"
 
     @property
@@ -95,22 +108,35 @@ class JudgedClaim:
         claim = dataclasses.asdict(self.claim)
         del claim["checks"]
         return {
-            **claim, "document": self.claim.document, "finding": self.finding.kind, "evidence": self.finding.basis,
+            **claim,
+            "document": self.claim.document,
+            "finding": self.finding.kind,
+            "evidence": self.finding.basis,
             "finding_text": self.finding.text,
             "parts": [
                 {"words": part.words, "finding": part.label, "evidence": part.basis} for part in self.finding.parts
             ],
-            "verdict": self.verdict, "sentence": self.sentence, "rests_on": self.kinds, **_figure(self.leading),
+            "verdict": self.verdict,
+            "sentence": self.sentence,
+            "rests_on": self.kinds,
+            **_figure(self.leading),
             "evidence_in": self.evidence_in,
             "records": list(dict.fromkeys(run for item in self.results if item.figure for run in item.figure.records)),
             "checks": [
-                {"kind": result.check.kind, "tests": result.check.tests, "reading": result.check.reading,
-                 "evidence": result.check.basis, "answer": result.answer, "p": result.p, "sentence": result.sentence,
-                 **_figure(result)}
+                {
+                    "kind": result.check.kind,
+                    "tests": result.check.tests,
+                    "reading": result.check.reading,
+                    "evidence": result.check.basis,
+                    "answer": result.answer,
+                    "p": result.p,
+                    "sentence": result.sentence,
+                    **_figure(result),
+                }
                 for result in self.results
             ],
             "n": figure.n if figure else None,
-        }  # fmt: skip
+        }
 
 
 def _figure(result: CheckResult | None) -> dict[str, Any]:

@@ -173,8 +173,10 @@ def combine(outcomes: Sequence[CheckResult]) -> ClaimFinding:
     - Holds: every part holds.
     - Undecided: everything else, so also whatever only small-scale proxies judge.
     """
-    parts = [_judge_part([item for item in outcomes if item.check.tests == words])
-             for words in dict.fromkeys(item.check.tests for item in outcomes)]  # fmt: skip
+    parts = [
+        _judge_part([item for item in outcomes if item.check.tests == words])
+        for words in dict.fromkeys(item.check.tests for item in outcomes)
+    ]
     statuses = [part.status for part in parts]
     deciding = {part.status for part in parts if part.decides or len(parts) == 1}
     kind: FindingKind = "undecided"

@@ -43,9 +43,10 @@ class KnownFinding:
     def explains(self, outcome: CombinationOutcome) -> bool:
         levels = outcome.combination.levels
         return (
-            outcome.kind in self.kind.split("|") and self.words in f"{outcome.says} {outcome.line}"
+            outcome.kind in self.kind.split("|")
+            and self.words in f"{outcome.says} {outcome.line}"
             and all(levels & alternatives for alternatives in self.features)
-        )  # fmt: skip
+        )
 
 
 @functools.cache

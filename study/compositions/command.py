@@ -27,15 +27,27 @@ _LOCATED = ("zero1", "zero2", "zero3")
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
     """Add the flags of combinations to `study verify`."""
     add = parser.add_argument
-    add("--features", type=parse_features, metavar="A,B,...", default=argparse.SUPPRESS,
+    add(
+        "--features",
+        type=parse_features,
+        metavar="A,B,...",
+        default=argparse.SUPPRESS,
         help="train this combination, such as zero2,muon,accumulation, and name the first tensor that differs;"
-        " `--features list` prints all features")  # fmt: skip
-    add("--locate", action="store_true",
+        " `--features list` prints all features",
+    )
+    add(
+        "--locate",
+        action="store_true",
         help="for each strategy of --only (default: zero1, zero2, zero3) under Accelerate, with and without"
-        " accumulation, the first tensor that differs")  # fmt: skip
-    add("--pairs", type=_minutes, metavar="N",
+        " accumulation, the first tensor that differs",
+    )
+    add(
+        "--pairs",
+        type=_minutes,
+        metavar="N",
         help="train combinations that cover all pairs of features, for N minutes; --runs_dir DIR keeps them, and a"
-        " later call continues")  # fmt: skip
+        " later call continues",
+    )
 
 
 def parse_features(text: str) -> Combination | None:
@@ -91,9 +103,7 @@ def _located(only: Sequence[str] | None) -> list[Combination]:
     chosen = only or _LOCATED
     if unknown := [name for name in chosen if name not in engines]:
         raise UserError(f"--locate does not support {unknown[0]}", f"use {', '.join(engines)}")
-    return [
-        make_combination([engine, "accelerate", *extra]) for engine in chosen for extra in ((), ("accumulation",))
-    ]  # fmt: skip
+    return [make_combination([engine, "accelerate", *extra]) for engine in chosen for extra in ((), ("accumulation",))]
 
 
 def _run_each(options: argparse.Namespace, stack: Mapping[str, str | None], combinations: list[Combination]) -> int:
@@ -115,17 +125,21 @@ def _run_each(options: argparse.Namespace, stack: Mapping[str, str | None], comb
     for outcome, finding in outcomes:
         lines += _explained(outcome, finding)
     document = lambda: {  # noqa: E731
-        "stack": dict(stack), "answer": lines[0],
-        "combinations": [outcome.document() | {"shown_by": list(finding.combination.features)}
-                         for outcome, finding in outcomes],
-    }  # fmt: skip
+        "stack": dict(stack),
+        "answer": lines[0],
+        "combinations": [
+            outcome.document() | {"shown_by": list(finding.combination.features)} for outcome, finding in outcomes
+        ],
+    }
     print_result(options.json, document, tuple(lines))
     return exit_status([outcome for outcome, _ in outcomes])
 
 
 def _answer(outcomes: Sequence[CombinationOutcome]) -> str:
-    names = {kind: [outcome.combination.name for outcome in outcomes if outcome.kind == kind]
-             for kind in dict.fromkeys(outcome.kind for outcome in outcomes)}  # fmt: skip
+    names = {
+        kind: [outcome.combination.name for outcome in outcomes if outcome.kind == kind]
+        for kind in dict.fromkeys(outcome.kind for outcome in outcomes)
+    }
     if set(names) == {"equal"}:
         return f"PASS: {'; '.join(names['equal'])}: equal to one process of plain PyTorch up to rounding"
     parts = [f"{'; '.join(combinations)} {_VERBS[kind]}" for kind, combinations in names.items() if kind != "equal"]
@@ -134,9 +148,12 @@ def _answer(outcomes: Sequence[CombinationOutcome]) -> str:
 
 
 _VERBS = {
-    "differs": "differs from one process of plain PyTorch", "refuses": "is rejected by the engine",
-    "crashes": "ends with an error", "hangs": "does not end", "no reference": "has no reference",
-}  # fmt: skip
+    "differs": "differs from one process of plain PyTorch",
+    "refuses": "is rejected by the engine",
+    "crashes": "ends with an error",
+    "hangs": "does not end",
+    "no reference": "has no reference",
+}
 
 
 def exit_status(outcomes: Sequence[CombinationOutcome]) -> int:

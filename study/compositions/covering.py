@@ -75,9 +75,10 @@ class Design:
             for level in levels[1:] if row != "engine" else ():
                 tried = (
                     make_combination([engine, level, *companion])
-                    for companion in ((), *_COMPANIONS) for engine in engines
+                    for companion in ((), *_COMPANIONS)
+                    for engine in engines
                     if find_row(level).name not in {find_row(name).name for name in companion}
-                )  # fmt: skip
+                )
                 singles += itertools.islice((single for single in tried if single.conflict is None), 1)
         return singles
 

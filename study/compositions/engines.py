@@ -169,9 +169,11 @@ class DeepSpeedLoop(Loop):
         optimizer = None if self.combination.has("zenflow") else make_optimizer(self.combination, plain)
         schedule = tiny_model.make_schedule if self.combination.has("schedule") else None
         self.engine, *_ = deepspeed.initialize(
-            model=plain, optimizer=optimizer, lr_scheduler=schedule,
+            model=plain,
+            optimizer=optimizer,
+            lr_scheduler=schedule,
             config=deepspeed_settings(self.combination, self.folder),
-        )  # fmt: skip
+        )
         self.model = self.engine
 
     def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -287,10 +289,13 @@ class TorchLoop(Loop):
             from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
             return FullyShardedDataParallel(
-                plain, use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({type(blocks[0])}),
-                mixed_precision=fsdp1_precision(self.combination), device_id=torch.device("cpu"),
+                plain,
+                use_orig_params=True,
+                auto_wrap_policy=ModuleWrapPolicy({type(blocks[0])}),
+                mixed_precision=fsdp1_precision(self.combination),
+                device_id=torch.device("cpu"),
                 cpu_offload=CPUOffload(self.combination.has("all_cpu")),
-            )  # fmt: skip
+            )
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
@@ -298,9 +303,11 @@ class TorchLoop(Loop):
         names = ("replicate", "shard")[-len(shape) :]
         offload = CPUOffloadPolicy(pin_memory=False) if self.combination.has("all_cpu") else OffloadPolicy()
         shard = functools.partial(
-            fully_shard, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), offload_policy=offload,
+            fully_shard,
+            mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
+            offload_policy=offload,
             mp_policy=fsdp2_precision(self.combination),
-        )  # fmt: skip
+        )
         for block in blocks:
             shard(block)
         return shard(plain)
@@ -420,8 +427,10 @@ class AccelerateTorchLoop(_AccelerateLoop):
         # Its index would not be that of FSDP1.
         state._shared_state["device"] = torch.device("cpu")
         accelerator = Accelerator(
-            mixed_precision=mixed, gradient_accumulation_steps=self.combination.micro_steps, **arguments,
-        )  # fmt: skip
+            mixed_precision=mixed,
+            gradient_accumulation_steps=self.combination.micro_steps,
+            **arguments,
+        )
         torch.set_num_threads(1)
         return accelerator
 
@@ -437,10 +446,13 @@ class AccelerateTorchLoop(_AccelerateLoop):
             policy = fsdp1_precision(self.combination) if fsdp1 else fsdp2_precision(self.combination)
             arguments["mixed_precision_policy"] = policy
         return FullyShardedDataParallelPlugin(
-            fsdp_version=1 if fsdp1 else 2, auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["OPTDecoderLayer"], cpu_offload=self.combination.has("all_cpu"),
-            state_dict_type="SHARDED_STATE_DICT", **arguments,
-        )  # fmt: skip
+            fsdp_version=1 if fsdp1 else 2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["OPTDecoderLayer"],
+            cpu_offload=self.combination.has("all_cpu"),
+            state_dict_type="SHARDED_STATE_DICT",
+            **arguments,
+        )
 
     def train_step(self, step: int) -> None:
         for micro_step in range(self.combination.micro_steps):
@@ -537,15 +549,22 @@ def deepspeed_settings(combination: Combination, folder: Path) -> dict[str, Any]
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1 if combination.has("no_sync") else combination.micro_steps,
-        "zero_optimization": zero, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
-    }  # fmt: skip
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
     if not combination.has("clipping_unset"):
         settings["gradient_clipping"] = tiny_model.MAX_NORM if combination.has("clipping") else 0.0
     settings |= json.loads(json.dumps(_PRECISIONS.get(combination.level("precision"), {})))
     if combination.has("zenflow"):
-        settings["optimizer"] = {"type": "AdamW", "params": {
-            "lr": tiny_model.LEARNING_RATE, "eps": tiny_model.EPSILON, "weight_decay": tiny_model.WEIGHT_DECAY,
-        }}  # fmt: skip
+        settings["optimizer"] = {
+            "type": "AdamW",
+            "params": {
+                "lr": tiny_model.LEARNING_RATE,
+                "eps": tiny_model.EPSILON,
+                "weight_decay": tiny_model.WEIGHT_DECAY,
+            },
+        }
     if combination.has("deepcompile"):
         settings["compile"] = {"deepcompile": True}
     return settings
@@ -560,9 +579,17 @@ _ZERO_OPTIONS: dict[str, dict[str, Any]] = {
     "no_contiguous": {"contiguous_gradients": False},
     "round_robin": {"round_robin_gradients": True},
     # While it warms up ZenFlow updates everything, as plain training does.
-    "zenflow": {"zenflow": {"topk_ratio": 0.5, "select_strategy": "step", "select_interval": 1, "update_interval": 1,
-                            "full_warm_up_rounds": tiny_model.STEPS + 1, "overlap_step": False}},
-}  # fmt: skip
+    "zenflow": {
+        "zenflow": {
+            "topk_ratio": 0.5,
+            "select_strategy": "step",
+            "select_interval": 1,
+            "update_interval": 1,
+            "full_warm_up_rounds": tiny_model.STEPS + 1,
+            "overlap_step": False,
+        }
+    },
+}
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp32_accumulation": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},

@@ -39,9 +39,15 @@ class DeepSpeedExperts(nn.Module):
         super().__init__()
         width = plain.gate.in_features
         self.mixture = MoE(
-            width, nn.Linear(width, width), num_experts=EXPERTS, ep_size=EXPERTS, k=1, min_capacity=0,
-            drop_tokens=False, use_rts=False,
-        )  # fmt: skip
+            width,
+            nn.Linear(width, width),
+            num_experts=EXPERTS,
+            ep_size=EXPERTS,
+            k=1,
+            min_capacity=0,
+            drop_tokens=False,
+            use_rts=False,
+        )
         layer: Any = self.mixture.deepspeed_moe
         expert = plain.experts[rank % EXPERTS]
         with torch.no_grad():

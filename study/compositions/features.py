@@ -127,10 +127,11 @@ def read_rows() -> dict[str, Row]:
 @functools.cache
 def read_rules() -> tuple[Never, ...]:
     return tuple(
-        Never(frozenset(entry["if"]), frozenset(entry["and"]), entry.get("reason", ""),
-              frozenset(entry.get("unless", ())))
+        Never(
+            frozenset(entry["if"]), frozenset(entry["and"]), entry.get("reason", ""), frozenset(entry.get("unless", ()))
+        )
         for entry in _read()["never"]
-    )  # fmt: skip
+    )
 
 
 @functools.cache

@@ -34,10 +34,19 @@ from study.host.operators import build_operators
 TIME_LIMIT_S = 60.0
 _ENGINES = ("deepspeed", "accelerate", "torch", "peft", "transformers")
 _IMPORTED = (
-    "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.device_mesh",
-    "transformers.models.opt.modeling_opt", "accelerate", "deepspeed", "deepspeed.ops.adam", "deepspeed.moe.layer",
-    "deepspeed.runtime.zero.muon.muon_optimizer", "peft", "study.compositions.engines",
-)  # fmt: skip
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.device_mesh",
+    "transformers.models.opt.modeling_opt",
+    "accelerate",
+    "deepspeed",
+    "deepspeed.ops.adam",
+    "deepspeed.moe.layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "peft",
+    "study.compositions.engines",
+)
 
 
 # Together they need every operator that DeepSpeed compiles for a CPU.
@@ -131,8 +140,11 @@ def _make_reference(combination: Combination, folder: Path) -> None:
         trace.save(folder / f"trace-{rank}.npz")
         allowed = {place.key: np.array(value) for place, value in reference.allowed[rank].items()}
         np.savez(folder / f"allowed-{rank}.npz", **allowed)  # type: ignore[arg-type]
-    shares = {f"{rank}|{micro_step}|{name}": value for (rank, micro_step), tensors in reference.shares.items()
-              for name, value in tensors.items()}  # fmt: skip
+    shares = {
+        f"{rank}|{micro_step}|{name}": value
+        for (rank, micro_step), tensors in reference.shares.items()
+        for name, value in tensors.items()
+    }
     np.savez(folder / "shares.npz", **shares)  # type: ignore[arg-type]
     (folder / "done").touch()
 
@@ -157,10 +169,16 @@ def load_reference(folder: Path, ranks: int) -> PlainReference:
 
 def _run_rank(combination: Combination, rank: int, port: int, folder: Path, fault: str | None) -> None:
     ranks = str(combination.ranks)
-    os.environ.update({
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    })  # fmt: skip
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    )
     if combination.has("accelerate") and not combination.has("ddp"):
         engine = "DEEPSPEED" if combination.uses_deepspeed else "FSDP"
         os.environ[f"ACCELERATE_USE_{engine}"] = "true"

@@ -83,10 +83,17 @@ def first_difference(traces: Mapping[int, FigureTrace], reference: PlainReferenc
     compared_tensors = {other_place for other_place in traces[rank].figures if other_place.order == first}
     value, expected = traces[rank].figures[place], reference.traces[rank].figures[place]
     return FirstDifference(
-        place.step, place.stage, place.tensor, rank, size, reference.allowed[rank][place], len(tensors),
-        len(compared_tensors), _factor(value, expected, reference.allowed[rank][place]),
+        place.step,
+        place.stage,
+        place.tensor,
+        rank,
+        size,
+        reference.allowed[rank][place],
+        len(tensors),
+        len(compared_tensors),
+        _factor(value, expected, reference.allowed[rank][place]),
         _weights(entries, traces[rank], reference) if place.stage == "gradient" and place.step == 1 else None,
-    )  # fmt: skip
+    )
 
 
 def _factor(value: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], allowed: float) -> float | None:
@@ -110,15 +117,16 @@ def _weights(
     keys = sorted(reference.shares)
     # A rank with one of several experts has the gradient of that expert.
     tensors = [
-        name for name in tensors
+        name
+        for name in tensors
         if Place(step, "gradient", name) in trace.figures and all(name in reference.shares[key] for key in keys)
-    ]  # fmt: skip
+    ]
     if not tensors:
         return None
     values = np.concatenate([trace.figures[Place(step, "gradient", name)].ravel() for name in tensors])
     columns = np.stack(
         [np.concatenate([reference.shares[key][name].ravel() for name in tensors]) for key in keys], axis=1
-    ) / len(keys)  # fmt: skip
+    ) / len(keys)
     if not np.isfinite(values).all():
         return None
     solution, *_ = np.linalg.lstsq(columns, values, rcond=None)

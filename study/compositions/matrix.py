@@ -44,10 +44,12 @@ class Matrix:
 
     def document(self) -> dict[str, Any]:
         return {
-            "stack": self.stack, "pairs": self.pairs, "open_pairs": sorted(map(sorted, self.open_pairs)),
+            "stack": self.stack,
+            "pairs": self.pairs,
+            "open_pairs": sorted(map(sorted, self.open_pairs)),
             "findings": [outcome.document() for outcome in self.findings.values()],
             "runs": [outcome.document() for outcome in self.outcomes.values()],
-        }  # fmt: skip
+        }
 
     def write(self, file: Path) -> None:
         """Write it with one run a line, so that a change of one run is a change of one line."""
@@ -76,7 +78,7 @@ class Matrix:
         return matrix
 
 
-def fill(
+def fill(  # noqa: C901
     matrix: Matrix,
     session: CombinationSession,
     *,

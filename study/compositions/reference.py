@@ -59,12 +59,13 @@ def make_reference(combination: Combination) -> PlainReference:
     least = _MIN_HALF_ULPS * _rounding(combination)
     allowed = {
         rank: {
-            place: max(least, _TIMES_THE_COPIES * max(difference(copy_.traces[rank].figures[place], value)
-                                                      for copy_ in copies))
+            place: max(
+                least, _TIMES_THE_COPIES * max(difference(copy_.traces[rank].figures[place], value) for copy_ in copies)
+            )
             for place, value in trace.figures.items()
         }
         for rank, trace in exact.traces.items()
-    }  # fmt: skip
+    }
     return PlainReference(exact.traces, allowed, exact.shares)
 
 
@@ -145,8 +146,9 @@ class _PlainTraining:
                 (loss * scale).backward()
                 gradients = {
                     name: weight.grad.float() / scale
-                    for name, weight in self._weights.named_parameters() if weight.grad is not None
-                }  # fmt: skip
+                    for name, weight in self._weights.named_parameters()
+                    if weight.grad is not None
+                }
                 if step == 1:
                     self.shares[rank, micro_step] = {
                         plain_name(name): gradient.double().numpy() for name, gradient in gradients.items()
@@ -163,7 +165,7 @@ class _PlainTraining:
             loss: torch.Tensor = self._weights(**batch).loss
         return loss
 
-    def _update(self, step: int, gradients: dict[str, torch.Tensor]) -> None:
+    def _update(self, step: int, gradients: dict[str, torch.Tensor]) -> None:  # noqa: C901
         import torch
 
         norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients.values()]))
@@ -211,9 +213,10 @@ class _Optimizers:
         self._matrices: dict[torch.nn.Parameter, torch.Tensor] = {}
         if combination.has("muon"):
             self._matrices = {
-                weight: torch.zeros_like(weight) for name, weight in trained.items()
+                weight: torch.zeros_like(weight)
+                for name, weight in trained.items()
                 if tiny_model.is_hidden_matrix(name)
-            }  # fmt: skip
+            }
         rest = [weight for weight in trained.values() if weight not in self._matrices]
         self._rest: torch.optim.Optimizer | None = None
         if not rest:

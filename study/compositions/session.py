@@ -43,9 +43,13 @@ class CombinationOutcome:
 
     def document(self) -> dict[str, Any]:
         return {
-            "features": list(self.combination.features), "kind": self.kind, "says": self.says, "line": self.line,
-            "seconds": self.seconds, "difference": self.difference,
-        }  # fmt: skip
+            "features": list(self.combination.features),
+            "kind": self.kind,
+            "says": self.says,
+            "line": self.line,
+            "seconds": self.seconds,
+            "difference": self.difference,
+        }
 
     @classmethod
     def read_document(cls, document: dict[str, Any]) -> CombinationOutcome:
@@ -63,9 +67,13 @@ class CombinationSession:
         self._folder = tempfile.TemporaryDirectory(prefix="compositions-")
         self._log = Path(self._folder.name) / "server.txt"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "study.compositions.forks", self._folder.name], cwd=IMPORT_ROOT,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log.open("w"), text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "study.compositions.forks", self._folder.name],
+            cwd=IMPORT_ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("w"),
+            text=True,
+        )
         return self
 
     def __exit__(
@@ -110,9 +118,13 @@ class CombinationSession:
             )
         fields = json.loads(answer)
         return CombinationOutcome(
-            combination, fields["kind"], fields["says"], fields.get("line", ""), fields["seconds"],
+            combination,
+            fields["kind"],
+            fields["says"],
+            fields.get("line", ""),
+            fields["seconds"],
             fields.get("difference"),
-        )  # fmt: skip
+        )
 
     def reduce(
         self, outcome: CombinationOutcome, report: Callable[[CombinationOutcome], None] = lambda _: None

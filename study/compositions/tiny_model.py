@@ -33,11 +33,21 @@ def make_model(combination: Combination, seed: int = 0) -> torch.nn.Module:
 
     torch.manual_seed(seed)
     config = OPTConfig(
-        vocab_size=_VOCABULARY, hidden_size=_WIDTH, word_embed_proj_dim=_WIDTH, ffn_dim=2 * _WIDTH,
-        num_hidden_layers=_LAYERS, num_attention_heads=_HEADS, max_position_embeddings=2 * _LENGTH, dropout=0.0,
-        attention_dropout=0.0, layerdrop=0.0, use_cache=False, tie_word_embeddings=combination.has("tied"),
-        init_std=0.1, activation_function="gelu",
-    )  # fmt: skip
+        vocab_size=_VOCABULARY,
+        hidden_size=_WIDTH,
+        word_embed_proj_dim=_WIDTH,
+        ffn_dim=2 * _WIDTH,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=_HEADS,
+        max_position_embeddings=2 * _LENGTH,
+        dropout=0.0,
+        attention_dropout=0.0,
+        layerdrop=0.0,
+        use_cache=False,
+        tie_word_embeddings=combination.has("tied"),
+        init_std=0.1,
+        activation_function="gelu",
+    )
     model: Any = OPTForCausalLM(config)
     with torch.no_grad():
         # Weights that start as ones and zeros would hide a factor or a permutation.

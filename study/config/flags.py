@@ -35,7 +35,7 @@ MAX_WORLD_SIZE = 1024
 MAX_EXACT_INT = 2**53
 
 
-def check_values(config: RunConfig) -> None:
+def check_values(config: RunConfig) -> None:  # noqa: C901, PLR0912
     """Raise if a value that is set is invalid, whether or not the config is resolved."""
     for field in dataclasses.fields(config):
         value, least = getattr(config, field.name), field.metadata["at_least"]
@@ -98,11 +98,13 @@ def check_virtual_rank(
 def check_virtual_run_flags(config: RunConfig) -> None:
     """Raise if a flag has no effect or meaning in a virtual run, or if the run is too short."""
     for name, without, why in (
-        ("weights", "random", "loads no weights"), ("report_to", "none", "has no losses to report"),
+        ("weights", "random", "loads no weights"),
+        ("report_to", "none", "has no losses to report"),
         ("checkpointing_steps", 0, "has no state worth saving"),
-        ("resume_from_checkpoint", None, "has no state to resume from"), ("eval_steps", 0, "has no losses to evaluate"),
+        ("resume_from_checkpoint", None, "has no state to resume from"),
+        ("eval_steps", 0, "has no losses to evaluate"),
         ("profile_steps", 0, "excludes communication, so its step time is not the job's"),
-    ):  # fmt: skip
+    ):
         if getattr(config, name) not in (None, without):
             raise UserError(f"--{name} {getattr(config, name)}: a virtual run {why}", "leave it out")
     steps = config.total_steps(config.train_samples or config.global_batch_size)
@@ -128,9 +130,16 @@ WikitextName = Literal["wikitext-2-raw-v1", "wikitext-103-raw-v1"]
 _NOT_IDENTITY = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "nvme_path"}
 # Flags added later, with their defaults: a run that does not use them keeps the name that it had before.
 _LATER_FLAGS = {
-    "virtual_world_size": None, "virtual_rank": None, "profile_steps": 0, "group_size": None, "peft": "none",
-    "lora_rank": 8, "lora_alpha": 16, "optimizer": "adamw", "bf16_states": False,
-}  # fmt: skip
+    "virtual_world_size": None,
+    "virtual_rank": None,
+    "profile_steps": 0,
+    "group_size": None,
+    "peft": "none",
+    "lora_rank": 8,
+    "lora_alpha": 16,
+    "optimizer": "adamw",
+    "bf16_states": False,
+}
 # Renamed flags by their former name, which stays in the hash of a run's name: its runs must keep their names.
 _OLD_NAMES = {"group_size": "team_size"}
 
@@ -295,10 +304,16 @@ def resolve_config(config: RunConfig, accelerator_visible: bool) -> RunConfig:
         # some more after the warm-up.
         samples = ranks * explicit.get("per_device_train_batch_size", 1)
         defaults |= {
-            "weights": "random", "data": "builtin", "global_batch_size": samples, "eval_samples": 8,
-            "max_steps": 8 if accelerator_visible else FIRST_STEADY_STEP, "virtual_rank": 0,
-            "train_samples": explicit.get("global_batch_size", samples), "eval_steps": 0, "logging_steps": 1,
-        }  # fmt: skip
+            "weights": "random",
+            "data": "builtin",
+            "global_batch_size": samples,
+            "eval_samples": 8,
+            "max_steps": 8 if accelerator_visible else FIRST_STEADY_STEP,
+            "virtual_rank": 0,
+            "train_samples": explicit.get("global_batch_size", samples),
+            "eval_steps": 0,
+            "logging_steps": 1,
+        }
         if scale == "laptop":
             # Short sequences: the memory of the model state does not depend on them.
             defaults["seq_length"] = 16

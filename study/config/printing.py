@@ -93,9 +93,11 @@ def _table_text(table: TextTable, width: int | None, out: TextIO) -> str:
         is_figure = any(texts) and all(text in ("", "-", "?") or text.lstrip("-≤")[:1].isdigit() for text in texts)
         is_last = place == len(widths) - 1
         grid.add_column(
-            column, justify="right" if is_figure else "left", min_width=None if is_last else widths[place],
+            column,
+            justify="right" if is_figure else "left",
+            min_width=None if is_last else widths[place],
             no_wrap=not is_last,
-        )  # fmt: skip
+        )
     for row in rows:
         grid.add_row(*row)
     needed = sum(widths) + 2 * len(widths)

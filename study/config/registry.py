@@ -49,4 +49,4 @@ REGISTRY = {
     "zero1_tp": StrategyEntry("b5179013", "groups", None, "#0a35b3", "_", (1, 1, 3, 1)),
     "zero2_tp": StrategyEntry("b26f666d", "groups", None, "#018228", "x", (1, 1, 3, 1)),
     "zero3_tp": StrategyEntry("dc9095f8", "groups", None, "#db3502", "|", (1, 1, 3, 1)),
-}  # fmt: skip
+}

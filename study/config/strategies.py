@@ -245,31 +245,53 @@ class Strategy:
         without_deepspeed, without_tp = "or use a zero* strategy", "leave it out, or use a strategy without _tp"
         for is_wrong, problem, fix in (
             # It never lowers the loss scale there either: after one overflow, all steps are skipped.
-            (precision == "fp16" and stage,
-             f"--precision fp16 is autocast, and DeepSpeed's stage {stage} clips gradients before unscaling them",
-             "use --precision fp16-engine, which is DeepSpeed's own fp16, or --precision bf16"),
-            (precision == "fp16-engine" and stage == 0,
-             "DeepSpeed's own fp16 at stage 0 divides gradients by a loss scale, but does not multiply the loss by it",
-             "use --precision fp16, which is autocast, or another zero* strategy"),
-            (self.deepspeed is None and precision != plain,
-             f"--precision {precision} is DeepSpeed's own {plain}, and {self.name} runs without it",
-             f"use --precision {plain}, {without_deepspeed}"),
-            (self.deepspeed is None and config.engine_override,
-             f"--engine_override sets DeepSpeed keys, and {self.name} runs without it",
-             f"leave it out, {without_deepspeed}"),
-            (config.bf16_states and (not stage or offloads),
-             f"--bf16_states needs DeepSpeed's stages 1 to 3 without offload, not {self.name}",
-             "leave it out, or use zero1, zero2 or zero3"),
-            (config.optimizer == "muon" and splits_tensors,
-             f"--optimizer muon: {self.name} shards matrices that Muon needs unsharded", without_tp),
-            (config.peft == "lora" and splits_tensors,
-             f"--peft lora: {self.name} shards layers by names that adapters change", without_tp),
-            (config.optimizer == "muon" and self.is_fsdp,
-             f"--optimizer muon: {self.name} shards matrices that Muon needs unsharded",
-             "use single, ddp, or zero0 to zero3"),
-            (config.optimizer == "muon" and offloads,
-             f"--optimizer muon: {self.name} steps AdamW on the host", "use single, ddp, or zero0 to zero3"),
-        ):  # fmt: skip
+            (
+                precision == "fp16" and stage,
+                f"--precision fp16 is autocast, and DeepSpeed's stage {stage} clips gradients before unscaling them",
+                "use --precision fp16-engine, which is DeepSpeed's own fp16, or --precision bf16",
+            ),
+            (
+                precision == "fp16-engine" and stage == 0,
+                "DeepSpeed's own fp16 at stage 0 divides gradients by a loss scale, "
+                "but does not multiply the loss by it",
+                "use --precision fp16, which is autocast, or another zero* strategy",
+            ),
+            (
+                self.deepspeed is None and precision != plain,
+                f"--precision {precision} is DeepSpeed's own {plain}, and {self.name} runs without it",
+                f"use --precision {plain}, {without_deepspeed}",
+            ),
+            (
+                self.deepspeed is None and config.engine_override,
+                f"--engine_override sets DeepSpeed keys, and {self.name} runs without it",
+                f"leave it out, {without_deepspeed}",
+            ),
+            (
+                config.bf16_states and (not stage or offloads),
+                f"--bf16_states needs DeepSpeed's stages 1 to 3 without offload, not {self.name}",
+                "leave it out, or use zero1, zero2 or zero3",
+            ),
+            (
+                config.optimizer == "muon" and splits_tensors,
+                f"--optimizer muon: {self.name} shards matrices that Muon needs unsharded",
+                without_tp,
+            ),
+            (
+                config.peft == "lora" and splits_tensors,
+                f"--peft lora: {self.name} shards layers by names that adapters change",
+                without_tp,
+            ),
+            (
+                config.optimizer == "muon" and self.is_fsdp,
+                f"--optimizer muon: {self.name} shards matrices that Muon needs unsharded",
+                "use single, ddp, or zero0 to zero3",
+            ),
+            (
+                config.optimizer == "muon" and offloads,
+                f"--optimizer muon: {self.name} steps AdamW on the host",
+                "use single, ddp, or zero0 to zero3",
+            ),
+        ):
             if is_wrong:
                 raise UserError(problem, fix)
 
@@ -314,7 +336,7 @@ def exported_variables(document: Mapping[str, Any]) -> dict[str, str]:
     return variables
 
 
-def launched_strategy(exported: Mapping[str, str], is_distributed: bool) -> Strategy:
+def launched_strategy(exported: Mapping[str, str], is_distributed: bool) -> Strategy:  # noqa: PLR0914
     """Return the strategy of a file, from the variables that `accelerate launch` exports for it."""
     has_mesh, has_megatron, has_deepspeed, has_fsdp = (
         exported.get(f"ACCELERATE_USE_{section}", "false").lower() == "true"

@@ -107,7 +107,7 @@ def audit(
     }
 
 
-def _warnings(run: TrainingRun, live: Mapping[str, Any], model: Any) -> list[str]:
+def _warnings(run: TrainingRun, live: Mapping[str, Any], model: Any) -> list[str]:  # noqa: C901
     """Return warnings about settings that the engine changed and about emulated parts of this run."""
     import torch
 
@@ -179,8 +179,10 @@ def _expected_settings(run: TrainingRun, accelerator: Accelerator, plan: BatchPl
         sharded_over = ranks // strategy.group_size if divides == "tensors" else ranks
         shards = strategy.is_fsdp or bool(strategy.zero_stage)
         requested["model_parallel_group"] = {
-            "divides": divides, "ranks": strategy.group_size, "state_over": sharded_over if shards else 1,
-        }  # fmt: skip
+            "divides": divides,
+            "ranks": strategy.group_size,
+            "state_over": sharded_over if shards else 1,
+        }
         if run.strategy.deepspeed is not None:
             section, key = PARTITION_ACTIVATIONS_KEY.split(".")
             requested["partitioned_activations"] = bool(run.strategy.deepspeed.get(section, {}).get(key))
@@ -243,11 +245,22 @@ def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:
 
 # DeepSpeed's ZeRO settings that change memory and communication.
 BUCKET_KEYS = (
-    "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "prefetch_bucket_size",
-    "param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size",
-    "use_multi_rank_bucket_allreduce", "reduce_scatter", "contiguous_gradients", "round_robin_gradients",
-    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
-)  # fmt: skip
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "overlap_comm",
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+    "reduce_scatter",
+    "contiguous_gradients",
+    "round_robin_gradients",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+)
 
 
 def read_engine(accelerator: Accelerator, model: Any, config: RunConfig, plan: BatchPlan) -> dict[str, Any]:

@@ -22,14 +22,20 @@ _INITIAL_POWER, _WINDOW, _FACTOR = 16, 2000, 2.0
 LOSS_SCALER = {"initial_scale": 2.0**_INITIAL_POWER, "factor": _FACTOR, "window": _WINDOW, "hysteresis": 1}
 # The `fp16` section of DeepSpeed's settings.
 FP16_SECTION = {
-    "enabled": True, "loss_scale": 0, "initial_scale_power": _INITIAL_POWER, "loss_scale_window": _WINDOW,
-    "hysteresis": 1, "min_loss_scale": 1,
-}  # fmt: skip
+    "enabled": True,
+    "loss_scale": 0,
+    "initial_scale_power": _INITIAL_POWER,
+    "loss_scale_window": _WINDOW,
+    "hysteresis": 1,
+    "min_loss_scale": 1,
+}
 # The arguments of torch's GradScaler.
 GRAD_SCALER: dict[str, Any] = {
-    "init_scale": 2.0**_INITIAL_POWER, "growth_factor": _FACTOR, "backoff_factor": 1 / _FACTOR,
+    "init_scale": 2.0**_INITIAL_POWER,
+    "growth_factor": _FACTOR,
+    "backoff_factor": 1 / _FACTOR,
     "growth_interval": _WINDOW,
-}  # fmt: skip
+}
 
 
 def read_loss_scaler(accelerator: Accelerator, model: Any) -> dict[str, Any] | None:
@@ -98,18 +104,26 @@ def make_optimizer(model: PreTrainedModel, config: RunConfig) -> torch.optim.Opt
     muon = {"use_muon": True, "momentum": MOMENTUM, "ns_method": NEWTON_SCHULZ, **adam}
     groups = [
         {"params": [tensor for tensor in trained if id(tensor) in matrices], **muon},
-        {"params": [tensor for tensor in trained if id(tensor) not in matrices], "use_muon": False, "betas": BETAS,
-         "eps": EPSILON, **adam},
-    ]  # fmt: skip
+        {
+            "params": [tensor for tensor in trained if id(tensor) not in matrices],
+            "use_muon": False,
+            "betas": BETAS,
+            "eps": EPSILON,
+            **adam,
+        },
+    ]
     return MuonWithAuxAdam([group for group in groups if group["params"]])
 
 
 def expected_settings(config: RunConfig) -> dict[str, Any]:
     """Return the optimizer settings of the flags, which `live_settings` must equal."""
     settings = {
-        "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": list(BETAS), "eps": EPSILON,
+        "lr": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "betas": list(BETAS),
+        "eps": EPSILON,
         "decoupled_weight_decay": True,
-    }  # fmt: skip
+    }
     return settings | ({"momentum": MOMENTUM, "ns_method": NEWTON_SCHULZ} if config.optimizer == "muon" else {})
 
 

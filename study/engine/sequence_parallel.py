@@ -175,10 +175,16 @@ def _register_cpu_ring() -> None:
         query, key, value, dropout, is_causal = (*args, 0.0, False)[:5] if len(args) < 5 else args[:5]
         mesh = query.device_mesh
         output = ring._templated_ring_attention(
-            mesh.get_group(), tokens, kernel, query.to_local(), key.to_local(), value.to_local(),
-            is_causal=options.get("is_causal", is_causal), dropout_p=options.get("dropout_p", dropout),
+            mesh.get_group(),
+            tokens,
+            kernel,
+            query.to_local(),
+            key.to_local(),
+            value.to_local(),
+            is_causal=options.get("is_causal", is_causal),
+            dropout_p=options.get("dropout_p", dropout),
             scale=options.get("scale"),
-        )  # fmt: skip
+        )
         return as_dtensors(output, mesh)
 
     def backward(_operator: Any, args: Any, options: dict[str, Any]) -> Any:
@@ -186,10 +192,20 @@ def _register_cpu_ring() -> None:
         gradient, query, key, value, output, logsumexp = (tensor.to_local() for tensor in divided_args)
         mesh = args[1].device_mesh
         gradients = ring._templated_ring_attention_backward(
-            mesh.get_group(), tokens, kernel_backward.default, grad_out=gradient, grad_out_name="grad_out",
-            query=query, key=key, value=value, out=output, logsumexp=logsumexp, is_causal=is_causal,
-            dropout_p=dropout, scale=options.get("scale"),
-        )  # fmt: skip
+            mesh.get_group(),
+            tokens,
+            kernel_backward.default,
+            grad_out=gradient,
+            grad_out_name="grad_out",
+            query=query,
+            key=key,
+            value=value,
+            out=output,
+            logsumexp=logsumexp,
+            is_causal=is_causal,
+            dropout_p=dropout,
+            scale=options.get("scale"),
+        )
         return as_dtensors(gradients, mesh)
 
     operators: dict[Any, Any] = {kernel.default: forward, kernel_backward.default: backward}

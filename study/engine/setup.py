@@ -67,7 +67,7 @@ def deepspeed_settings(run: TrainingRun) -> dict[str, Any]:
     return apply_overrides(settings, config.engine_override)
 
 
-def make_accelerator(run: TrainingRun) -> Accelerator:
+def make_accelerator(run: TrainingRun) -> Accelerator:  # noqa: C901
     """Return the Accelerator that the launched file describes, with or without a GPU."""
     import torch
     from accelerate import Accelerator, DistributedType, PartialState

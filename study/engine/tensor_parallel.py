@@ -39,9 +39,10 @@ def check_autotp(config: RunConfig, architecture: PreTrainedConfig, strategy: st
         problem = f"{model}: {architecture.model_type} has no tensor-parallel plan"
         raise UserError(problem, "use gpt2 or a model that transformers has a tp_plan for, or a strategy without _tp")
     for unit, count in (
-        ("heads", text.num_attention_heads), ("heads of keys and values", getattr(text, "num_key_value_heads", None)),
+        ("heads", text.num_attention_heads),
+        ("heads of keys and values", getattr(text, "num_key_value_heads", None)),
         ("columns of the MLP", getattr(text, "intermediate_size", None)),
-    ):  # fmt: skip
+    ):
         if count is not None and count % ranks:
             raise UserError(f"{model}: {count} {unit} do not divide over {ranks} ranks", "use a smaller --group_size")
 

@@ -97,15 +97,36 @@ def _keep_freed_memory() -> None:
 
 
 PACKAGES = (
-    "zero-study", "torch", "deepspeed", "accelerate", "transformers", "datasets", "evaluate", "tokenizers",
-    "peft", "psutil", "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
-)  # fmt: skip
+    "zero-study",
+    "torch",
+    "deepspeed",
+    "accelerate",
+    "transformers",
+    "datasets",
+    "evaluate",
+    "tokenizers",
+    "peft",
+    "psutil",
+    "safetensors",
+    "numpy",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)
 # Names a file with the commit of a copy without .git, and the output of `git status --porcelain` below it.
 COMMIT_VARIABLE = "ZERO_STUDY_COMMIT"
 # Subpackages that no run imports.
 _NOT_RUN = (
-    "advisor", "autopsy", "claims", "cli.py", "compositions", "receipt", "releases", "report", "sweep", "virtual",
-)  # fmt: skip
+    "advisor",
+    "autopsy",
+    "claims",
+    "cli.py",
+    "compositions",
+    "receipt",
+    "releases",
+    "report",
+    "sweep",
+    "virtual",
+)
 
 
 def describe_environment() -> dict[str, Any]:

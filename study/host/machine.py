@@ -85,11 +85,13 @@ def free_memory(place: int) -> FreeMemory:
 
 def gpu_processes() -> list[dict[str, Any]]:
     """Return the processes on the visible GPUs; empty on machines that forbid it. Between two runs there are none."""
-    processes = _asked(lambda: [
-        {"gpu": gpu, "pid": process.pid, "memory_gib": used / 2**30 if (used := process.usedGpuMemory) else None}
-        for gpu, handle in enumerate(visible_gpus())
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    ])  # fmt: skip
+    processes = _asked(
+        lambda: [
+            {"gpu": gpu, "pid": process.pid, "memory_gib": used / 2**30 if (used := process.usedGpuMemory) else None}
+            for gpu, handle in enumerate(visible_gpus())
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        ]
+    )
     return processes or []
 
 
@@ -107,9 +109,14 @@ def matmul_rates(box: Machine) -> dict[str, Any]:
 def measured_rates(**environment: str) -> dict[str, Any]:
     """Return rates that a separate process measures, which ends before the first cell begins."""
     result = subprocess.run(
-        [sys.executable, "-m", "study.metrics.flops", "rates"], cwd=IMPORT_ROOT, env=os.environ | environment,
-        capture_output=True, text=True, timeout=_MATMUL_LIMIT_S, check=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "study.metrics.flops", "rates"],
+        cwd=IMPORT_ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=_MATMUL_LIMIT_S,
+        check=True,
+    )
     return dict(json.loads(result.stdout.splitlines()[-1]))
 
 

@@ -38,12 +38,21 @@ class Job:
     def srun_command(self, nodes: int) -> list[str]:
         """Return `srun` for one task on each of the job's first nodes, with all of the job's resources there."""
         return [
-            "srun", f"--nodelist={','.join(self.nodes[:nodes])}", f"--nodes={nodes}", f"--ntasks={nodes}",
+            "srun",
+            f"--nodelist={','.join(self.nodes[:nodes])}",
+            f"--nodes={nodes}",
+            f"--ntasks={nodes}",
             # By default a task has one core, a process manager that Accelerate mistakes for its launcher, and an
             # environment that is empty under `sbatch --export=NONE`.
-            "--ntasks-per-node=1", f"--cpus-per-task={self.cores_per_node}", "--cpu-bind=none", "--mpi=none",
-            "--export=ALL", "--overlap", "--kill-on-bad-exit=1", "--wait=60",
-        ]  # fmt: skip
+            "--ntasks-per-node=1",
+            f"--cpus-per-task={self.cores_per_node}",
+            "--cpu-bind=none",
+            "--mpi=none",
+            "--export=ALL",
+            "--overlap",
+            "--kill-on-bad-exit=1",
+            "--wait=60",
+        ]
 
 
 def current_job(environment: Mapping[str, str] = os.environ) -> Job | None:
@@ -135,9 +144,14 @@ def check_shared_folder(job: Job, folder: Path) -> None:
 def query_nodes(job: Job, folders: Sequence[str] = ()) -> list[Node]:
     """Return the resources of the job's nodes, and which of the folders each sees."""
     printed = _answer(
-        *job.srun_command(len(job.nodes)), sys.executable, "-m", "study.host.slurm", *folders, timeout_s=_PATIENCE_S,
+        *job.srun_command(len(job.nodes)),
+        sys.executable,
+        "-m",
+        "study.host.slurm",
+        *folders,
+        timeout_s=_PATIENCE_S,
         fix=f"mount this repository and its Python under the same paths on {', '.join(job.nodes)}",
-    )  # fmt: skip
+    )
     texts: dict[int, str] = {}
     for place, part in re.findall(rf"^{_MARK}(\d+) (.*)$", printed, re.MULTILINE):
         texts[int(place)] = texts.get(int(place), "") + part
@@ -148,16 +162,21 @@ def describe_node(folders: list[str]) -> None:
     """Print this node in short lines, since srun mixes lines of more than 1024 characters of two nodes."""
     box, cache = detect_machine(), cache_directory()
     place = os.environ.get("SLURM_NODEID", "0")
-    text = json.dumps({
-        "name": os.environ.get("SLURMD_NODENAME", platform.node()), "gpus": gpu_names(),
-        "gpu_memory_gib": box.gpu_memory_gib, "host_memory_gib": box.host_memory_gib, "cores": available_cores(),
-        "cpu": cpu_info().get("model name", platform.machine()),
-        # The requested folders that exist on it.
-        "paths": [folder for folder in folders if Path(folder).exists()],
-        "operators": sorted(file.stem for file in operator_build_folder(cache).glob("*/*.so")),
-        "weights": sorted(file.parent.name for file in (cache / "initial_weights").glob("*/initial_weights.json")),
-        "networks": networks(),
-    })  # fmt: skip
+    text = json.dumps(
+        {
+            "name": os.environ.get("SLURMD_NODENAME", platform.node()),
+            "gpus": gpu_names(),
+            "gpu_memory_gib": box.gpu_memory_gib,
+            "host_memory_gib": box.host_memory_gib,
+            "cores": available_cores(),
+            "cpu": cpu_info().get("model name", platform.machine()),
+            # The requested folders that exist on it.
+            "paths": [folder for folder in folders if Path(folder).exists()],
+            "operators": sorted(file.stem for file in operator_build_folder(cache).glob("*/*.so")),
+            "weights": sorted(file.parent.name for file in (cache / "initial_weights").glob("*/initial_weights.json")),
+            "networks": networks(),
+        }
+    )
     for start in range(0, len(text), _LINE):
         print(f"{_MARK}{place} {text[start : start + _LINE]}", flush=True)
 

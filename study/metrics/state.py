@@ -24,7 +24,7 @@ from study.metrics.inventory import (
     gathers_in_flight,
     tensors_in,
     whole_storage,
-)  # fmt: skip
+)
 from study.records.schema import STATE_KINDS, STATE_PLACES
 
 # Names of claims among the buffers.

@@ -41,9 +41,11 @@ def matmuls(shape: ModelShape) -> tuple[MatMul, ...]:
     ups = 2 if shape.gated else 1
     # Queries, keys and values count as one product, as in GPT-2; the FLOPs are the same.
     matmuls = [
-        MatMul(shape.hidden, query + 2 * key_value, shape.layers), MatMul(query, shape.hidden, shape.layers),
-        MatMul(shape.hidden, shape.inner, ups * shape.layers), MatMul(shape.inner, shape.hidden, shape.layers),
-    ]  # fmt: skip
+        MatMul(shape.hidden, query + 2 * key_value, shape.layers),
+        MatMul(query, shape.hidden, shape.layers),
+        MatMul(shape.hidden, shape.inner, ups * shape.layers),
+        MatMul(shape.inner, shape.hidden, shape.layers),
+    ]
     if shape.family == "causal-lm":
         matmuls.append(MatMul(shape.hidden, shape.vocabulary, 1, in_layer=False))
     return tuple(matmuls)
@@ -164,7 +166,7 @@ def _saves_parameters(request: Request) -> bool:
     return request.strategy.zero_stage == 3 and request.settings.memory_efficient_linear
 
 
-def predict_activations(request: Request) -> Activations:
+def predict_activations(request: Request) -> Activations:  # noqa: PLR0914, PLR0915
     if isinstance(request.shape, live.LiveShape):
         return trace(request).activations
     shape, family, fused = request.shape, request.shape.table, is_fused(request)
@@ -175,9 +177,10 @@ def predict_activations(request: Request) -> Activations:
         assert family.in_kernels is not None
         saved = dataclasses.replace(family.in_kernels, inner=family.in_kernels.inner + request.torch_gate)
     wide, narrow = {
-        "fp32": (0, saved.hidden), "autocast": (saved.autocast_wide, saved.autocast_hidden),
+        "fp32": (0, saved.hidden),
+        "autocast": (saved.autocast_wide, saved.autocast_hidden),
         "engine": (saved.engine_wide, saved.engine_hidden),
-    }[mode]  # fmt: skip
+    }[mode]
     stream = 4 if mode == "autocast" else width
     query, key = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
     on_cuda = mode == "autocast" and not request.box.is_cpu_only
@@ -250,17 +253,23 @@ def predict_activations(request: Request) -> Activations:
     in_block_casts = casts * sum(matrix.elements for matrix in matrices if matrix.name.startswith(block))
     after |= {name: after[name] - in_block_casts for name in (block[0], "")}
     return Activations(
-        layer=layer, scores=scores, checkpoint=tokens * shape.hidden * stream + products,
+        layer=layer,
+        scores=scores,
+        checkpoint=tokens * shape.hidden * stream + products,
         outside=tokens * (shape.hidden * outside + adapted_tail + adapted_first) + masks,
         tail=tokens * (shape.hidden * tail + adapted_tail),
-        layer_forward=max(tokens * (width * (2 * shape.inner + shape.hidden) + widened),
-                          family.scores_forward * largest_scores),
-        layer_working=working, logits=logits, logits_forward=logits_forward, logits_backward=logits_backward,
+        layer_forward=max(
+            tokens * (width * (2 * shape.inner + shape.hidden) + widened), family.scores_forward * largest_scores
+        ),
+        layer_working=working,
+        logits=logits,
+        logits_forward=logits_forward,
+        logits_backward=logits_backward,
         cast_layer=casts * sum(matrix.elements for matrix in matrices),
         cast_head=head_casts * shape.hidden * (shape.hidden if is_classifier else shape.vocabulary),
         cast_cached=casts * sum(matrix.elements for matrix in matrices if matrix.trained),
         freed={name: working - size for name, size in after.items()},
-    )  # fmt: skip
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,15 +297,19 @@ def trace(request: Request) -> Trace:
 
 
 @functools.lru_cache(maxsize=512)
-def _traced(request: Request, has_casts: bool) -> Trace:
+def _traced(request: Request, has_casts: bool) -> Trace:  # noqa: C901, PLR0914
     """Return the figures. A layer has the mean of all, and its temporaries the difference to the largest one."""
     shape, layers = request.shape, request.shape.layers
     assert isinstance(shape, live.LiveShape)
     answer = live.measure(
-        shape, mode=_mode(request), dropout=request.dropout, fused=is_fused(request),
-        cuda=not request.box.is_cpu_only, length=request.sequence_length,
+        shape,
+        mode=_mode(request),
+        dropout=request.dropout,
+        fused=is_fused(request),
+        cuda=not request.box.is_cpu_only,
+        length=request.sequence_length,
         **({"lora_dropout": 0.1} if request.lora_dropout else {}),
-    )  # fmt: skip
+    )
     if isinstance(answer, str):
         return Trace(missing=f"activations and FLOPs ({answer})")
     first_pass, second_pass = answer["passes"]
@@ -320,14 +333,17 @@ def _traced(request: Request, has_casts: bool) -> Trace:
     saved = growth(total("saved", first_pass), total("saved", second_pass)) / layers
     constant = has_casts * (2 * total("saved", first_pass) - total("saved", second_pass)) / layers
     checkpoints = [total("checkpoint", at) / layers for at in (first_pass, second_pass)]
-    grown = {name: growth(layer["saved"], double["saved"]) * layer["recomputed"]
-             for name, (layer, double) in pairs.items()}  # fmt: skip
+    grown = {
+        name: growth(layer["saved"], double["saved"]) * layer["recomputed"] for name, (layer, double) in pairs.items()
+    }
     # By layer: its part above the mean, and its temporaries from each gradient to the next.
     above = {name: (size - saved) * request.gradient_checkpointing for name, size in grown.items()}
     temporaries = dict[str, dict[str, float]]()
     for name, (layer, double) in pairs.items():
-        temporaries[name] = {at: working(size, double["working"].get(at, size), layer["gradient"])
-                             for at, size in layer["working"].items()}  # fmt: skip
+        temporaries[name] = {
+            at: working(size, double["working"].get(at, size), layer["gradient"])
+            for at, size in layer["working"].items()
+        }
         if request.gradient_checkpointing:
             repeated = growth(layer["recomputing"], double["recomputing"])
             temporaries[name][""] = max(repeated, temporaries[name].get("", repeated))
@@ -345,22 +361,29 @@ def _traced(request: Request, has_casts: bool) -> Trace:
     first, second = (at["outside"] + total("saved", at, False) - total("saved", at) for at in (first_pass, second_pass))
     tail = growth(first_pass["tail"], second_pass["tail"])
     logits = (
-        max(0.0, tail), max(0.0, growth(first_pass["tail_forward"], second_pass["tail_forward"])),
+        max(0.0, tail),
+        max(0.0, growth(first_pass["tail_forward"], second_pass["tail_forward"])),
         max(0.0, working(first_pass["tail_backward"], second_pass["tail_backward"], first_pass["gradient"])),
-    )  # fmt: skip
+    )
     if request.loss_kernel != "transformers" and shape.family == "causal-lm":
         tokens = request.micro_batch * request.sequence_length
         logits = _loss(request, tokens * shape.vocabulary, request.computing_bytes)
     activations = Activations(
-        layer=saved, checkpoint=checkpoints[0] + (checkpoints[1] - checkpoints[0]) * (batch - 1),
-        outside=first + (second - first) * (batch - 1) + min(0.0, tail), layer_forward=max(grown.values()),
+        layer=saved,
+        checkpoint=checkpoints[0] + (checkpoints[1] - checkpoints[0]) * (batch - 1),
+        outside=first + (second - first) * (batch - 1) + min(0.0, tail),
+        layer_forward=max(grown.values()),
         # The first layer's input is among the checkpoints.
         tail=(growth(*checkpoints) + min(0.0, tail)) * request.gradient_checkpointing,
-        layer_working=peak, freed=freed, cast_layer=constant,
-        logits=logits[0], logits_forward=logits[1], logits_backward=logits[2],
+        layer_working=peak,
+        freed=freed,
+        cast_layer=constant,
+        logits=logits[0],
+        logits_forward=logits[1],
+        logits_backward=logits[2],
         cast_head=has_casts * (2 * first_pass["tail"] - second_pass["tail"]),
         cast_cached=constant * shape.trained_parameters / shape.parameters,
-    )  # fmt: skip
+    )
     flops = {
         name: batch
         * (first_pass[name] - sum(layer[name] for layer, _ in pairs.values()) + total(name, first_pass, False))

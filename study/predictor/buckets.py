@@ -117,7 +117,7 @@ def _gathered(request: Request, sizes: dict[int, int], groups: range, root: int)
     return dict(zip(places, resident, strict=True)), dict(zip(places, following, strict=True))
 
 
-def _fsdp(request: Request) -> Iterator[Snapshot]:
+def _fsdp(request: Request) -> Iterator[Snapshot]:  # noqa: PLR0914
     """Snapshots of FSDP2 in torch's order (_fsdp_param_group.py of torch 2.13): each layer is a group that is gathered
     while the next group is prefetched; its gradients stay unpartitioned until they are reduce-scattered. Accelerate
     makes a group of the norm and the head, with a tied embedding (fsdp2_prepare_model); an untied embedding is a group.
@@ -178,7 +178,7 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     yield _torch_step(request, 0.0 if request.fsdp_offloads else shape.trained_parameters / ranks, 0.0)
 
 
-def _fsdp1(request: Request) -> Iterator[Snapshot]:
+def _fsdp1(request: Request) -> Iterator[Snapshot]:  # noqa: PLR0914
     """Snapshots of FSDP1 in torch's order (_runtime_utils.py of torch 2.13): a layer is gathered while the gradients of
     the one above it arrive. The gradients of a flat parameter wait for the last of them, are concatenated, and
     reduce-scattered. The root's tensors wait for the embedding's gradient."""
@@ -215,7 +215,7 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
     yield _torch_step(request, 0.0 if request.fsdp_offloads else sum(unit.size for unit in units.values()) / ranks, 0.0)
 
 
-def _fsdp1_adapters(request: Request) -> Iterator[Snapshot]:
+def _fsdp1_adapters(request: Request) -> Iterator[Snapshot]:  # noqa: PLR0914
     """Snapshots of FSDP1 with adapters, each of which is a unit: gathered for its own product, and its gradient is
     reduced as it arrives. A unit prefetches the one that was called before it (_get_handle_to_prefetch in torch's
     _runtime_utils.py), so the next layer's frozen unit is gathered with the first adapter of a layer, its last."""

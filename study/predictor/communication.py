@@ -110,7 +110,7 @@ def communication_time(request: Request, forward: float, backward: float) -> Com
     return _overlap(reduced, room, 0.0) + CommunicationTime(0.0, collective_s(request.box, "all_gather", total))
 
 
-def _sharded(request: Request, forward: float, backward: float) -> CommunicationTime:
+def _sharded(request: Request, forward: float, backward: float) -> CommunicationTime:  # noqa: PLR0914
     """Communication time of FSDP and stage 3, which gather each layer for both passes unless stage 3 still has it. hsdp
     gathers within a replica group, hpz after the first gather within its group."""
     strategy, times = request.strategy, request.accumulation

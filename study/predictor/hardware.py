@@ -55,9 +55,12 @@ class Device:
 
 
 CPU_CORE = Device(
-    name="CPU core", pattern="CPU core", peak_tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16")),
-    memory_bandwidth_gb_per_s=0.0, memory_gib=0.0,
-)  # fmt: skip
+    name="CPU core",
+    pattern="CPU core",
+    peak_tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16")),
+    memory_bandwidth_gb_per_s=0.0,
+    memory_gib=0.0,
+)
 ANY_DEVICE = Device(name="any", pattern="any", peak_tflops={}, memory_bandwidth_gb_per_s=0.0, memory_gib=1.0)
 
 
@@ -179,10 +182,14 @@ _SPEED = functools.partial(real, below=1e6)
 _COUNT = r"([0-9]{1,99}) *x *"
 # Figures of a GPU that is not in the table, with their units; the first three are needed.
 _FIGURES = {
-    "memory": "GiB of device memory", "tflops": "dense TFLOP/s in 16 bits", "bandwidth": "GB/s of device memory",
-    "nvlink": "GB/s of one device to its node, one direction", "pcie": "GB/s to the host, one direction",
-    "network": "GB/s to other nodes", "fp32": "TFLOP/s in fp32",
-}  # fmt: skip
+    "memory": "GiB of device memory",
+    "tflops": "dense TFLOP/s in 16 bits",
+    "bandwidth": "GB/s of device memory",
+    "nvlink": "GB/s of one device to its node, one direction",
+    "pcie": "GB/s to the host, one direction",
+    "network": "GB/s to other nodes",
+    "fp32": "TFLOP/s in fp32",
+}
 _NEEDED = ("memory", "tflops", "bandwidth")
 CUSTOM_FORM = "--hardware 8xmemory=192GiB,tflops=1300,bandwidth=5300"
 # Makers and cards whose figures are not in the table.
@@ -213,10 +220,14 @@ def to_box(name: str) -> Hardware:
     spelled = _spelled(count["device"])
     model, _, size = spelled.rpartition("-")
     by_name = next(
-        (device for device in known_devices() if spelled in device.names
-         or (model in device.names and device.memory_gib and size == f"{device.memory_gib:g}")),
+        (
+            device
+            for device in known_devices()
+            if spelled in device.names
+            or (model in device.names and device.memory_gib and size == f"{device.memory_gib:g}")
+        ),
         None,
-    )  # fmt: skip
+    )
     if (device := by_name or find_device(count["device"])) is None:
         raise _unknown(name)
     return Hardware(name, device, per_node, nodes, network_gb_per_s=device.network_gb_per_s)
@@ -250,11 +261,15 @@ def _custom_device(name: str, figures: str) -> Device:
     # Without a figure for fp32, that of a data sheet is often a sixteenth (A100) of 16 bits.
     rates = {"fp32": values.get("fp32", half / 16), "tf32": half / 2, "bf16": half, "fp16": half}
     return Device(
-        name=f"GPU of {values['memory']:g} GiB", pattern="(?!)", peak_tflops=dict(rates),
-        memory_bandwidth_gb_per_s=values["bandwidth"], memory_gib=values["memory"],
+        name=f"GPU of {values['memory']:g} GiB",
+        pattern="(?!)",
+        peak_tflops=dict(rates),
+        memory_bandwidth_gb_per_s=values["bandwidth"],
+        memory_gib=values["memory"],
         pcie_gb_per_s=values.get("pcie", 31.0),
-        nvlink_gb_per_s=values.get("nvlink"), network_gb_per_s=values.get("network", Device.network_gb_per_s),
-    )  # fmt: skip
+        nvlink_gb_per_s=values.get("nvlink"),
+        network_gb_per_s=values.get("network", Device.network_gb_per_s),
+    )
 
 
 def machine_notice(box: Hardware) -> str | None:
@@ -297,11 +312,14 @@ def box_from_args(options: argparse.Namespace) -> Hardware:
     if notice := machine_notice(box):
         print(f"notice: {notice}", file=sys.stderr)
     return dataclasses.replace(
-        box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write,
-        bus_gb_per_s=options.bus_gb_per_s, host_memory_gb_per_s=options.host_gb_per_s or box.host_memory_gb_per_s,
+        box,
+        nvme_read_gb_per_s=read,
+        nvme_write_gb_per_s=write,
+        bus_gb_per_s=options.bus_gb_per_s,
+        host_memory_gb_per_s=options.host_gb_per_s or box.host_memory_gb_per_s,
         network_gb_per_s=options.network_gb_per_s or box.network_gb_per_s,
         host_gib_per_node=options.host_memory or box.host_gib_per_node,
-    )  # fmt: skip
+    )
 
 
 def _two_speeds(text: str) -> tuple[float, float]:

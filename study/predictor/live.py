@@ -58,9 +58,16 @@ def live_shape(
                 check_depth(part[key], name)
     survey = answer("survey", text, rank, _with_targets({}, targets))
     return LiveShape(
-        name=name, model_type=str(document["model_type"]), params=tuple(Parameter(*row) for row in survey["params"]),
-        gated=True, lora_rank=rank, lora_targets=targets, document=text, survey=survey, **survey["shape"],
-    )  # fmt: skip
+        name=name,
+        model_type=str(document["model_type"]),
+        params=tuple(Parameter(*row) for row in survey["params"]),
+        gated=True,
+        lora_rank=rank,
+        lora_targets=targets,
+        document=text,
+        survey=survey,
+        **survey["shape"],
+    )
 
 
 def _with_targets(options: Mapping[str, Any], targets: tuple[str, ...]) -> str:

@@ -55,12 +55,13 @@ _HEADS = ("MULTIMODAL_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SE
 _TOWERS = {"pixel_values": ("get_image_features", "images"), "input_features": ("get_audio_features", "sounds")}
 # Names of transformers for a size, the most common one first.
 _SIZES = {
-    "hidden": ("hidden_size", "d_model", "n_embd"), "heads": ("num_attention_heads", "num_heads", "n_head"),
+    "hidden": ("hidden_size", "d_model", "n_embd"),
+    "heads": ("num_attention_heads", "num_heads", "n_head"),
     "inner": ("moe_intermediate_size", "intermediate_size", "ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner"),
-}  # fmt: skip
+}
 
 
-def survey(document: Mapping[str, Any], rank: int | None, targets: Sequence[str] = ()) -> dict[str, Any]:
+def survey(document: Mapping[str, Any], rank: int | None, targets: Sequence[str] = ()) -> dict[str, Any]:  # noqa: PLR0914
     """Return layers, owners, parameters and shape of the model that a config.json describes, with LoRA of a rank."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_model(document, rank, "eager", dropout=True, targets=targets)
@@ -97,10 +98,16 @@ def survey(document: Mapping[str, Any], rank: int | None, targets: Sequence[str]
             members[number].add(groups[name])
             flat_members[number].add(find_unit(name))
     refusal, fsdp1_refusal = (
-        next((f"torch refuses {name}, which modules of two FSDP{version} groups share"
-              for number, (name, _) in enumerate(parameters) if len(parameter_groups[number]) > 1), None)
+        next(
+            (
+                f"torch refuses {name}, which modules of two FSDP{version} groups share"
+                for number, (name, _) in enumerate(parameters)
+                if len(parameter_groups[number]) > 1
+            ),
+            None,
+        )
         for version, parameter_groups in ((2, members), (1, flat_members))
-    )  # fmt: skip
+    )
     positions = getattr(text, "max_target_positions", getattr(text, "max_position_embeddings", None))
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         # RoBERTa's positions begin after the index of its padding.
@@ -110,23 +117,40 @@ def survey(document: Mapping[str, Any], rank: int | None, targets: Sequence[str]
         positions = (_pair(image)[0] // _pair(patch)[0]) ** 2 + 1 if image and patch else None
     active = _read_largest(text, "num_experts_per_tok")
     return {
-        "units": units, "owners": owners, "active": active,
-        "class": type(model).__name__, "is_stand_in": document["model_type"] not in transformers.CONFIG_MAPPING,
+        "units": units,
+        "owners": owners,
+        "active": active,
+        "class": type(model).__name__,
+        "is_stand_in": document["model_type"] not in transformers.CONFIG_MAPPING,
         "fused": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
-        "params": [(number, name, parameter.numel(), parameter.shape[0] if parameter.dim() else 1, place,
-                    parameter.requires_grad, not members[number] & {"", "tail"})
-                   for number, ((name, parameter), place) in enumerate(zip(parameters, places, strict=True))],
+        "params": [
+            (
+                number,
+                name,
+                parameter.numel(),
+                parameter.shape[0] if parameter.dim() else 1,
+                place,
+                parameter.requires_grad,
+                not members[number] & {"", "tail"},
+            )
+            for number, ((name, parameter), place) in enumerate(zip(parameters, places, strict=True))
+        ],
         "shape": {
-            "family": "causal-lm" if _head(document)[1] else "sequence-classification", "layers": len(units),
-            **sizes, "inner": sizes["inner"] * (active or 1), "tied": is_tied,
+            "family": "causal-lm" if _head(document)[1] else "sequence-classification",
+            "layers": len(units),
+            **sizes,
+            "inner": sizes["inner"] * (active or 1),
+            "tied": is_tied,
             "embedding_index": index[id(weight)] if is_tied else 0,
             "key_value_heads": _read_largest(text, "num_key_value_heads") or sizes["heads"],
             "head_dim": _read_largest(text, "head_dim") or sizes["hidden"] // sizes["heads"],
-            "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels, "positions": positions,
+            "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels,
+            "positions": positions,
             "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
-            "fsdp_refusal": refusal, "fsdp1_refusal": fsdp1_refusal,
+            "fsdp_refusal": refusal,
+            "fsdp1_refusal": fsdp1_refusal,
         },
-    }  # fmt: skip
+    }
 
 
 def measure(
@@ -148,8 +172,14 @@ def measure(
         names = {module: name for name, module in model.named_modules()}
         kinds, counts = _prune(model, _units(model))
         passes = [_Pass(model, names, counts, mode, cuda, length, batch) for batch in (SAMPLES, 2 * SAMPLES)]
-    return {"passes": [item.figures for item in passes], "calls": passes[0].calls, "counts": counts,
-            "kinds": kinds, "missing": passes[0].missing or None, "samples": SAMPLES}  # fmt: skip
+    return {
+        "passes": [item.figures for item in passes],
+        "calls": passes[0].calls,
+        "counts": counts,
+        "kinds": kinds,
+        "missing": passes[0].missing or None,
+        "samples": SAMPLES,
+    }
 
 
 @contextlib.contextmanager
@@ -210,7 +240,7 @@ def _config_class(document: Mapping[str, Any]) -> Any:
     raise UserError(f"transformers {transformers.__version__} has no model_type {kind!s:.40}{code}", fix)
 
 
-def build_model(
+def build_model(  # noqa: C901
     document: Mapping[str, Any],
     rank: int | None,
     attention: str,
@@ -354,9 +384,12 @@ def _prune(model: Any, units: list[str]) -> tuple[dict[str, str], dict[str, int]
     """Remove layers that are equal to an earlier one of their list, with the same classes, shapes and plain attributes
     of their modules. Return the remaining layer of each layer's kind, and the number of layers of each."""
     lists = {
-        name: children for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)
-        and set(children := [f"{name}.{number}" for number in range(len(module))]) <= set(units) and children
-    }  # fmt: skip
+        name: children
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList)
+        and set(children := [f"{name}.{number}" for number in range(len(module))]) <= set(units)
+        and children
+    }
     first: dict[Any, str] = {}
     kinds = dict[str, str]()
     for unit in units:
@@ -364,12 +397,22 @@ def _prune(model: Any, units: list[str]) -> tuple[dict[str, str], dict[str, int]
             kinds[unit] = first[unit] = unit
             continue
         parts = model.get_submodule(unit).named_modules()
-        signature = (unit.rpartition(".")[0], *(
-            (name, type(part), *((key, tuple(value.shape)) for key, value in part.named_parameters(recurse=False)),
-             *((key, value) for key, value in vars(part).items()
-               if isinstance(value, (bool, int, float, str)) and not key.endswith(("layer_idx", "layer_id"))))
-            for name, part in parts
-        ))  # fmt: skip
+        signature = (
+            unit.rpartition(".")[0],
+            *(
+                (
+                    name,
+                    type(part),
+                    *((key, tuple(value.shape)) for key, value in part.named_parameters(recurse=False)),
+                    *(
+                        (key, value)
+                        for key, value in vars(part).items()
+                        if isinstance(value, (bool, int, float, str)) and not key.endswith(("layer_idx", "layer_id"))
+                    ),
+                )
+                for name, part in parts
+            ),
+        )
         kinds[unit] = first.setdefault(signature, unit)
     counts = {layer: sum(kind == layer for kind in kinds.values()) for layer in first.values()}
     for name, listed in lists.items():
@@ -391,10 +434,20 @@ def _prune(model: Any, units: list[str]) -> tuple[dict[str, str], dict[str, int]
 
 # Operations of AT_FORALL_FP32 in aten/src/ATen/autocast_mode.h that these models call.
 _IN_FP32 = {
-    functional.layer_norm, functional.softmax, functional.log_softmax, functional.cross_entropy, torch.softmax,
-    torch.pow, torch.rsqrt, torch.sum, torch.Tensor.softmax, torch.Tensor.pow, torch.Tensor.__pow__,
-    torch.Tensor.rsqrt, torch.Tensor.sum,
-}  # fmt: skip
+    functional.layer_norm,
+    functional.softmax,
+    functional.log_softmax,
+    functional.cross_entropy,
+    torch.softmax,
+    torch.pow,
+    torch.rsqrt,
+    torch.sum,
+    torch.Tensor.softmax,
+    torch.Tensor.pow,
+    torch.Tensor.__pow__,
+    torch.Tensor.rsqrt,
+    torch.Tensor.sum,
+}
 
 
 class AsCuda(TorchFunctionMode):
@@ -494,10 +547,16 @@ class _Pass:
         inputs, media = make_inputs(model, batch, length)
         self.meter = meter = Meter([*model.parameters(), *model.buffers(), *inputs.values(), *media.values()])
         # By their names in the whole model: the remaining layers have other numbers.
-        parameters = {parameter: f"{names[module]}.{key}".lstrip(".") for module in model.modules()
-                      for key, parameter in module.named_parameters(recurse=False)}  # fmt: skip
-        handles = [parameter.register_post_accumulate_grad_hook(functools.partial(self.arrive, name))
-                   for parameter, name in parameters.items() if parameter.requires_grad]  # fmt: skip
+        parameters = {
+            parameter: f"{names[module]}.{key}".lstrip(".")
+            for module in model.modules()
+            for key, parameter in module.named_parameters(recurse=False)
+        }
+        handles = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self.arrive, name))
+            for parameter, name in parameters.items()
+            if parameter.requires_grad
+        ]
         for module in model.modules():
             handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
             handles.append(module.register_forward_hook(self.leave, with_kwargs=True))
@@ -524,13 +583,20 @@ class _Pass:
             handle.remove()
         inside = [layer for layer in self.layers.values() if layer]
         self.figures = {
-            "layers": self.layers, "tail": saved - self.exit, "tail_forward": forward_peak - saved,
-            "tail_backward": self.last - saved, "forward": forward, "attention": forward_attention,
-            "backward": meter.flops - forward, "gradient": _largest(
-                (name, parameter) for parameter, name in parameters.items()
-                if not any(name.startswith(f"{unit}.") for unit in self.layers)),
+            "layers": self.layers,
+            "tail": saved - self.exit,
+            "tail_forward": forward_peak - saved,
+            "tail_backward": self.last - saved,
+            "forward": forward,
+            "attention": forward_attention,
+            "backward": meter.flops - forward,
+            "gradient": _largest(
+                (name, parameter)
+                for parameter, name in parameters.items()
+                if not any(name.startswith(f"{unit}.") for unit in self.layers)
+            ),
             "outside": self.exit - sum(layer["saved"] for layer in inside),
-        }  # fmt: skip
+        }
 
     def enter(self, module: Any, args: Any, kwargs: Any) -> None:
         name, meter = self.names[module], self.meter
@@ -539,10 +605,16 @@ class _Pass:
         if name in self.layers:
             stream = _floats((*args, *kwargs.values()))[0]
             meter.peak = meter.now
-            self.layers[name] = {"saved": -meter.now, "forward": -meter.flops, "attention": -meter.attention,
-                                 "checkpoint": stream.nbytes, "working": {}, "backward": 0.0,
-                                 "recomputed": isinstance(module, GradientCheckpointingLayer),
-                                 "gradient": _largest(module.named_parameters())}  # fmt: skip
+            self.layers[name] = {
+                "saved": -meter.now,
+                "forward": -meter.flops,
+                "attention": -meter.attention,
+                "checkpoint": stream.nbytes,
+                "working": {},
+                "backward": 0.0,
+                "recomputed": isinstance(module, GradientCheckpointingLayer),
+                "gradient": _largest(module.named_parameters()),
+            }
             if stream.requires_grad:
                 stream.register_hook(lambda _: self.boundary(None, ends=name))
 

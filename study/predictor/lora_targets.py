@@ -8,15 +8,27 @@ from collections.abc import Sequence
 # import; a test compares them. Without gemma4, whose entry is a pattern.
 DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("bart", "opt", "gptj", "gpt_neo", "llama", "llama4", "mistral", "mixtral", "stablelm", "gemma", "gemma2",
-         "gemma3_text", "qwen2", "qwen3"),
+        (
+            "bart",
+            "opt",
+            "gptj",
+            "gpt_neo",
+            "llama",
+            "llama4",
+            "mistral",
+            "mixtral",
+            "stablelm",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "qwen2",
+            "qwen3",
+        ),
         ("q_proj", "v_proj"),
     ),
     **dict.fromkeys(("t5", "mt5"), ("q", "v")),
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "layoutlm"), ("query", "value")),
-    **dict.fromkeys(
-        ("bloom", "gpt_neox", "chatglm", "RefinedWebModel", "RefinedWeb", "falcon"), ("query_key_value",)
-    ),
+    **dict.fromkeys(("bloom", "gpt_neox", "chatglm", "RefinedWebModel", "RefinedWeb", "falcon"), ("query_key_value",)),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
     "blip-2": ("q", "v", "q_proj", "v_proj"),
     "deberta-v2": ("query_proj", "value_proj"),
@@ -28,7 +40,7 @@ DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
     "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "rwkv": ("key", "value", "receptance", "output"),
     "rwkv7": ("r_proj", "k_proj", "v_proj", "o_proj", "key", "value"),
-}  # fmt: skip
+}
 ALL_LINEAR = "all-linear"
 # Linear layers of BERT's blocks, which the table of families names after their blocks.
 _DENSE = ("attention.output", "intermediate", "output", "pooler")

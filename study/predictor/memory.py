@@ -37,7 +37,7 @@ def pinned_bytes(size: float) -> float:
 
 
 @cache_by_request
-def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
+def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:  # noqa: C901, PLR0912, PLR0914, PLR0915
     """Return host bytes per node by part, and NVMe bytes per node."""
     state, shape, strategy = model_state.predict_state(request), request.shape, request.strategy
     ranks, weight, stage = request.box.gpus_per_node, request.weight_bytes, request.strategy.zero_stage
@@ -99,9 +99,15 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
         load = max(weights, ranks * (before + state.host))
     train = ranks * (libraries + state.host + buffers)
     parts = {
-        "state": ranks * state.host, "buffers": ranks * buffers, "libraries": ranks * libraries,
-        "pinned": ranks * pinned, "load": load, "train": train, "rank": train / ranks, "save": train + saved,
-    }  # fmt: skip
+        "state": ranks * state.host,
+        "buffers": ranks * buffers,
+        "libraries": ranks * libraries,
+        "pinned": ranks * pinned,
+        "load": load,
+        "train": train,
+        "rank": train / ranks,
+        "save": train + saved,
+    }
     return parts, ranks * state.nvme
 
 
@@ -116,8 +122,11 @@ FRAGMENTATION, WEIGHT_COPIES = 0.57, 7.7
 def small_blocks(request: Request, points: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """Return the peak bytes in small blocks, and the bytes of weights sent in one call, for GAPS and COPIES."""
     shape, tokens = request.shape, request.micro_batch * request.sequence_length
-    widths = {"activations": shape.inner, "attention": shape.heads * request.sequence_length,
-              "logits": shape.vocabulary}  # fmt: skip
+    widths = {
+        "activations": shape.inner,
+        "attention": shape.heads * request.sequence_length,
+        "logits": shape.vocabulary,
+    }
     blocks = {name: FP32_BYTES * tokens * width for name, width in widths.items()}
     blocks |= dict.fromkeys(("gradients", "buffers"), shape.largest * request.weight_bytes)
     small = [name for name, size in blocks.items() if size < MALLOC_MMAP_THRESHOLD_MAX_BYTES]
@@ -154,7 +163,7 @@ class DeviceMemory(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def predict_memory(request: Request) -> MemoryUse:
+def predict_memory(request: Request) -> MemoryUse:  # noqa: PLR0914
     """Predict the memory of one GPU, its node's host, and NVMe."""
     frozen_on_host = model_state.frozen_bytes(request)[1]
     constant, grads = _constant_parts(request)
@@ -195,12 +204,20 @@ def predict_memory(request: Request) -> MemoryUse:
     parts = {name: peak.parts.get(name, 0.0) for name in PARTS} | {"context": context, "fragmentation": reserved}
     missing = trace(request).missing if isinstance(request.shape, LiveShape) else None
     return MemoryUse(
-        device_parts=parts, missing=missing, steady_allocated=estimate("state", steady), peak_allocated=allocated,
-        peak_reserved=pool, pool_with_room=_pool_with_room(request, points, exact + allocator, peak.total + reserved),
-        process_peak=process, host_parts=host_parts,
-        host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])), nvme=nvme,
-        notes=tuple(_notes(request, peak)), moment=peak.moment, most_parts=most_parts,
-    )  # fmt: skip
+        device_parts=parts,
+        missing=missing,
+        steady_allocated=estimate("state", steady),
+        peak_allocated=allocated,
+        peak_reserved=pool,
+        pool_with_room=_pool_with_room(request, points, exact + allocator, peak.total + reserved),
+        process_peak=process,
+        host_parts=host_parts,
+        host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
+        nvme=nvme,
+        notes=tuple(_notes(request, peak)),
+        moment=peak.moment,
+        most_parts=most_parts,
+    )
 
 
 def _constant_parts(request: Request) -> tuple[dict[str, float], float]:
@@ -329,7 +346,7 @@ def _accumulated_bytes(request: Request) -> float:
     return model_state.predict_state(request, unreduced=False).grads_device if has_accumulated else 0.0
 
 
-def device_snapshots(request: Request) -> list[DeviceMemory]:
+def device_snapshots(request: Request) -> list[DeviceMemory]:  # noqa: PLR0914
     """Return the memory snapshots of a step, without the weights and the optimizer, which are constant."""
     saved, strategy, layers = predict_activations(request), request.strategy, request.shape.layers
     gathers = simulate_gathers(request) if strategy.zero_stage == 3 else GatherTrace()
@@ -374,8 +391,10 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     points.append(point("at the loss's gradient", gathers.live_at_end, buffers=begun, logits=gradient))
     for snapshot in _decisive_snapshots(_gradient_request(request), recomputes=strategy.zero_stage == 3 and recomputed):
         parts = {
-            "gradients": snapshot.grads, "buffers": snapshot.buffers, "allocator": snapshot.grads * remainders,
-        }  # fmt: skip
+            "gradients": snapshot.grads,
+            "buffers": snapshot.buffers,
+            "allocator": snapshot.grads * remainders,
+        }
         if not snapshot.step:
             is_working = 0 <= snapshot.place < layers and not snapshot.between
             stored = _stored(request, saved, min(layers, snapshot.place + 1), is_working)
@@ -439,7 +458,7 @@ def _gradient_strategy(strategy: Strategy, ranks: int) -> Strategy:
 
 
 @cache_by_request
-def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]:
+def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]:  # noqa: C901, PLR0914
     """Return the snapshots that can be the peak, with all buffers: those with the most gradients, buffers, or both, per
     part of a layer and for the optimizer step. All other memory is equal in the snapshots of a part, which are many."""
     standing, weight, shape = _static_buffer_bytes(request), request.weight_bytes, request.shape

@@ -121,10 +121,12 @@ def _engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
             section = zero[f"offload_{what}"]
             # deepspeed 0.19 pins by default.
             values[name] = Offload(
-                device=device, pinned=bool(section.get("pin_memory", True)),
+                device=device,
+                pinned=bool(section.get("pin_memory", True)),
                 buffers=int(section.get("buffer_count", buffers)),
-                buffer_size=int(section.get("buffer_size", 1e8)), ratio=float(section.get("ratio", 1.0)),
-            )  # fmt: skip
+                buffer_size=int(section.get("buffer_size", 1e8)),
+                ratio=float(section.get("ratio", 1.0)),
+            )
     return EngineSettings(**values)
 
 
@@ -249,9 +251,13 @@ class Request:
     def without_batch(self) -> Request:
         """This request with one token, accumulation at most 2, no checkpointing, and one network: of the same state."""
         return dataclasses.replace(
-            self, micro_batch=1, sequence_length=1, accumulation=min(2, self.accumulation),
-            gradient_checkpointing=False, box=self.box.with_any_network,
-        )  # fmt: skip
+            self,
+            micro_batch=1,
+            sequence_length=1,
+            accumulation=min(2, self.accumulation),
+            gradient_checkpointing=False,
+            box=self.box.with_any_network,
+        )
 
     @property
     def fsdp_gathers_16_bits(self) -> bool:
@@ -268,8 +274,11 @@ class Request:
         """State that DeepSpeed swaps to NVMe: only stage 3 does, other stages keep it in host memory (engine.py,
         zero_use_cpu_optimizer)."""
         strategy = self.strategy
-        return [what for what in ("optimizer", "param")
-                if strategy.zero_stage == 3 and strategy.offload_device(what) == "nvme"]  # fmt: skip
+        return [
+            what
+            for what in ("optimizer", "param")
+            if strategy.zero_stage == 3 and strategy.offload_device(what) == "nvme"
+        ]
 
     @property
     def keeps_inputs(self) -> bool:
@@ -380,8 +389,14 @@ def request_for(strategy: str, config: RunConfig, box: Hardware, micro_batch: in
     buffered = read_strategy(strategy).with_swap_buffers(-(-shape.largest // box.ranks))
     return Request(
         shape=shape if config.peft == "none" else with_adapters(shape, config.lora_rank),
-        strategy=buffered.with_overrides(config), box=box, sequence_length=config.seq_length,
-        micro_batch=micro_batch, accumulation=accumulation, precision=config.precision,
-        gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
-        dropout=config.dropout != 0, compiled=config.torch_compile,
-    )  # fmt: skip
+        strategy=buffered.with_overrides(config),
+        box=box,
+        sequence_length=config.seq_length,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        precision=config.precision,
+        gradient_checkpointing=config.gradient_checkpointing,
+        attention=config.attn_implementation,
+        dropout=config.dropout != 0,
+        compiled=config.torch_compile,
+    )

@@ -35,8 +35,19 @@ from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.virtual_summary import ring_bytes
 
 REPORTS = REPOSITORY / "reports"
-SUITES = ("laptop", "claims", "paper_table1", "neighbours", "virtual_scaling", "virtual_settings", "virtual_claims",
-          "virtual_neighbours", "virtual_lora", "virtual_models", "virtual_tuning")  # fmt: skip
+SUITES = (
+    "laptop",
+    "claims",
+    "paper_table1",
+    "neighbours",
+    "virtual_scaling",
+    "virtual_settings",
+    "virtual_claims",
+    "virtual_neighbours",
+    "virtual_lora",
+    "virtual_models",
+    "virtual_tuning",
+)
 # Suite of GPU records, if there are any.
 GPU = "gpu"
 ALL_STATE, SENT = "state, all", "ring bytes (NCCL) of a step"
@@ -45,9 +56,18 @@ ALL_STATE, SENT = "state, all", "ring bytes (NCCL) of a step"
 _WITHOUT_COPIES, _WITH_LAST_EVALUATION = ("1f63150", "771d7fe"), ("dd505bf", "6edd112")
 # Options that change the memory of a rank. Older records lack some.
 _OPTIONS = (
-    "model_name_or_path", "seq_length", "precision", "gradient_checkpointing", "attn_implementation", "dropout",
-    "torch_compile", "peft", "lora_rank", "optimizer", "bf16_states",
-)  # fmt: skip
+    "model_name_or_path",
+    "seq_length",
+    "precision",
+    "gradient_checkpointing",
+    "attn_implementation",
+    "dropout",
+    "torch_compile",
+    "peft",
+    "lora_rank",
+    "optimizer",
+    "bf16_states",
+)
 # Device, sequence length and micro-batch for which the time of a virtual run is predicted.
 PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH = "H100", 1024, 2
 
@@ -64,9 +84,11 @@ def predict_run(run: Any) -> dict[str, float]:
         # The same job on machines of eight GPUs, with a batch of realistic size.
         nodes = max(1, request.box.ranks // DEFAULT_RANKS_PER_NODE)
         timed = dataclasses.replace(
-            request, box=to_box(f"{nodes}x{request.box.ranks // nodes}x{PLANNED_DEVICE}"),
-            micro_batch=PLANNED_MICRO_BATCH, sequence_length=resolve_length(request.shape, None, PLANNED_LENGTH),
-        )  # fmt: skip
+            request,
+            box=to_box(f"{nodes}x{request.box.ranks // nodes}x{PLANNED_DEVICE}"),
+            micro_batch=PLANNED_MICRO_BATCH,
+            sequence_length=resolve_length(request.shape, None, PLANNED_LENGTH),
+        )
     if not request.box.is_cpu_only:
         figures["predicted_peak"] = predict_memory(request).peak_allocated.value / GIB
     if not timed.box.is_cpu_only:
@@ -130,9 +152,13 @@ def _measurement(run: Any, request: Request) -> Measurement:
         elif not pd.isna(run.eval_loss_final) and str(run.git_commit).startswith(_WITH_LAST_EVALUATION):
             evaluated = "last"
         return Measurement(
-            "own", name, request, run.memory_steady_host_gib * GIB,
-            "resident_returned" if run.virtual else "resident", evaluated,
-        )  # fmt: skip
+            "own",
+            name,
+            request,
+            run.memory_steady_host_gib * GIB,
+            "resident_returned" if run.virtual else "resident",
+            evaluated,
+        )
     if not pd.isna(run.device_memory_cap_gib):
         # A cap limits the allocator, which does not include the context.
         context = predict_memory(request).device_parts["context"] / GIB
@@ -197,16 +223,21 @@ def saving_table() -> pd.DataFrame:
     flags = dict(zip(measurements["flags"][::2], measurements["flags"][1::2], strict=True))
     ranks, lines = measurements["ranks"], []
     config = RunConfig(
-        model_name_or_path=flags["--model_name_or_path"], seq_length=int(flags["--seq_length"]),
+        model_name_or_path=flags["--model_name_or_path"],
+        seq_length=int(flags["--seq_length"]),
         precision=flags["--precision"],
-    )  # fmt: skip
+    )
     box = Hardware("processes", CPU_CORE, ranks, gloo_copies_gathers=True)
     for name in (name for name in measurements["arms"] if name in STRATEGY_NAMES):
         memory = predict_memory(request_for(name, config, box, int(flags["--global_batch_size"]) // ranks, 1))
         expected = (memory.steady_allocated.value + memory.host_parts["rank"]) / GIB
         measured = max(rank["phases_host_gib"]["save"] for rank in measurements["arms"][name]["save"])
-        lines.append({
-            "strategy": name, "while it saves, GiB": round(measured, 2), "predicted": round(expected, 2),
-            "error": f"{expected / measured - 1:+.0%}",
-        })  # fmt: skip
+        lines.append(
+            {
+                "strategy": name,
+                "while it saves, GiB": round(measured, 2),
+                "predicted": round(expected, 2),
+                "error": f"{expected / measured - 1:+.0%}",
+            }
+        )
     return pd.DataFrame(lines)

@@ -278,9 +278,13 @@ _MAX_SIZE = 2**31 - 1
 _TRAINED_FROM = ("mxfp4", "fp8", "4bit")
 # Sizes on a command line, and their keys.
 _WORDS = {word: keys[0] for word, keys in _KEYS.items()} | {
-    "inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "head_dim": "head_dim",
-    "positions": "n_positions", "tied": "tie_word_embeddings", "type": "model_type",
-}  # fmt: skip
+    "inner": "intermediate_size",
+    "key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "positions": "n_positions",
+    "tied": "tie_word_embeddings",
+    "type": "model_type",
+}
 
 
 _SYNONYMS = {"vocab": "vocabulary", "intermediate": "inner", "kv_heads": "key_value_heads"}
@@ -383,23 +387,41 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         check_size("max_position_embeddings", positions)
     is_classifier = model_type == "bert"
     sizes = {
-        "h": hidden, "3h": 3 * hidden, "inner": inner, "vocabulary": vocabulary, "query": heads * head_dim,
-        "key_value": key_value_heads * head_dim, "head_dim": head_dim, "positions": positions or 0, "two": 2,
+        "h": hidden,
+        "3h": 3 * hidden,
+        "inner": inner,
+        "vocabulary": vocabulary,
+        "query": heads * head_dim,
+        "key_value": key_value_heads * head_dim,
+        "head_dim": head_dim,
+        "positions": positions or 0,
+        "two": 2,
         "types": get.get("type_vocab_size", 0),
         # Whether there are biases.
-        "+": True, "+attention": bool(get.get("attention_bias", family.attention_bias)),
+        "+": True,
+        "+attention": bool(get.get("attention_bias", family.attention_bias)),
         "+mlp": bool(get.get("mlp_bias", False)),
-    }  # fmt: skip
+    }
     is_tied = bool(tied) and not is_classifier
     return ModelShape(
-        name=name, model_type=model_type, family="sequence-classification" if is_classifier else "causal-lm",
-        layers=layers, hidden=hidden, inner=inner, heads=heads, key_value_heads=key_value_heads, head_dim=head_dim,
-        vocabulary=vocabulary, gated=family.gated, tied=is_tied, positions=positions,
+        name=name,
+        model_type=model_type,
+        family="sequence-classification" if is_classifier else "causal-lm",
+        layers=layers,
+        hidden=hidden,
+        inner=inner,
+        heads=heads,
+        key_value_heads=key_value_heads,
+        head_dim=head_dim,
+        vocabulary=vocabulary,
+        gated=family.gated,
+        tied=is_tied,
+        positions=positions,
         params=_parameters(model_type, layers, bool(tied), tuple(sizes.items())),
         document=json.dumps({**architecture, "model_type": model_type, "n_inner": inner}),
         # Positions and types, of 8 bytes each.
         buffer_bytes=2 * 8 * (positions or 0) if is_classifier else 0,
-    )  # fmt: skip
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -407,9 +407,20 @@ def _large_shape(trained: bool) -> ModelShape:
     elements = _LARGE // _LARGE_LAYERS
     params = tuple(Parameter(layer, "weight", elements, elements, layer, trained) for layer in range(_LARGE_LAYERS))
     return ModelShape(
-        name="large", model_type="llama", family="causal-lm", layers=_LARGE_LAYERS, hidden=1, inner=1, heads=1,
-        key_value_heads=1, head_dim=1, vocabulary=1, gated=True, tied=False, params=params,
-    )  # fmt: skip
+        name="large",
+        model_type="llama",
+        family="causal-lm",
+        layers=_LARGE_LAYERS,
+        hidden=1,
+        inner=1,
+        heads=1,
+        key_value_heads=1,
+        head_dim=1,
+        vocabulary=1,
+        gated=True,
+        tied=False,
+        params=params,
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -417,9 +428,16 @@ def bytes_per_parameter(strategy: Strategy, precision: str, ranks: int, trained:
     """Return the state of one rank per parameter of the full model, with the strategy's overrides; of frozen weights if
     not `trained`."""
     request = Request(
-        _large_shape(trained), strategy, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision),
-        False, "sdpa",
-    )  # fmt: skip
+        _large_shape(trained),
+        strategy,
+        box_of_ranks("any", ANY_DEVICE, ranks),
+        1,
+        1,
+        1,
+        cast(Precision, precision),
+        False,
+        "sdpa",
+    )
     state = predict_state(request, unreduced=False)
     return State(**{name: size / _LARGE for name, size in dataclasses.asdict(state).items()})
 

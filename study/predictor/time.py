@@ -150,7 +150,7 @@ _ADAPTER_PASSES_OUT, _ADAPTER_PASSES_IN = 2 + 3 + 2, 3
 CPU_ADAM_BYTES = 30
 
 
-def predict_time(request: Request, memory: MemoryUse | None = None, constants: Constants = FITTED) -> StepTime:
+def predict_time(request: Request, memory: MemoryUse | None = None, constants: Constants = FITTED) -> StepTime:  # noqa: PLR0914
     """Predict the time of an optimizer step; `memory` only adds a note if it does not fit."""
     shape, strategy, box, times = request.shape, request.strategy, request.box, request.accumulation
     device, trained, is_stage3 = box.device, request.shape.trained_parameters, request.strategy.zero_stage == 3
@@ -183,23 +183,25 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
         "communication_exposed": exchange.exposed + constants.hidden_share * exchange.overlapped,
         "communication_overlapped": exchange.overlapped,
         "offload": times * offloaded * (request.weight_bytes / box.ranks) / link,
-        "cpu_adam": trained / box.nodes * on_host * CPU_ADAM_BYTES / host_rate, "nvme": _nvme_s(request),
-    }  # fmt: skip
+        "cpu_adam": trained / box.nodes * on_host * CPU_ADAM_BYTES / host_rate,
+        "nvme": _nvme_s(request),
+    }
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
     # Published times with offload are too few and too scattered for an interval; with LoRA, or with several GPUs but no
     # NVLink, there are none.
     is_known = not (strategy.offloads or shape.lora_rank or box.uses_pcie_links or isinstance(shape, live.LiveShape))
     tokens_per_s = request.micro_batch * request.sequence_length * times / total
     return StepTime(
-        parts=parts, step_s=estimate("step_s", total) if is_known else Estimate(total),
+        parts=parts,
+        step_s=estimate("step_s", total) if is_known else Estimate(total),
         tokens_per_s_per_gpu=estimate("tokens", tokens_per_s) if is_known else Estimate(tokens_per_s),
         mfu=None if peak is None else activations.model_flops(request) / (total * peak * 1e12),
         hfu=None if peak is None else activations.hardware_flops(request) / (total * peak * 1e12),
         notes=_notes(request, memory, total),
-    )  # fmt: skip
+    )
 
 
-def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: float) -> tuple[float, float]:
+def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: float) -> tuple[float, float]:  # noqa: PLR0914
     """Return seconds of the forward and the backward pass of a micro-batch, at FLOP/s of matrix products and bytes/s of
     memory; the backward pass includes recomputation."""
     shape, width, tokens = request.shape, request.computing_bytes, request.micro_batch * request.sequence_length

@@ -112,8 +112,11 @@ def _live_tree(shape: live.LiveShape) -> tuple[Call, dict[int, Call]]:
                 # The layers of a list follow each other, each as the remaining one of its kind.
                 done.add(listed)
                 entries = {entry[0]: entry for entry in children}
-                inner += [to_call(entries[kind], kind, layer) for layer, kind in kinds.items()
-                          if layer.rpartition(".")[0] == listed and kind in entries]  # fmt: skip
+                inner += [
+                    to_call(entries[kind], kind, layer)
+                    for layer, kind in kinds.items()
+                    if layer.rpartition(".")[0] == listed and kind in entries
+                ]
         params, place = tuple(shape.params[index] for index in indexes), unit
         if place is None:
             # Modules called after all layers use their parameters there, even those of a tied embedding.
@@ -315,12 +318,19 @@ def simulate_gathers(request: Request, trains: bool = True) -> GatherTrace:
         return GatherTrace()
     settings, box = request.settings, request.box
     limits = (
-        settings.stage3_prefetch_bucket_size, settings.stage3_max_live_parameters, settings.stage3_max_reuse_distance,
-    )  # fmt: skip
+        settings.stage3_prefetch_bucket_size,
+        settings.stage3_max_live_parameters,
+        settings.stage3_max_reuse_distance,
+    )
     return _gathers(
-        request.stored, trains, request.gradient_checkpointing, box.ranks, box.gloo_copies_gathers, limits,
+        request.stored,
+        trains,
+        request.gradient_checkpointing,
+        box.ranks,
+        box.gloo_copies_gathers,
+        limits,
         _persistent_indexes(request),
-    )  # fmt: skip
+    )
 
 
 @cache_by_request
@@ -330,9 +340,14 @@ def _persistent_indexes(request: Request) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=512)
 def _gathers(
-    shape: ModelShape, trains: bool, recomputes: bool, ranks: int, gloo: bool, limits: tuple[int, int, int],
+    shape: ModelShape,
+    trains: bool,
+    recomputes: bool,
+    ranks: int,
+    gloo: bool,
+    limits: tuple[int, int, int],
     persistent: frozenset[int],
-) -> GatherTrace:  # fmt: skip
+) -> GatherTrace:
     """Return the gathers, whose shards have padding that depends on the number of ranks."""
     trace, counts = _simulated(shape, trains, recomputes, ranks == 1, gloo, limits, persistent)
     elements = {param.index: param.elements for param in shape.params}
@@ -341,10 +356,15 @@ def _gathers(
 
 
 @functools.lru_cache(maxsize=512)
-def _simulated(
-    shape: ModelShape, trains: bool, recomputes: bool, alone: bool, gloo: bool, limits: tuple[int, int, int],
+def _simulated(  # noqa: PLR0914
+    shape: ModelShape,
+    trains: bool,
+    recomputes: bool,
+    alone: bool,
+    gloo: bool,
+    limits: tuple[int, int, int],
     persistent: frozenset[int],
-) -> tuple[GatherTrace, Mapping[int, int]]:  # fmt: skip
+) -> tuple[GatherTrace, Mapping[int, int]]:
     """Simulate the gathers, and count those of each parameter; cached by the inputs that matter, which many strategies
     and numbers of ranks share."""
     forward, backward = module_call_order(shape, recomputes)

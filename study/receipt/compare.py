@@ -39,9 +39,12 @@ def confounded_by(first: ReceiptDocument, second: ReceiptDocument) -> list[str]:
         ("ranks", first.engine.ranks, second.engine.ranks),
         ("device", first.engine.device, second.engine.device),
         ("tokens of a step", _tokens(first), _tokens(second)),
-        ("precision", (first.engine.compute_dtype, first.engine.param_dtype),
-         (second.engine.compute_dtype, second.engine.param_dtype)),
-    ):  # fmt: skip
+        (
+            "precision",
+            (first.engine.compute_dtype, first.engine.param_dtype),
+            (second.engine.compute_dtype, second.engine.param_dtype),
+        ),
+    ):
         if value != second_value:
             differing.append(f"{what} ({_text(value)} and {_text(second_value)})")
     for package in ("torch", "deepspeed"):

@@ -57,8 +57,9 @@ def read_exposure(events: Iterable[Any], device: str) -> Exposure:
         (host if event.device_type() == DeviceType.CPU else kernels).append(event)
     parts = sorted(
         (event.start_ns(), event.end_ns(), event.name().removeprefix(RANGE))
-        for event in host if event.name().startswith(RANGE)
-    )  # fmt: skip
+        for event in host
+        if event.name().startswith(RANGE)
+    )
     launched = {event.correlation_id(): event.start_ns() for event in host if event.correlation_id() > 0}
     collectives: defaultdict[str, Intervals] = defaultdict(list)
     by_part: list[tuple[str, str, tuple[int, int]]] = []

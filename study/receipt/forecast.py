@@ -49,10 +49,13 @@ def config_case(receipt: ReceiptDocument) -> ConfigCase:
         raise UserError(f"the predictor does not support {engine.optimizer}", "use AdamW")
     shape = _shape(receipt)
     program = ProgramSettings(
-        sequence_length=work.sequence_length, micro_batch=work.samples, accumulation=work.micro_batches,
-        gradient_checkpointing=engine.gradient_checkpointing, optimizer=cast(Any, optimizer or "adamw"),
+        sequence_length=work.sequence_length,
+        micro_batch=work.samples,
+        accumulation=work.micro_batches,
+        gradient_checkpointing=engine.gradient_checkpointing,
+        optimizer=cast(Any, optimizer or "adamw"),
         attention=cast(Any, receipt.model.attention if receipt.model.attention in ("eager", "sdpa") else "sdpa"),
-    )  # fmt: skip
+    )
     case = resolve(settings_file(engine), shape, engine.ranks, program, _box(engine))
     request = dataclasses.replace(case.request, **_precision(engine, case.request), **_wrapping(receipt, shape))
     return dataclasses.replace(case, request=request)

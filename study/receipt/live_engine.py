@@ -19,10 +19,17 @@ from study.workloads.architecture import find_adapters
 
 # Names of the study's strategies by stage and offloads.
 _STRATEGIES = {
-    (0, None, None): "zero0", (1, None, None): "zero1", (2, None, None): "zero2", (3, None, None): "zero3",
-    (2, "cpu", None): "zero2_cpu", (3, "cpu", None): "zero3_cpu_optimizer", (3, "cpu", "cpu"): "zero3_cpu",
-    (3, "nvme", None): "zero3_nvme_optimizer", (3, "nvme", "nvme"): "zero3_nvme", (3, "cpu", "nvme"): "zero3_cpu_nvme",
-}  # fmt: skip
+    (0, None, None): "zero0",
+    (1, None, None): "zero1",
+    (2, None, None): "zero2",
+    (3, None, None): "zero3",
+    (2, "cpu", None): "zero2_cpu",
+    (3, "cpu", None): "zero3_cpu_optimizer",
+    (3, "cpu", "cpu"): "zero3_cpu",
+    (3, "nvme", None): "zero3_nvme_optimizer",
+    (3, "nvme", "nvme"): "zero3_nvme",
+    (3, "cpu", "nvme"): "zero3_cpu_nvme",
+}
 _OF_OTHER_ENGINES: dict[Engine, str] = {"ddp": "ddp", "fsdp2": "fsdp2", "none": "single"}
 
 
@@ -116,10 +123,12 @@ def read_facts(model: Any, optimizer: Any) -> EngineFacts:
         live = read_deepspeed(model)
         offloads = live["offload_optimizer"], live["offload_param"]
         facts |= {
-            "zero_stage": live["zero_stage"], "offload_optimizer": offloads[0], "offload_param": offloads[1],
+            "zero_stage": live["zero_stage"],
+            "offload_optimizer": offloads[0],
+            "offload_param": offloads[1],
             "settings": _plain(model._config._param_dict),
             "strategy": _STRATEGIES.get((live["zero_stage"], *offloads)),
-        }  # fmt: skip
+        }
     elif kind == "fsdp2":
         facts |= _fsdp2_facts(getattr(model, "_orig_mod", model))
     elif kind == "fsdp1":
@@ -133,14 +142,13 @@ def _fsdp2_facts(model: nn.Module) -> dict[str, Any]:
     live = read_fsdp(model)
     groups = list(dict.fromkeys(fsdp_groups(model)))
     sizes = [param._orig_size.numel() for group in _outermost(model) for param in group.fsdp_params]
-    gathered = {
-        id(getattr(param, "_unsharded_param", None)) for group in groups for param in group.fsdp_params
-    }  # fmt: skip
+    gathered = {id(getattr(param, "_unsharded_param", None)) for group in groups for param in group.fsdp_params}
     # Parameters that no call of fully_shard has reached are plain tensors, equal on all ranks at first.
     plain = [
-        (name, parameter.numel()) for name, parameter in model.named_parameters()
+        (name, parameter.numel())
+        for name, parameter in model.named_parameters()
         if parameter.requires_grad and not isinstance(parameter, dtensor_type()) and id(parameter) not in gathered
-    ]  # fmt: skip
+    ]
     return {
         "wrapped_groups": live.get("fsdp_groups"),
         "root_elements": sum(sizes) if len(groups) > 1 else None,
@@ -153,9 +161,7 @@ def _fsdp2_facts(model: nn.Module) -> dict[str, Any]:
 
 def _embedding_facts(inner: nn.Module, kind: Engine) -> dict[str, Any]:
     """Return the largest embedding, and whether it is in FSDP2's outermost group with others wrapped apart."""
-    embeddings = [
-        (name, module) for name, module in inner.named_modules() if isinstance(module, nn.Embedding)
-    ]  # fmt: skip
+    embeddings = [(name, module) for name, module in inner.named_modules() if isinstance(module, nn.Embedding)]
     if not embeddings:
         return {}
     name, module = max(embeddings, key=lambda row: row[1].num_embeddings * row[1].embedding_dim)

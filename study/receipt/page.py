@@ -63,8 +63,9 @@ def describe(receipt: ReceiptDocument) -> str:
     stage = f" stage {engine.zero_stage}" if engine.zero_stage is not None else ""
     offloads = [
         f"{what} on {'the host' if device == 'cpu' else 'NVMe'}"
-        for what, device in (("optimizer", engine.offload_optimizer), ("parameters", engine.offload_param)) if device
-    ]  # fmt: skip
+        for what, device in (("optimizer", engine.offload_optimizer), ("parameters", engine.offload_param))
+        if device
+    ]
     computes = engine.compute_dtype or "?"
     precision = computes if computes == engine.param_dtype else f"{computes} over {engine.param_dtype} weights"
     extras = ["gradient checkpointing"] * engine.gradient_checkpointing + ["compiled"] * engine.compiled
@@ -142,8 +143,9 @@ def _traffic(receipt: ReceiptDocument) -> Iterator[str]:
         return
     rows = [
         f"{kind} {size(row.ring_bytes)} in {row.calls}"
-        for kind, row in sorted(receipt.traffic.items(), key=lambda item: -item[1].ring_bytes) if row.payload_bytes
-    ]  # fmt: skip
+        for kind, row in sorted(receipt.traffic.items(), key=lambda item: -item[1].ring_bytes)
+        if row.payload_bytes
+    ]
     total = sum(row.ring_bytes for row in receipt.traffic.values())
     yield f"ring bytes of a rank a step: {size(total)}; {', '.join(rows) or 'none'}"
 

@@ -44,7 +44,7 @@ from study.receipt.document import (
     TimeFacts,
     WorkFacts,
     write_receipt,
-)  # fmt: skip
+)
 from study.receipt.exchange import Exchange
 from study.receipt.exposure import Exposure, ExposureProfiler
 from study.receipt.failures import Failures, print_notice
@@ -431,9 +431,11 @@ class Receipt:
             busy = sum(time_facts.parts.values()) - waits
         assert self._exchange is not None
         return RankFacts(
-            rank=self._exchange.rank, busy_s=busy, process_peak_bytes=_process_peak(),
+            rank=self._exchange.rank,
+            busy_s=busy,
+            process_peak_bytes=_process_peak(),
             peak_bytes=self._peak.peak_bytes if self._peak is not None and self._peak.parts else None,
-        )  # fmt: skip
+        )
 
     def _memory(self) -> PeakFacts | None:
         peak = self._peak
@@ -445,10 +447,15 @@ class Receipt:
             outside = _outside_torch(self._device)
             allocator_peak = torch.cuda.max_memory_allocated(self._device)
         return PeakFacts(
-            moment=peak.moment, total_bytes=peak.peak_bytes, parts=peak.parts, host_parts=peak.host_parts,
-            allocator_slack_bytes=peak.slack_bytes, outside_torch_bytes=outside, process_peak_bytes=_process_peak(),
+            moment=peak.moment,
+            total_bytes=peak.peak_bytes,
+            parts=peak.parts,
+            host_parts=peak.host_parts,
+            allocator_slack_bytes=peak.slack_bytes,
+            outside_torch_bytes=outside,
+            process_peak_bytes=_process_peak(),
             allocator_peak_bytes=allocator_peak,
-        )  # fmt: skip
+        )
 
     def _work(self) -> WorkFacts:
         timer = self._last_timer
@@ -478,9 +485,11 @@ class Receipt:
             utilization = mfu(flops, step_s, 1, facts.device, precision)
             missing = f"the peak rate of {facts.device} is not known" if utilization is None else None
         return SpeedFacts(
-            tokens_per_s=tokens / step_s if tokens and step_s else None, flops_per_step=flops, mfu=utilization,
+            tokens_per_s=tokens / step_s if tokens and step_s else None,
+            flops_per_step=flops,
+            mfu=utilization,
             mfu_missing=missing,
-        )  # fmt: skip
+        )
 
     def document(self, judges: bool = True) -> ReceiptDocument:
         """Return the figures so far; `judges`: with the prediction and the faults, which take a moment."""
@@ -490,10 +499,15 @@ class Receipt:
             with self._failures.caught("reading times"):
                 time_facts, work = self._time(), self._work()
         receipt = ReceiptDocument(
-            made_at=utc_now(), state=self._state_of_run,  # type: ignore[arg-type]
+            made_at=utc_now(),
+            state=self._state_of_run,  # type: ignore[arg-type]
             packages={name: package_version(name) for name in _PACKAGES} | {"zero-study": __version__},
-            engine=engine, model=model, work=work, time=time_facts, cost=self._cost(time_facts.step_s),
-        )  # fmt: skip
+            engine=engine,
+            model=model,
+            work=work,
+            time=time_facts,
+            cost=self._cost(time_facts.step_s),
+        )
         update: dict[str, Any] = {}
         with self._failures.caught("reading memory"):
             update["memory"] = self._memory()
@@ -522,11 +536,12 @@ class Receipt:
         assert self._traffic is not None
         return {
             kind: CollectiveTraffic(
-                calls=int(counts["calls"]), payload_bytes=int(counts["payload_bytes"]),
+                calls=int(counts["calls"]),
+                payload_bytes=int(counts["payload_bytes"]),
                 ring_bytes=counts["wire_bytes_per_rank"],
             )
             for kind, counts in sorted(self._traffic.collectives.items())
-        }  # fmt: skip
+        }
 
     def _cost(self, step_s: float | None) -> OwnCost:
         later = None

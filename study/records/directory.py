@@ -90,9 +90,13 @@ class RunWriter:
         path = self.folder = Path(f"/proc/self/fd/{self._descriptor}")
         # Written first, because a killed process cannot write it later. `close` replaces it.
         self.status = {
-            "state": "interrupted", "reason": "the run has not ended, or was killed", "hint": "run it again",
-            "attempt": read_attempt(path) + 1, "started_at": utc_now(), "ended_at": None,
-        }  # fmt: skip
+            "state": "interrupted",
+            "reason": "the run has not ended, or was killed",
+            "hint": "run it again",
+            "attempt": read_attempt(path) + 1,
+            "started_at": utc_now(),
+            "ended_at": None,
+        }
         self.write("status.json", self.status)
         for name in ("engine.json", "memory.json", "traffic.json", "profile.json", "summary.json"):
             (path / name).unlink(missing_ok=True)

@@ -87,10 +87,15 @@ def label_confounds(rows: Sequence[Row], steps: Steps) -> list[Row]:
             code = "; ".join(filter(None, [_code_reason(run, baseline), *intervals]))
         reasons = list(dict.fromkeys(reasons))
         # Another version of the code may be slower or count differently. An equal loss is still valid evidence.
-        labelled.append(run | {
-            "baseline": baseline["run"], "confounded": "; ".join([*reasons, *filter(None, [code])]),
-            "confounded_loss": "; ".join(reasons), "notes": notes,
-        })  # fmt: skip
+        labelled.append(
+            run
+            | {
+                "baseline": baseline["run"],
+                "confounded": "; ".join([*reasons, *filter(None, [code])]),
+                "confounded_loss": "; ".join(reasons),
+                "notes": notes,
+            }
+        )
     return labelled
 
 
@@ -119,10 +124,14 @@ def _baseline_runs(group: list[Row]) -> dict[tuple[Any, Any], Row]:
     best = min(
         ended,
         key=lambda row: (
-            ", " in row["arm"], row["strategy"] not in BASELINES, -len(seeds[row["arm"]]),
-            strategy_order(row["strategy"]), row["world_size"], row["arm"],
+            ", " in row["arm"],
+            row["strategy"] not in BASELINES,
+            -len(seeds[row["arm"]]),
+            strategy_order(row["strategy"]),
+            row["world_size"],
+            row["arm"],
         ),
-    )  # fmt: skip
+    )
     chosen = [row for row in ended if row["arm"] == best["arm"]]
     chosen.sort(key=lambda row: (-1 if pd.isna(row["seed"]) else row["seed"], row["repeat"]))
     return {(row["seed"], row["repeat"]): row for row in chosen}
@@ -170,7 +179,7 @@ def _run_reasons(run: Row) -> Iterator[str]:
             yield f"precision: {warning}"
 
 
-def _differences(run: Row, baseline: Row, same_seed: bool) -> Iterator[str]:
+def _differences(run: Row, baseline: Row, same_seed: bool) -> Iterator[str]:  # noqa: C901
     for name, column, form in _BY_COLUMN:
         value, baseline_value = run[column], baseline[column]
         if column == "initial_weights_sha256" and not same_seed:

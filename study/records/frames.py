@@ -133,15 +133,24 @@ def _tables(runs: Sequence[dict[str, Any]], blocks: dict[str, dict[str, Any]]) -
     rows = sorted(
         labelled,
         key=lambda row: (
-            row["workload"], strategy_order(row["strategy"]), row["world_size"] or 0, row["arm"], row["seed"] or 0,
-            row["repeat"], row["run"],
+            row["workload"],
+            strategy_order(row["strategy"]),
+            row["world_size"] or 0,
+            row["arm"],
+            row["seed"] or 0,
+            row["repeat"],
+            row["run"],
         ),
-    )  # fmt: skip
+    )
     # Text as objects, because pandas is slow with sixty string columns.
-    runs = pd.DataFrame({
-        key: pd.Series([math.nan if row[key] is None else row[key] for row in rows], dtype=object) if kind == "str"
-        else pd.array([row[key] for row in rows], dtype=kind) for key, kind in RUN_COLUMNS.items()
-    })  # fmt: skip
+    runs = pd.DataFrame(
+        {
+            key: pd.Series([math.nan if row[key] is None else row[key] for row in rows], dtype=object)
+            if kind == "str"
+            else pd.array([row[key] for row in rows], dtype=kind)
+            for key, kind in RUN_COLUMNS.items()
+        }
+    )
     if not blocks:
         return runs, pd.DataFrame({key: pd.array([], dtype=kind) for key, kind in STEP_COLUMNS.items()})
     lengths = [len(block["step"]) for block in blocks.values()]

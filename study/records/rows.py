@@ -62,8 +62,9 @@ def matmul_tflops(notes: dict[str, Any], precision: str | None) -> float | None:
 
 MEMORY_COLUMNS = {
     f"memory_{phase}_{figure}_gib": (phase, figure)
-    for phase in ("init", "first_step", "steady", "eval") for figure in ("allocated", "reserved", "device", "host")
-}  # fmt: skip
+    for phase in ("init", "first_step", "steady", "eval")
+    for figure in ("allocated", "reserved", "device", "host")
+}
 STATE_COLUMNS = {f"{kind}_bytes_{place}": (kind, place) for kind in STATE_KINDS for place in STATE_PLACES}
 # Absolute folders, which are removed from texts: a report shows only the last name.
 _FOLDERS = re.compile(r"(?<![\w./:~-])/(?:[^\s/:'\"()]+/){2,}")
@@ -71,15 +72,18 @@ _MAY_NAME_FOLDERS = {"data", "tokenizer_name", "model_name_or_path", "status_rea
 _PATHS = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "nvme_path"}
 _TYPES: dict[Any, str] = {bool: "boolean", int: "Int64", float: "float64"}
 _FLOORS = {
-    "floor_loss": "expected_loss", "floor_accuracy": "expected_accuracy", "floor_eval_loss": "oracle_eval_loss",
+    "floor_loss": "expected_loss",
+    "floor_accuracy": "expected_accuracy",
+    "floor_eval_loss": "oracle_eval_loss",
     "floor_eval_accuracy": "oracle_eval_accuracy",
-}  # fmt: skip
+}
 
 
 CONFIG_COLUMNS = {
-    name: _TYPES.get(inner_type(hint), "str") for name, hint in typing.get_type_hints(RunConfig).items()
+    name: _TYPES.get(inner_type(hint), "str")
+    for name, hint in typing.get_type_hints(RunConfig).items()
     if name not in _PATHS
-}  # fmt: skip
+}
 RUN_COLUMNS: dict[str, str] = {
     "run": "str",
     **{f"status_{key}": "str" for key in ("state", "reason", "hint", "started_at", "ended_at")},
@@ -134,10 +138,18 @@ RUN_COLUMNS: dict[str, str] = {
     **{f"{name}_version": "str" for name in ("torch", "deepspeed", "accelerate", "transformers")},
 }
 STEP_COLUMNS: dict[str, str] = {
-    "run": "str", "step": "int64", "loss": "float64", "lr": "float64", "grad_norm": "float64",
-    "step_time_s": "float64", "tokens": "int64", "samples_hash": "str", "eval_loss": "float64",
-    "eval_accuracy": "float64", "eval_perplexity": "float64",
-}  # fmt: skip
+    "run": "str",
+    "step": "int64",
+    "loss": "float64",
+    "lr": "float64",
+    "grad_norm": "float64",
+    "step_time_s": "float64",
+    "tokens": "int64",
+    "samples_hash": "str",
+    "eval_loss": "float64",
+    "eval_accuracy": "float64",
+    "eval_perplexity": "float64",
+}
 _REPEAT = re.compile(r"-r([1-9]\d{0,5})$")
 
 
@@ -193,13 +205,29 @@ def _engine(engine: dict[str, Any]) -> dict[str, Any]:
     if not engine:
         return {}
     copied = (
-        "strategy", "world_size", "virtual", "distributed_type", "param_dtype", "optimizer_class", "zero_stage",
-        "offload_optimizer", "offload_param", "initial_weights_sha256", "gradient_clipping",
-        "gradient_accumulation_steps", "model_parameters", "model_layers", "preset_layers",
-    )  # fmt: skip
+        "strategy",
+        "world_size",
+        "virtual",
+        "distributed_type",
+        "param_dtype",
+        "optimizer_class",
+        "zero_stage",
+        "offload_optimizer",
+        "offload_param",
+        "initial_weights_sha256",
+        "gradient_clipping",
+        "gradient_accumulation_steps",
+        "model_parameters",
+        "model_layers",
+        "preset_layers",
+    )
     # Settings of the live engine; the requested ones are in the columns of the config.
-    renamed = {"engine_precision": "precision", "micro_batch_size": "per_device_train_batch_size",
-               "torch_version": "torch", "deepspeed_version": "deepspeed"}  # fmt: skip
+    renamed = {
+        "engine_precision": "precision",
+        "micro_batch_size": "per_device_train_batch_size",
+        "torch_version": "torch",
+        "deepspeed_version": "deepspeed",
+    }
     hashes = (engine.get("data") or {}).get("tokens_sha256")
     digests = (
         {split: text for split, text in hashes.items() if isinstance(text, str)} if isinstance(hashes, dict) else {}

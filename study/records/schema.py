@@ -24,9 +24,11 @@ STATE_PLACES = ("device", "host", "nvme")
 PROFILE_CATEGORIES = ("matmul", "attention", "elementwise", "optimizer", "copies", "collectives", "other")
 # Figures of summary.json that are maxima of memory.json over ranks and phases.
 PEAKS = {
-    "peak_memory_gib_allocated": "allocated", "peak_memory_gib_reserved": "reserved",
-    "peak_memory_gib_device": "device", "host_peak_rss_gib": "host",
-}  # fmt: skip
+    "peak_memory_gib_allocated": "allocated",
+    "peak_memory_gib_reserved": "reserved",
+    "peak_memory_gib_device": "device",
+    "host_peak_rss_gib": "host",
+}
 # New names of keys and columns of older records. `read_json` and `read_parquet` rename them.
 NEW_NAMES = {"team_size": "group_size", "team": "model_parallel_group", "team_ranks": "group_ranks"}
 
@@ -83,11 +85,16 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "hash": ("16 hexadecimal digits", lambda value: isinstance(value, str) and bool(_HASH.fullmatch(value))),
     "steps": (
         "a list of consecutive steps",
-        lambda value: isinstance(value, list) and value != [] and all(type(step) is int for step in value)
-        and value[0] > 0 and value == list(range(value[0], value[0] + len(value))),
+        lambda value: (
+            isinstance(value, list)
+            and value != []
+            and all(type(step) is int for step in value)
+            and value[0] > 0
+            and value == list(range(value[0], value[0] + len(value)))
+        ),
     ),
     "figures": ("a tree of at most 20 levels whose every leaf is a number from 0 up", _is_tree),
-}  # fmt: skip
+}
 
 
 class Keys(NamedTuple):
@@ -99,7 +106,7 @@ class Keys(NamedTuple):
     may_be_null: bool = False
 
 
-def _check(kind: Any, value: Any, where: str) -> None:
+def _check(kind: Any, value: Any, where: str) -> None:  # noqa: C901
     """Raise ValueError if a value is not of a kind: a name in _KINDS, a tuple of choices, a list [kind], or Keys."""
     if isinstance(kind, list):
         if not isinstance(value, list):
@@ -128,28 +135,51 @@ def _check(kind: Any, value: Any, where: str) -> None:
 
 SEAL = {"files_sha256": "object", "status_sha256": "sha256"}
 _STATUS = {
-    "state": get_args(State), "reason": "text", "hint": "text", "attempt": "positive", "started_at": "time",
+    "state": get_args(State),
+    "reason": "text",
+    "hint": "text",
+    "attempt": "positive",
+    "started_at": "time",
     "ended_at": "time?",
-}  # fmt: skip
+}
 _STATE_BYTES = Keys(dict.fromkeys(STATE_KINDS, Keys(dict.fromkeys(STATE_PLACES, "amount?"))))
 _SUMMARY = {
-    "steps": "count", "tokens": "count",
-    **dict.fromkeys(("train_loss_first", "train_loss_final", "eval_loss_final"), "number?"), "eval_accuracy": "share?",
-    **dict.fromkeys((
-        "eval_perplexity", "runtime_s", "startup_s", "step_time_s_median", "step_time_s_p10", "step_time_s_p90",
-        "tokens_per_s", "tokens_per_s_per_device", "samples_per_s", "model_flops_per_step", "mfu",
-        "peak_memory_gib_allocated", "peak_memory_gib_reserved", "peak_memory_gib_device", "avg_memory_gib_device",
-        "host_peak_rss_gib",
-    ), "amount?"),
+    "steps": "count",
+    "tokens": "count",
+    **dict.fromkeys(("train_loss_first", "train_loss_final", "eval_loss_final"), "number?"),
+    "eval_accuracy": "share?",
+    **dict.fromkeys(
+        (
+            "eval_perplexity",
+            "runtime_s",
+            "startup_s",
+            "step_time_s_median",
+            "step_time_s_p10",
+            "step_time_s_p90",
+            "tokens_per_s",
+            "tokens_per_s_per_device",
+            "samples_per_s",
+            "model_flops_per_step",
+            "mfu",
+            "peak_memory_gib_allocated",
+            "peak_memory_gib_reserved",
+            "peak_memory_gib_device",
+            "avg_memory_gib_device",
+            "host_peak_rss_gib",
+        ),
+        "amount?",
+    ),
     "state_bytes_per_rank": _STATE_BYTES,
     **dict.fromkeys(("comm_bytes_per_step", "comm_calls_per_step", "energy_j"), "amount?"),
-}  # fmt: skip
+}
 SUMMARY_KEYS = tuple(_SUMMARY)
 # Keys that older records lack are optional, here and below.
 SUMMARY_OPTIONAL = {
-    "sent_bytes_per_step": "amount?", "gloo_sent_bytes_per_step": "amount?", "steps_skipped": "count",
+    "sent_bytes_per_step": "amount?",
+    "gloo_sent_bytes_per_step": "amount?",
+    "steps_skipped": "count",
     "warmup_steps": "count",
-}  # fmt: skip
+}
 _DEVICES = ("cpu", "nvme", None)
 _ENGINE = Keys({
     "strategy": "text", "distributed_type": "text", "world_size": "positive", "virtual": "flag",
@@ -171,29 +201,47 @@ _ENVIRONMENT = Keys({}, {
     "other_machines": ["object"], "stack": "object?",
 }, "anything")  # fmt: skip
 _TREE, _TREE_OR_NULL = Keys({}, {}, "figures"), Keys({}, {}, "figures", may_be_null=True)
-_RANK_STATE = Keys({"state_bytes": _STATE_BYTES}, {
-    "pieces": _TREE, "buffer_bytes": _TREE, "kept_whole": _TREE,
-    **dict.fromkeys(
-        ("grads_in_bucket_bytes", "other_tensor_bytes", "forward_holds_bytes", "forward_gathers_bytes"), "amount?"
-    ),
-    **dict.fromkeys(("grads_before_step", "grads_after_backward"), Keys({}, {}, "amount?", may_be_null=True)),
-}, "figures", may_be_null=True)  # fmt: skip
-_RANK_MEMORY = Keys({
-    "rank": "count", "phases": Keys({}, {}, Keys(dict.fromkeys(PEAKS.values(), "amount?"))),
-    "device_mean_over_steps": "amount?", "state": _RANK_STATE,
-}, {"time": _TREE_OR_NULL}, "figures")  # fmt: skip
+_RANK_STATE = Keys(
+    {"state_bytes": _STATE_BYTES},
+    {
+        "pieces": _TREE,
+        "buffer_bytes": _TREE,
+        "kept_whole": _TREE,
+        **dict.fromkeys(
+            ("grads_in_bucket_bytes", "other_tensor_bytes", "forward_holds_bytes", "forward_gathers_bytes"), "amount?"
+        ),
+        **dict.fromkeys(("grads_before_step", "grads_after_backward"), Keys({}, {}, "amount?", may_be_null=True)),
+    },
+    "figures",
+    may_be_null=True,
+)
+_RANK_MEMORY = Keys(
+    {
+        "rank": "count",
+        "phases": Keys({}, {}, Keys(dict.fromkeys(PEAKS.values(), "amount?"))),
+        "device_mean_over_steps": "amount?",
+        "state": _RANK_STATE,
+    },
+    {"time": _TREE_OR_NULL},
+    "figures",
+)
 # `wire` bytes are those that NCCL's ring algorithm sends.
 _COLLECTIVE = Keys(
     {"calls": "count", "payload_bytes": "count", "wire_bytes_per_rank": "amount"}, {"gloo_bytes_per_rank": "amount"}
 )
-_PROFILE = Keys({
-    "device": ("cuda", "cpu"), "steps": "steps",
-    **dict.fromkeys(
-        ("wall_s_per_step", "busy_s_per_step", "idle_s_per_step", "summed_s_per_step", "calls_per_step"), "amount"
-    ),
-    "categories_s_per_step": Keys(dict.fromkeys(PROFILE_CATEGORIES, "amount")),
-    "top": [Keys({"name": "name", "category": PROFILE_CATEGORIES, "calls_per_step": "amount", "s_per_step": "amount"})],
-})  # fmt: skip
+_PROFILE = Keys(
+    {
+        "device": ("cuda", "cpu"),
+        "steps": "steps",
+        **dict.fromkeys(
+            ("wall_s_per_step", "busy_s_per_step", "idle_s_per_step", "summed_s_per_step", "calls_per_step"), "amount"
+        ),
+        "categories_s_per_step": Keys(dict.fromkeys(PROFILE_CATEGORIES, "amount")),
+        "top": [
+            Keys({"name": "name", "category": PROFILE_CATEGORIES, "calls_per_step": "amount", "s_per_step": "amount"})
+        ],
+    }
+)
 _SEARCH = Keys({"id": "text", "axis": get_args(SearchAxis), "place": "count", "last": "count"})
 # Written by the sweep into the folder of each run.
 _NOTES = Keys({}, {
@@ -219,12 +267,20 @@ _FILES: dict[str, Any] = {
         {"ranks_per_machine": "positive", "across_machines_bytes_per_rank": "amount"},
     ),
     "profile.json": _PROFILE,
-    "steps.jsonl": Keys({
-        "step": "positive", "loss": "number?", "lr": "amount", "grad_norm": "amount?", "step_time_s": "amount?",
-        "tokens": "count", "samples_hash": "hash",
-    }, {"skipped": (True,)}),  # set if the engine skipped the step because of non-finite gradients
+    "steps.jsonl": Keys(
+        {
+            "step": "positive",
+            "loss": "number?",
+            "lr": "amount",
+            "grad_norm": "amount?",
+            "step_time_s": "amount?",
+            "tokens": "count",
+            "samples_hash": "hash",
+        },
+        {"skipped": (True,)},
+    ),  # set if the engine skipped the step because of non-finite gradients
     "evals.jsonl": Keys({"step": "positive", "eval_loss": "number"}, {"accuracy": "share", "perplexity": "amount?"}),
-}  # fmt: skip
+}
 
 
 def validate(file: Path, value: Any, row: int | None = None) -> None:

@@ -97,16 +97,24 @@ class StrategyRuns:
 
     def row(self, figures: Row, confound: str = "confounded") -> Row:
         return {
-            "Workload": self.workload, "Strategy": self.name, "Runs": len(self.runs), **figures,
-            "Outcome": outcome(self.runs), "Comparable": comparability(self.runs, self.baseline, confound),
-        }  # fmt: skip
+            "Workload": self.workload,
+            "Strategy": self.name,
+            "Runs": len(self.runs),
+            **figures,
+            "Outcome": outcome(self.runs),
+            "Comparable": comparability(self.runs, self.baseline, confound),
+        }
 
 
 def group_by_strategy(runs: pd.DataFrame) -> Iterator[StrategyRuns]:
     """Yield the runs of each strategy of each workload."""
     for (workload, _), workload_runs in runs.groupby(["workload", "workload_key"], sort=False):
-        shared = (workload_runs, fairness.baseline_arm(workload_runs), cache(partial(pivot_by_seed, workload_runs)),
-                  cache(partial(all_differences, workload_runs)))  # fmt: skip
+        shared = (
+            workload_runs,
+            fairness.baseline_arm(workload_runs),
+            cache(partial(pivot_by_seed, workload_runs)),
+            cache(partial(all_differences, workload_runs)),
+        )
         for name, group in workload_runs.groupby("arm", sort=False):
             yield StrategyRuns(workload, name, group, group[group["status_state"] == "ok"], *shared)
 
@@ -181,7 +189,7 @@ def runs_with_several(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     return runs[runs.groupby(groups)[column].transform("nunique") > 1] if len(runs) else runs
 
 
-def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
+def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:  # noqa: PLR0914
     """Return each strategy's speed by batch size or millions of parameters, in percent of one baseline."""
     rows = []
     runs = runs_with_several(runs, column)
@@ -198,14 +206,21 @@ def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
             continue
         # The speed is the baseline's step time over a strategy's, as in all questions about time.
         difference = arm.differences("step_time_s_median").get((baseline, arm.name), Difference(interval([1.0]), None))
-        rows.append({
-            "subject": f"{words[rest]} on {ranks} rank{'s' if ranks > 1 else ''}",
-            "place": parameters(arm.workload_runs) / 1e6 if column == "model_name_or_path" else float(first[column]),
-            "arm": arm.name, "strategy": first["strategy"], "baseline": baseline,
-            "percent": 100 * difference.ratio.center, "significant": difference.is_significant,
-            "points": tuple(100 * ratio for ratio in difference.ratio.points),
-            "note": "; ".join(dict.fromkeys(text for text in arm.ok_runs["confounded"] if text)),
-        })  # fmt: skip
+        rows.append(
+            {
+                "subject": f"{words[rest]} on {ranks} rank{'s' if ranks > 1 else ''}",
+                "place": parameters(arm.workload_runs) / 1e6
+                if column == "model_name_or_path"
+                else float(first[column]),
+                "arm": arm.name,
+                "strategy": first["strategy"],
+                "baseline": baseline,
+                "percent": 100 * difference.ratio.center,
+                "significant": difference.is_significant,
+                "points": tuple(100 * ratio for ratio in difference.ratio.points),
+                "note": "; ".join(dict.fromkeys(text for text in arm.ok_runs["confounded"] if text)),
+            }
+        )
     columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "significant", "points", "note"]
     speed = pd.DataFrame(rows, columns=columns).dropna(subset=["place", "percent"])
     comparable_speed = speed[speed.groupby("subject")["place"].transform("nunique") > 1]

@@ -17,15 +17,36 @@ GRADIENT_READ_POINTS = ("grads_after_backward", "grads_before_step")
 Summary = dict[str, Any]
 _FORWARD = ("forward_gathers_bytes", "forward_holds_bytes")
 _KEYS = (
-    "strategy", "world_size", "rank", "task", "model_name_or_path", "model_parameters", "model_layers", "precision",
-    "seq_length", "per_device_train_batch_size", "gradient_accumulation_steps", "emulated_device_memory_gib",
+    "strategy",
+    "world_size",
+    "rank",
+    "task",
+    "model_name_or_path",
+    "model_parameters",
+    "model_layers",
+    "precision",
+    "seq_length",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "emulated_device_memory_gib",
     # `comm` is payload: an all-reduce counts once, a gather by its output. `sent` are ring bytes.
-    "state_bytes_per_rank", "comm_bytes_per_step", "comm_calls_per_step", "sent_bytes_per_step", "collectives",
-    "buffer_bytes", "grads_in_bucket_bytes", "kept_whole_bytes", "grads_by_moment", "memory_gib_by_phase",
+    "state_bytes_per_rank",
+    "comm_bytes_per_step",
+    "comm_calls_per_step",
+    "sent_bytes_per_step",
+    "collectives",
+    "buffer_bytes",
+    "grads_in_bucket_bytes",
+    "kept_whole_bytes",
+    "grads_by_moment",
+    "memory_gib_by_phase",
     # Sizes at which the engine reduces a bucket or releases gathered parameters. `run_dir` is None if extrapolated,
     # since each depth has its own run directory.
-    "buckets", "group_ranks", *_FORWARD, "run_dir",
-)  # fmt: skip
+    "buckets",
+    "group_ranks",
+    *_FORWARD,
+    "run_dir",
+)
 
 
 def summarize_record(run: Run) -> Summary:

@@ -16,22 +16,43 @@ from study.config.strategies import STRATEGY_NAMES
 BASELINES = ("single", "ddp", "zero0")
 # Columns that separate experiments, with their format: model and data, then the amount of work.
 _SUBJECT = {
-    "virtual": "virtual", "task": "{}", "model_name_or_path": "{}", "data": "{}", "dataset_config_name": "{}",
-    "stack": "DeepSpeed {}", "weights": "{} weights", "seq_length": "{} tokens",
-}  # fmt: skip
+    "virtual": "virtual",
+    "task": "{}",
+    "model_name_or_path": "{}",
+    "data": "{}",
+    "dataset_config_name": "{}",
+    "stack": "DeepSpeed {}",
+    "weights": "{} weights",
+    "seq_length": "{} tokens",
+}
 _WORK = {
-    "precision": "{}", "global_batch_size": "batch {}", "per_device_train_batch_size": "micro-batch {}",
-    "train_samples": "{} samples", "num_train_epochs": "{} epochs", "max_steps": "{} steps",
-    "gradient_checkpointing": "checkpointing {}", "attn_implementation": "{} attention", "torch_compile": "compile {}",
-    "tokenizer_name": "tokenizer {}", "device_memory_cap_gib": "cap {} GiB", "peft": "{}", "lora_rank": "rank {}",
-    "lora_alpha": "alpha {}", "optimizer": "{}", "bf16_states": "states in bf16",
-}  # fmt: skip
+    "precision": "{}",
+    "global_batch_size": "batch {}",
+    "per_device_train_batch_size": "micro-batch {}",
+    "train_samples": "{} samples",
+    "num_train_epochs": "{} epochs",
+    "max_steps": "{} steps",
+    "gradient_checkpointing": "checkpointing {}",
+    "attn_implementation": "{} attention",
+    "torch_compile": "compile {}",
+    "tokenizer_name": "tokenizer {}",
+    "device_memory_cap_gib": "cap {} GiB",
+    "peft": "{}",
+    "lora_rank": "rank {}",
+    "lora_alpha": "alpha {}",
+    "optimizer": "{}",
+    "bf16_states": "states in bf16",
+}
 # Columns that should be equal within an experiment.
 _RULES = {
-    "learning_rate": "learning rate {}", "lr_scheduler_type": "{} schedule", "warmup_ratio": "warm-up {}",
-    "weight_decay": "decay {}", "max_grad_norm": "clipping {}", "dropout": "dropout {}",
+    "learning_rate": "learning rate {}",
+    "lr_scheduler_type": "{} schedule",
+    "warmup_ratio": "warm-up {}",
+    "weight_decay": "decay {}",
+    "max_grad_norm": "clipping {}",
+    "dropout": "dropout {}",
     "eval_samples": "{} eval samples",
-}  # fmt: skip
+}
 _WORDS = _SUBJECT | _WORK | _RULES
 # Data in words; --data hub is the data that a task is named after.
 _DATA = {"builtin": "built-in text", "reviews": "film reviews"}

@@ -38,8 +38,11 @@ class BisectResult:
 
     def lines(self) -> list[str]:
         before = f"; {self.last_good} is good" if self.last_good else ": nothing older in this range is good"
-        after = f"first good after it: {self.first_good}; {self.last_bad} is bad" if self.first_good else \
-            f"still bad in {self.last_bad}, the newest of this range that ran"  # fmt: skip
+        after = (
+            f"first good after it: {self.first_good}; {self.last_bad} is bad"
+            if self.first_good
+            else f"still bad in {self.last_bad}, the newest of this range that ran"
+        )
         return [f"first bad: {self.first_bad}{before}", after, "this is one bad span; others were not searched for"]
 
 

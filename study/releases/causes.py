@@ -96,9 +96,13 @@ class Cause:
 
 
 def find_causes(
-    versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, differs: str | None,
+    versions: Mapping[str, str | None],
+    strategy: str,
+    micro_steps: int,
+    precision: str,
+    differs: str | None,
     optimizer: str = "adamw",
-) -> tuple[Cause, ...]:  # fmt: skip
+) -> tuple[Cause, ...]:
     """Return the known causes of a run's divergence; for a crash or a refusal only causes that list it in `differs`.
 
     The causes of AdamW's runs change gradients, of which Muon's update keeps the direction alone. With Muon only those
@@ -120,17 +124,19 @@ def find_races(
 ) -> tuple[Cause, ...]:
     """Return the race conditions that affect a run, so that an equal result proves nothing."""
     return tuple(
-        cause for cause in known_faults(versions, on_gpu)
+        cause
+        for cause in known_faults(versions, on_gpu)
         if cause.sometimes and cause.shows_in(strategy, micro_steps, precision)
-    )  # fmt: skip
+    )
 
 
 def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause]:
     """Return the causes that affect a stack with AdamW, without those that a GPU hides if `on_gpu`."""
     return [
-        cause for cause in read_causes()
+        cause
+        for cause in read_causes()
         if cause.optimizer == "adamw" and cause.is_in(versions) and not (on_gpu and cause.gpu == "hidden")
-    ]  # fmt: skip
+    ]
 
 
 def least_sound_release(strategy: str, micro_steps: int, precision: str) -> str:
@@ -138,10 +144,14 @@ def least_sound_release(strategy: str, micro_steps: int, precision: str) -> str:
     from packaging.version import Version
 
     fixed = [
-        cause.left.release for cause in read_causes()
-        if cause.optimizer == "adamw" and cause.gpu != "hidden" and cause.shows_in(strategy, micro_steps, precision)
-        and cause.left.release[:1].isdigit() and not cause.ends_training
-    ]  # fmt: skip
+        cause.left.release
+        for cause in read_causes()
+        if cause.optimizer == "adamw"
+        and cause.gpu != "hidden"
+        and cause.shows_in(strategy, micro_steps, precision)
+        and cause.left.release[:1].isdigit()
+        and not cause.ends_training
+    ]
     return max(fixed, key=Version, default="")
 
 

@@ -18,9 +18,13 @@ _PACKAGES = ("deepspeed", "accelerate", "torch")
 # Exit status and words of each kind of answer.
 _STATUS = {"right": 0, "by_design": 0, "wrong": FAULTY, "error": FAULTY, "pairs": UNTESTED, "untested": UNTESTED}
 _WORDS = {
-    "right": "right", "by_design": "differs as documented", "wrong": "wrong", "error": "ends with an error",
-    "pairs": "not tested as a whole", "untested": "not tested",
-}  # fmt: skip
+    "right": "right",
+    "by_design": "differs as documented",
+    "wrong": "wrong",
+    "error": "ends with an error",
+    "pairs": "not tested as a whole",
+    "untested": "not tested",
+}
 _HOW = "tested on two CPU ranks, in three steps of a tiny model"
 
 
@@ -60,10 +64,13 @@ def _known_causes(combination: Combination, versions: dict[str, str | None]) -> 
     optimizer = "muon" if combination.has("muon") else "adamw"
     precision = "bf16-engine" if combination.has("bf16", "fp32_accumulation") else "fp32"
     return [
-        cause for cause in read_causes()
-        if cause.optimizer == optimizer and cause.gpu != "hidden" and cause.is_in(stack)
+        cause
+        for cause in read_causes()
+        if cause.optimizer == optimizer
+        and cause.gpu != "hidden"
+        and cause.is_in(stack)
         and cause.shows_in(_strategy(combination), combination.micro_steps, precision)
-    ]  # fmt: skip
+    ]
 
 
 def _strategy(combination: Combination) -> str:

@@ -42,9 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stack_arguments(parser)
     parser.add_argument("--details", action="store_true", help="print all tested releases")
     parser.add_argument(
-        "--features", type=parse_features, metavar="A,B,...", default=argparse.SUPPRESS,
+        "--features",
+        type=parse_features,
+        metavar="A,B,...",
+        default=argparse.SUPPRESS,
         help="judge a combination such as zero2,muon,accumulation; `--features list` prints all features",
-    )  # fmt: skip
+    )
     bisect.add_arguments(parser.add_argument_group("options of bisect"))
 
 
@@ -102,12 +105,16 @@ def _nearest(rows: Sequence[Mapping[str, str]], release: str) -> Sequence[Mappin
 def _faults_of_other_pairs(stack: JudgedStack) -> list[Cause]:
     """Return the faults of this DeepSpeed that only other releases of Accelerate have."""
     return [
-        cause for cause in read_causes()
-        if cause.optimizer == "adamw" and cause.gpu != "hidden" and "accelerate" in cause.releases
-        and not cause.is_in(stack.versions) and stack.strategy in (None, *cause.strategies)
+        cause
+        for cause in read_causes()
+        if cause.optimizer == "adamw"
+        and cause.gpu != "hidden"
+        and "accelerate" in cause.releases
+        and not cause.is_in(stack.versions)
+        and stack.strategy in (None, *cause.strategies)
         and (not cause.precisions or stack.precision in cause.precisions)
         and dataclasses.replace(cause, releases={"deepspeed": cause.releases["deepspeed"]}).is_in(stack.versions)
-    ]  # fmt: skip
+    ]
 
 
 def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, Cause]]:

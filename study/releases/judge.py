@@ -48,10 +48,11 @@ class JudgedStack:
     def known_faults(self, deepspeed: str) -> list[Cause]:
         """Return the faults of a release of DeepSpeed, with the other packages of this stack."""
         return [
-            cause for cause in known_faults(self.versions | {"deepspeed": deepspeed}, on_gpu=True)
+            cause
+            for cause in known_faults(self.versions | {"deepspeed": deepspeed}, on_gpu=True)
             if self.strategy in (None, *cause.strategies)
             and (not cause.precisions or self.precision in cause.precisions)
-        ]  # fmt: skip
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,7 +95,7 @@ def read_pins() -> Pins:
     return dict(read_json(LOCK_FILE)) if LOCK_FILE.exists() else {}
 
 
-def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> dict[str, str]:
+def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> dict[str, str]:  # noqa: PLR0914
     """Install one layer; return the digests of the archives that pip used, by `name==version`."""
     package, _, version = layer.partition("-")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -106,10 +106,21 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
         lines = [f"{archive} --hash=sha256:{digest}" for archive, digest in (pins or {}).items()]
         requirements.write_text("\n".join(lines or [f"{package}=={version}"]) + "\n")
         command = [
-            sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(target),
-            *(() if package in _WITH_THEIRS else _ALONE), *(["--require-hashes", "--no-deps"] if pins else []),
-            "--report", str(report), "-r", str(requirements),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--target",
+            str(target),
+            *(() if package in _WITH_THEIRS else _ALONE),
+            *(["--require-hashes", "--no-deps"] if pins else []),
+            "--report",
+            str(report),
+            "-r",
+            str(requirements),
+        ]
         name, _, value = stacks.BUILDS_DEEPSPEED.partition("=")
         environment = os.environ | {name: value}
         result = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, check=False)
@@ -125,9 +136,11 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
             raise NotInstallable(errors[-1].removeprefix("ERROR: ")[:300])
         archives = json.loads(report.read_text())["install"]
         digests = {
-            f"{archive['metadata']['name']}=={archive['metadata']['version']}":
-            archive["download_info"]["archive_info"]["hashes"]["sha256"] for archive in archives
-        }  # fmt: skip
+            f"{archive['metadata']['name']}=={archive['metadata']['version']}": archive["download_info"][
+                "archive_info"
+            ]["hashes"]["sha256"]
+            for archive in archives
+        }
         record = {"layer": layer, "sha256": digests[f"{package}=={version}"], "archives": digests}
         write_json(target / stacks.LAYER_FILE, record)
         shutil.rmtree(folder, ignore_errors=True)

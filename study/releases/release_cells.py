@@ -23,8 +23,18 @@ from study.releases.verdict import Reference, TrainingTrace, Verdict, make_trace
 # Verdicts from worst to best; a cell has the worst verdict of its runs.
 _WORST = ("different", "crashes", "not judged", "refuses", "not installable", "equal")
 # Columns that must be equal for a run of `single` to be the reference of another run.
-_SAME_WORK = ("optimizer", "max_grad_norm", "task", "model_name_or_path", "seed", "global_batch_size", "max_steps",
-              "dropout", "learning_rate", "warmup_ratio")  # fmt: skip
+_SAME_WORK = (
+    "optimizer",
+    "max_grad_norm",
+    "task",
+    "model_name_or_path",
+    "seed",
+    "global_batch_size",
+    "max_steps",
+    "dropout",
+    "learning_rate",
+    "warmup_ratio",
+)
 
 Row = Mapping[str, Any]
 
@@ -125,18 +135,36 @@ def release_cells(records: Records) -> tuple[ReleaseCell, ...]:
         if row["status_state"] == "ok":
             ended_by_work[_work(row, row["precision"], versions)].append(row)
         if row["strategy"] != "single" and isinstance(row["strategy"], str):
-            repeats_by_cell[row["stack"], row["strategy"], row["precision"], _micro_steps(row), row["trainer"],
-                 row["max_grad_norm"], row["optimizer"]].append(row)  # fmt: skip
+            repeats_by_cell[
+                row["stack"],
+                row["strategy"],
+                row["precision"],
+                _micro_steps(row),
+                row["trainer"],
+                row["max_grad_norm"],
+                row["optimizer"],
+            ].append(row)
     cells = [_cell(repeats, ended_by_work, versions, steps) for repeats in repeats_by_cell.values()]
     contemporary = {_but_stack(cell): cell.verdict.kind for cell in cells if cell.is_contemporary}
     cells = [
         cell if cell.is_contemporary else dataclasses.replace(cell, contemporary=contemporary.get(_but_stack(cell), ""))
         for cell in cells
     ]
-    return tuple(sorted(cells, key=lambda cell: (
-        release_key(cell.release), cell.is_contemporary, cell.precision, strategy_order(cell.strategy),
-        cell.micro_steps, cell.max_norm, cell.trainer, cell.optimizer,
-    )))  # fmt: skip
+    return tuple(
+        sorted(
+            cells,
+            key=lambda cell: (
+                release_key(cell.release),
+                cell.is_contemporary,
+                cell.precision,
+                strategy_order(cell.strategy),
+                cell.micro_steps,
+                cell.max_norm,
+                cell.trainer,
+                cell.optimizer,
+            ),
+        )
+    )
 
 
 def _but_stack(cell: ReleaseCell) -> tuple[Any, ...]:
@@ -155,16 +183,26 @@ def _cell(
     else:
         candidates.sort(key=lambda candidate: candidate["stack"] != first["stack"])
     single = next((candidate for candidate in candidates if candidate["strategy"] == "single"), None)
-    ddp = tuple(_trace(candidate, steps) for candidate in candidates
-                if single and candidate["stack"] == single["stack"] and candidate["strategy"] == "ddp")  # fmt: skip
+    ddp = tuple(
+        _trace(candidate, steps)
+        for candidate in candidates
+        if single and candidate["stack"] == single["stack"] and candidate["strategy"] == "ddp"
+    )
     trace = _trace(single, steps) if single else make_trace([], None, "missing", "", None, 0.0)
     reference = Reference(first["precision"], trace, ddp)
     return ReleaseCell(
-        first["stack"], first["strategy"], first["precision"], _micro_steps(first), _number(first["max_grad_norm"]),
-        str(first["trainer"]), str(first["optimizer"]), versions[first["stack"]],
-        tuple(reference.judge(_trace(row, steps)) for row in repeats), tuple(row["run"] for row in repeats),
+        first["stack"],
+        first["strategy"],
+        first["precision"],
+        _micro_steps(first),
+        _number(first["max_grad_norm"]),
+        str(first["trainer"]),
+        str(first["optimizer"]),
+        versions[first["stack"]],
+        tuple(reference.judge(_trace(row, steps)) for row in repeats),
+        tuple(row["run"] for row in repeats),
         single["run"] if single else "",
-    )  # fmt: skip
+    )
 
 
 def _trace(row: Row, steps: Mapping[str, Sequence[Row]]) -> TrainingTrace:

@@ -48,9 +48,11 @@ class Tolerance:
 # bf16, not measured.
 ROUNDING = {
     "fp32": Tolerance(1e-5, 1e-4),
-    "bf16": Tolerance(2**-9, 2**-6), "bf16-engine": Tolerance(2**-7, 2**-4),
-    "fp16": Tolerance(2**-12, 2**-9), "fp16-engine": Tolerance(2**-10, 2**-7),
-}  # fmt: skip
+    "bf16": Tolerance(2**-9, 2**-6),
+    "bf16-engine": Tolerance(2**-7, 2**-4),
+    "fp16": Tolerance(2**-12, 2**-9),
+    "fp16-engine": Tolerance(2**-10, 2**-7),
+}
 # A tolerance is at least _NOISE_FACTOR times the difference of `ddp` to `single`, because the kernels of some machines
 # sum in varying order. A difference of more than _MOST_NOISE tolerances is a fault of ddp, and is not used.
 _NOISE_FACTOR, _MAX_NOISE = 4, 10
@@ -180,10 +182,13 @@ def judge(trace: TrainingTrace, single: TrainingTrace, tolerance: Tolerance) -> 
         return Verdict("equal", size=size)
     right, wrong = (run.norms[bad_norm - 1] if bad_norm else None for run in (single, trace))
     return Verdict(
-        "different", _what(trace, single, tolerance, bad_loss, bad_norm), min(filter(None, (bad_loss, bad_norm))),
-        None if not_finite else size, wrong / right if right and wrong is not None else None,
+        "different",
+        _what(trace, single, tolerance, bad_loss, bad_norm),
+        min(filter(None, (bad_loss, bad_norm))),
+        None if not_finite else size,
+        wrong / right if right and wrong is not None else None,
         trace.reason if not_finite else "",
-    )  # fmt: skip
+    )
 
 
 def _what(

@@ -46,22 +46,35 @@ QUICK_STRATEGIES = ("zero1", "zero2", "zero3")
 Option = Literal["", "muon", "lora"]
 # Flags of the runs with an option. DeepSpeed's stages would clip Muon's updates instead of gradients.
 _FLAGS: dict[Option, dict[str, Any]] = {
-    "": {}, "muon": {"optimizer": "muon", "max_grad_norm": 0.0}, "lora": {"peft": "lora"},
-}  # fmt: skip
+    "": {},
+    "muon": {"optimizer": "muon", "max_grad_norm": 0.0},
+    "lora": {"peft": "lora"},
+}
 # Every strategy runs in fp32. Half precision uses other code paths of an engine, which a few strategies cover.
 _HALF: dict[Precision, tuple[str, ...]] = {
-    "bf16": ("ddp", "zero0", "zero2", "zero3"), "bf16-engine": ("zero1", "zero2", "zero3"),
-    "fp16": ("ddp", "zero0"), "fp16-engine": ("zero1", "zero2", "zero3"),
-}  # fmt: skip
+    "bf16": ("ddp", "zero0", "zero2", "zero3"),
+    "bf16-engine": ("zero1", "zero2", "zero3"),
+    "fp16": ("ddp", "zero0"),
+    "fp16-engine": ("zero1", "zero2", "zero3"),
+}
 # The first loss precedes any update, the second follows an update that is the same at any scale, and the third shows
 # the scale; later steps show the size of a difference. Without warm-up, and with a norm above 1 from the start, each
 # step updates and clips. With the learning rate of this scale the steps overshoot at the batch of 8 ranks, and the
 # rounding of DeepSpeed's CPU Adam grows beyond the tolerance.
 _RUN: dict[str, Any] = {
-    "task": "gpt-wikitext", "scale": "laptop", "max_steps": 6, "warmup_ratio": 0.0, "dropout": 0.0, "seed": 7,
-    "train_samples": 256, "eval_samples": 8, "max_grad_norm": 0.5, "logging_steps": 1, "weight_decay": 0.1,
+    "task": "gpt-wikitext",
+    "scale": "laptop",
+    "max_steps": 6,
+    "warmup_ratio": 0.0,
+    "dropout": 0.0,
+    "seed": 7,
+    "train_samples": 256,
+    "eval_samples": 8,
+    "max_grad_norm": 0.5,
+    "logging_steps": 1,
+    "weight_decay": 0.1,
     "learning_rate": 1e-3,
-}  # fmt: skip
+}
 # Before it, the steps of DeepSpeed's Muon without ZeRO were those of SGD (issue 8441).
 _MUON_SINCE = "0.19.7"
 # Measured on two cores: imports, then a run of two ranks as a fork.
@@ -137,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compositions.add_arguments(parser.add_argument_group("combinations of features"))
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:  # noqa: C901, PLR0914, PLR0915
     """Verify the strategies; return exit status 0 if all that can run here agree, and 1 if one diverges.
 
     It is 2 if no DeepSpeed engine can run here, or if a strategy or an option that the user asked for cannot run.
@@ -184,9 +197,11 @@ def run(options: argparse.Namespace) -> int:
             wrong = [f"{row.option} {row.place}: {row.says}".lstrip() for row in rows if row.kind != "equal"]
             outcome = " | ".join(wrong) or "reproduces one process"
             print_page([f"[{number}/{len(strategies)}] {strategy}: {outcome}"], sys.stderr)
-    untested = [f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
-                for cause in known_faults(stack, box.gpus > 0)
-                if not set(cause.strategies) & set(strategies)]  # fmt: skip
+    untested = [
+        f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
+        for cause in known_faults(stack, box.gpus > 0)
+        if not set(cause.strategies) & set(strategies)
+    ]
     if box.gpus and not options.quick and not set(ON_REQUEST) & set(precisions):
         untested.append(f"not tested: fp16 (--precision {' '.join(ON_REQUEST)} tests it)")
     answer = f"{verification.answer} ({format_duration(time.monotonic() - started)})"
@@ -297,9 +312,16 @@ class VerifyMatrix:
     """Cells of strategies, precisions and accumulation; runs them on demand and compares each with `single`."""
 
     def __init__(
-        self, root: Path, box: Machine, stack: Mapping[str, str | None], precisions: Sequence[Precision], ranks: int, *,
-        chosen: bool, extras: Sequence[Option] = (),
-    ):  # fmt: skip
+        self,
+        root: Path,
+        box: Machine,
+        stack: Mapping[str, str | None],
+        precisions: Sequence[Precision],
+        ranks: int,
+        *,
+        chosen: bool,
+        extras: Sequence[Option] = (),
+    ):
         """Plan the cells; `chosen` strategies, which the user named, run in every precision that they support."""
         self.root, self.box, self.ranks = root, box, ranks
         self._stack, self._precisions, self._chosen, self._extras = stack, precisions, chosen, extras
@@ -345,14 +367,15 @@ class VerifyMatrix:
         """Return precision, accumulation and option of each cell; half precision only with accumulation."""
         options = [option for option in self._extras if _supports(strategy, **_FLAGS[option])]
         half = [
-            name for name in self._precisions if name in _HALF
-            and (_supports(strategy, precision=name) if self._chosen else strategy in _HALF[name])
-        ]  # fmt: skip
+            name
+            for name in self._precisions
+            if name in _HALF and (_supports(strategy, precision=name) if self._chosen else strategy in _HALF[name])
+        ]
         return [
             *(("fp32", steps, "") for steps in MICRO_STEPS if "fp32" in self._precisions),
             *(("fp32", steps, option) for option in options for steps in MICRO_STEPS),
             *((precision, MICRO_STEPS[-1], "") for precision in half),
-        ]  # fmt: skip
+        ]
 
     def _reference_cells(self, precision: Precision, option: Option) -> list[Cell]:
         plain = cast(Precision, reference_precision(precision))
@@ -411,15 +434,25 @@ def _stack_text(stack: dict[str, str | None]) -> str:
 def _document(stack: dict[str, str | None], matrix: VerifyMatrix, verification: Verification) -> dict[str, Any]:
     references = matrix.references.items()
     return {
-        "stack": stack, "ranks": matrix.ranks, "on_gpu": matrix.box.gpus > 0, "answer": verification.answer,
+        "stack": stack,
+        "ranks": matrix.ranks,
+        "on_gpu": matrix.box.gpus > 0,
+        "answer": verification.answer,
         "agrees": verification.agrees,
-        "not_trusted": verification.not_trusted, "not_verified": verification.unverified,
+        "not_trusted": verification.not_trusted,
+        "not_verified": verification.unverified,
         "tolerances": {" ".join(key).rstrip(): dataclasses.asdict(item.tolerance) for key, item in references},
         "rows": [
-            {"strategy": row.strategy, "option": row.option or None, "precision": row.precision,
-             "micro_steps": row.micro_steps,
-             **dataclasses.asdict(row.verdict), "kind": row.kind, "says": row.says,
-             "causes": [cause.id for cause in row.causes]}
+            {
+                "strategy": row.strategy,
+                "option": row.option or None,
+                "precision": row.precision,
+                "micro_steps": row.micro_steps,
+                **dataclasses.asdict(row.verdict),
+                "kind": row.kind,
+                "says": row.says,
+                "causes": [cause.id for cause in row.causes],
+            }
             for row in verification.rows
         ],
-    }  # fmt: skip
+    }

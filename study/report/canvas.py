@@ -69,30 +69,53 @@ STRATEGIES: Mapping[str, Style] = {name: Style(row.colour, row.marker, (0, row.d
 UNKNOWN = Style("#767676", "o", (0, (1, 2)))
 # The color is the kind of bytes, the hatch their place.
 STATE = {
-    "params": Fill("#1f4e79"), "grads": Fill("#e8a33d"), "optimizer": Fill("#a678b8"), "rest": Fill("#c3c9cf"),
-    "reserved": Fill("#dbe0e5", "...."), "outside": Fill("#eff1f3"), "gathered": Fill("#93b7d9", "\\\\\\\\"),
-}  # fmt: skip
+    "params": Fill("#1f4e79"),
+    "grads": Fill("#e8a33d"),
+    "optimizer": Fill("#a678b8"),
+    "rest": Fill("#c3c9cf"),
+    "reserved": Fill("#dbe0e5", "...."),
+    "outside": Fill("#eff1f3"),
+    "gathered": Fill("#93b7d9", "\\\\\\\\"),
+}
 PLACES = {"device": "", "host": "////", "nvme": "xxxx"}
 # Not the colors of stages: pages show both kinds of figures.
 TRAFFIC = {
-    "all_reduce": Fill("#d99a2b"), "reduce_scatter": Fill("#b56a00", "////"), "reduce": Fill("#f2cf8d", "----"),
-    "all_gather": Fill("#1d7a85"), "broadcast": Fill("#8fc4ca", "xxxx"), "all_to_all": Fill("#7a5195", "...."),
-}  # fmt: skip
+    "all_reduce": Fill("#d99a2b"),
+    "reduce_scatter": Fill("#b56a00", "////"),
+    "reduce": Fill("#f2cf8d", "----"),
+    "all_gather": Fill("#1d7a85"),
+    "broadcast": Fill("#8fc4ca", "xxxx"),
+    "all_to_all": Fill("#7a5195", "...."),
+}
 # In the stacking order of the bars.
 PROFILE = {
-    "matmul": Fill("#0a35b3"), "attention": Fill("#2b98ff", "////"), "elementwise": Fill("#e8a33d"),
-    "optimizer": Fill("#7a5195", "\\\\"), "copies": Fill("#018228", "xxxx"), "collectives": Fill("#db3502", "////"),
-    "other": Fill("#767676"), "idle": Fill("#e3e7eb"),
-}  # fmt: skip
+    "matmul": Fill("#0a35b3"),
+    "attention": Fill("#2b98ff", "////"),
+    "elementwise": Fill("#e8a33d"),
+    "optimizer": Fill("#7a5195", "\\\\"),
+    "copies": Fill("#018228", "xxxx"),
+    "collectives": Fill("#db3502", "////"),
+    "other": Fill("#767676"),
+    "idle": Fill("#e3e7eb"),
+}
 RELEASES = {
-    "equal": Fill("#86b6dd"), "lucky": Fill("#c4ddf2"), "different": Fill("#8c1610"), "cpu": Fill("#e0912b"),
-    "mismatch": Fill("#7d4fb0", "////"), "refuses": Fill("#b3b8bf", "...."), "crashes": Fill("#555b63"),
-    "not installable": Fill("#f6f5f1"), "not judged": Fill("#f6f5f1", "xxxx"),
-}  # fmt: skip
+    "equal": Fill("#86b6dd"),
+    "lucky": Fill("#c4ddf2"),
+    "different": Fill("#8c1610"),
+    "cpu": Fill("#e0912b"),
+    "mismatch": Fill("#7d4fb0", "////"),
+    "refuses": Fill("#b3b8bf", "...."),
+    "crashes": Fill("#555b63"),
+    "not installable": Fill("#f6f5f1"),
+    "not judged": Fill("#f6f5f1", "xxxx"),
+}
 VERDICTS = {
-    "holds": Fill("#1f5a94"), "holds in part": Fill("#79b1e5"), "does not hold": Fill("#b3401a"),
-    "contradicts itself": Fill("#4a1030"), "undecided": Fill("#c9ced5"),
-}  # fmt: skip
+    "holds": Fill("#1f5a94"),
+    "holds in part": Fill("#79b1e5"),
+    "does not hold": Fill("#b3401a"),
+    "contradicts itself": Fill("#4a1030"),
+    "undecided": Fill("#c9ced5"),
+}
 OTHER = Fill("#b0b6bd")
 INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"
 # A reference line.
@@ -100,18 +123,39 @@ GUIDE: Any = {"color": QUIET, "linestyle": (0, (4, 3)), "linewidth": 1.1}
 # The width of a phone: its smallest text, of 9 points, has 9 pixels or more from 330 pixels on, also in a wider column.
 WIDTH_IN = 4.2
 SETTINGS: Any = {
-    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10.5,
-    "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 10,
-    "axes.labelcolor": QUIET, "axes.edgecolor": "#aeb5bd", "axes.linewidth": 0.8, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": False, "grid.color": FAINT, "grid.linewidth": 0.8,
-    **{f"{axis}tick.{key}": value for axis in "xy" for key, value in
-       {"color": "#aeb5bd", "labelcolor": QUIET, "labelsize": 9.5, "major.size": 3}.items()},
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10.5,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 10,
+    "axes.labelcolor": QUIET,
+    "axes.edgecolor": "#aeb5bd",
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": False,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    **{
+        f"{axis}tick.{key}": value
+        for axis in "xy"
+        for key, value in {"color": "#aeb5bd", "labelcolor": QUIET, "labelsize": 9.5, "major.size": 3}.items()
+    },
     # A record's name may contain a dollar sign.
-    "text.color": INK, "text.parse_math": False, "lines.markeredgecolor": "white", "legend.frameon": False,
-    "hatch.linewidth": 0.7, "hatch.color": "#ffffffb0", "figure.facecolor": "#ffffff", "savefig.facecolor": "#ffffff",
+    "text.color": INK,
+    "text.parse_math": False,
+    "lines.markeredgecolor": "white",
+    "legend.frameon": False,
+    "hatch.linewidth": 0.7,
+    "hatch.color": "#ffffffb0",
+    "figure.facecolor": "#ffffff",
+    "savefig.facecolor": "#ffffff",
     # Equal figures are equal files.
     "svg.hashsalt": "zero-study",
-}  # fmt: skip
+}
 _TITLE_IN, _LINE_IN = 0.25, 0.185
 _TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS, _LEGEND_LETTERS, _AXIS_LETTERS = 40, 56, 24, 51, 36
 _DOTS_PER_INCH, _COLOURS, MAX_POINTS, _MAX_LINES = 200, 128, 14, 3
@@ -207,9 +251,19 @@ def sheet_of_rows(rows: int, row_in: float = 0.27, columns: int = 1, **grid: Any
 
 
 def finish(
-    figure: Figure, title: str, subject: str, subtitle: str, words: str, notes: Mapping[str, str] | None = None,
-    legend: Sequence[Any] = (), *, legend_columns: int = 3, lead: str = "", name: str = "", keys: Sequence[str] = (),
-) -> Drawing:  # fmt: skip
+    figure: Figure,
+    title: str,
+    subject: str,
+    subtitle: str,
+    words: str,
+    notes: Mapping[str, str] | None = None,
+    legend: Sequence[Any] = (),
+    *,
+    legend_columns: int = 3,
+    lead: str = "",
+    name: str = "",
+    keys: Sequence[str] = (),
+) -> Drawing:
     """Return the figure with its title, its legend, and footnotes: keys, and strategies that are not comparable."""
     titles, subtitles = _wrapped(title, _TITLE_LETTERS), [*_wrapped(subject), *_wrapped(subtitle)]
     lines, notes = [line for key in keys for line in _wrapped(key)], notes or {}
@@ -235,19 +289,29 @@ def finish(
     figure.set_layout_engine("constrained", rect=(0, (legend_in + foot_in) / height_in, 1, body_in / height_in))
     for text, place_in, manner in (
         (titles, height_in - 0.07, {"size": 12, "weight": "bold", "va": "top"}),
-        (subtitles, height_in - 0.07 - _TITLE_IN * len(titles),
-         {"size": 9.5, "color": QUIET, "va": "top", "linespacing": 1.25}),
+        (
+            subtitles,
+            height_in - 0.07 - _TITLE_IN * len(titles),
+            {"size": 9.5, "color": QUIET, "va": "top", "linespacing": 1.25},
+        ),
         (lines, 0.05, {"size": 9, "color": QUIET, "va": "bottom"}),
-    ):  # fmt: skip
+    ):
         figure.text(0.012, place_in / height_in, "\n".join(text), **manner)  # type: ignore[arg-type]
     for axes in figure.axes:
         _spread_labels(figure, axes)
     if legend:
         # The figure already has space for the legend.
         figure.legend(
-            handles=legend, loc="lower left", bbox_to_anchor=(0, foot_in / height_in), ncols=legend_columns,
-            fontsize=9, borderaxespad=0.3, columnspacing=1.3, markerscale=0.85, handlelength=2.4,
-        ).set_in_layout(False)  # fmt: skip
+            handles=legend,
+            loc="lower left",
+            bbox_to_anchor=(0, foot_in / height_in),
+            ncols=legend_columns,
+            fontsize=9,
+            borderaxespad=0.3,
+            columnspacing=1.3,
+            markerscale=0.85,
+            handlelength=2.4,
+        ).set_in_layout(False)
     return Drawing(figure, f"{lead or f'{title}, {subject}'}: {'; '.join([words, *keys])}. {subtitle}".strip(), name)
 
 
@@ -296,17 +360,32 @@ def rows_of_arms(axes: Axes, arms: Iterable[str], notes: Mapping[str, str]) -> N
 
 
 def bars(
-    axes: Axes, parts: pd.DataFrame, fills: Mapping[str, Fill], texts: Iterable[str], xlabel: str,
-    notes: Mapping[str, str], *, marks: Sequence[float] | None = None, margin: float = 0.1,
-) -> None:  # fmt: skip
+    axes: Axes,
+    parts: pd.DataFrame,
+    fills: Mapping[str, Fill],
+    texts: Iterable[str],
+    xlabel: str,
+    notes: Mapping[str, str],
+    *,
+    marks: Sequence[float] | None = None,
+    margin: float = 0.1,
+) -> None:
     """Draw one stacked bar per row with a text at its end; `marks` are vertical lines across the bars."""
     rows, ends = np.arange(len(parts)), np.zeros(len(parts))
     for kind, sizes in parts.fillna(0).items():
         fill, widths = fills.get(str(kind), OTHER), sizes.to_numpy()
         # A bar of zero width would remove the plot's margin.
         visible = widths > 0
-        axes.barh(rows[visible], widths[visible], left=ends[visible], height=0.72, color=fill.colour, hatch=fill.hatch,
-                  edgecolor="white", linewidth=0.4)  # fmt: skip
+        axes.barh(
+            rows[visible],
+            widths[visible],
+            left=ends[visible],
+            height=0.72,
+            color=fill.colour,
+            hatch=fill.hatch,
+            edgecolor="white",
+            linewidth=0.4,
+        )
         ends = ends + widths
     if marks is not None:
         axes.vlines(marks, rows - 0.42, rows + 0.42, color=INK, linewidth=1.6, zorder=5)
@@ -336,8 +415,10 @@ def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list
 
 def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Line2D]:
     """Return a legend entry per strategy, with its line and marker."""
-    return [Line2D([], [], label=format_label(arm, notes), **style.line | {"markeredgecolor": style.colour})
-            for arm, style in zip(arms, map(find_style, arms.values()), strict=True)]  # fmt: skip
+    return [
+        Line2D([], [], label=format_label(arm, notes), **style.line | {"markeredgecolor": style.colour})
+        for arm, style in zip(arms, map(find_style, arms.values()), strict=True)
+    ]
 
 
 class EndLabel(NamedTuple):
@@ -354,12 +435,25 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
     """Write each text next to its point; `finish` moves those that overlap."""
     for label in labels:
         axes.annotate(
-            label.text, (label.x, label.y), xytext=(-12 if label.leftward else 12, 0), textcoords="offset points",
-            va="center", ha="right" if label.leftward else "left", size=size, color=label.colour, label=_END,
-            arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3,
-                        "relpos": (label.leftward, 0.5)},
+            label.text,
+            (label.x, label.y),
+            xytext=(-12 if label.leftward else 12, 0),
+            textcoords="offset points",
+            va="center",
+            ha="right" if label.leftward else "left",
+            size=size,
+            color=label.colour,
+            label=_END,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": label.colour,
+                "linewidth": 0.5,
+                "shrinkA": 1,
+                "shrinkB": 3,
+                "relpos": (label.leftward, 0.5),
+            },
             path_effects=_HALO,
-        )  # fmt: skip
+        )
 
 
 def _spread_labels(figure: Figure, axes: Axes) -> None:
@@ -382,9 +476,14 @@ def _spread_labels(figure: Figure, axes: Axes) -> None:
 
 
 def label_points(
-    axes: Axes, points: pd.DataFrame, runs: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str],
-    few: Container[str], best: Container[str],
-) -> None:  # fmt: skip
+    axes: Axes,
+    points: pd.DataFrame,
+    runs: pd.DataFrame,
+    strategies: Mapping[str, str],
+    notes: Mapping[str, str],
+    few: Container[str],
+    best: Container[str],
+) -> None:
     """Draw a marker per strategy, hollow if it has few seeds, and its single runs; both have the same columns.
 
     The axes start at 0, that of x only if points are in its lower half. Of more than 14 strategies only the best ones

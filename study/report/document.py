@@ -225,9 +225,13 @@ def page_html(template: str, suite: str, pages: Mapping[str, str], current: str,
 @functools.cache
 def _templates(finalize: Callable[[object], object] | None = None) -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, finalize=finalize,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=finalize,
+    )
     environment.filters |= {"code": code_html, "table": table_html, "slug": slug, "png": png_html}
     return environment
 
@@ -241,8 +245,10 @@ def code_html(text: str) -> Markup:
     """Return the escaped text with names between backticks as code; a number and its % stay on one line."""
     if isinstance(text, Markup):
         return text
-    parts = [Markup("<code>{}</code>").format(part) if turn % 2 else Markup.escape(part)
-             for turn, part in enumerate(_CODE.split(text.replace(" %", "\u00a0%")))]  # fmt: skip
+    parts = [
+        Markup("<code>{}</code>").format(part) if turn % 2 else Markup.escape(part)
+        for turn, part in enumerate(_CODE.split(text.replace(" %", "\u00a0%")))
+    ]
     return Markup("").join(parts)
 
 

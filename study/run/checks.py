@@ -146,7 +146,7 @@ def check_devices(launch: Launch, gpus: int) -> str | None:
     return None
 
 
-def check_request(config: RunConfig, launch: Launch) -> None:
+def check_request(config: RunConfig, launch: Launch) -> None:  # noqa: C901
     """Raise UserError if this machine or this strategy does not support the request."""
     import torch
 

@@ -172,11 +172,13 @@ class OpenRun:
         flags, initial = self.config.to_dict(), self.context.initial
         agreed = {
             **{f"--{key}": value for key, value in flags.items() if key not in rendezvous.FLAGS_OF_A_MACHINE},
-            "the strategy": dataclasses.asdict(self.launch.strategy), "the trainer": self.trainer,
+            "the strategy": dataclasses.asdict(self.launch.strategy),
+            "the trainer": self.trainer,
             "the initial weights' digest": initial.sha256 if initial else None,
-            "the samples' digest": self.context.data.source["tokens_sha256"], "the checkpoint's step": self.first_step,
+            "the samples' digest": self.context.data.source["tokens_sha256"],
+            "the checkpoint's step": self.first_step,
             **{key: environment[key] for key in ("packages", "code_sha256")},
-        }  # fmt: skip
+        }
         if self.launch.is_main:
             return {"other_machines": rendezvous.sync_as_main(agreed, self._take_folder, self.console.print_from_main)}
 

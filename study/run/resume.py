@@ -36,23 +36,34 @@ if TYPE_CHECKING:
 
 # Flags that a resumed run may change: they affect its files and output, not its results.
 _FREE_KEYS = {
-    "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "checkpointing_steps", "report_to", "nvme_path",
+    "output_dir",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+    "checkpointing_steps",
+    "report_to",
+    "nvme_path",
     "logging_steps",
-}  # fmt: skip
+}
 # Accelerate's name for the model in every DeepSpeed checkpoint.
 _TAG = "pytorch_model"
 # The classes in FSDP2's index of shards, by module.
 _CLASSES_OF_AN_INDEX = {
     "torch.distributed.checkpoint.metadata": (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.serialization": ("_get_layout",),
     "torch": ("Size", "float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"),
     "pathlib": ("PosixPath", "PurePosixPath"),
     "collections": ("OrderedDict",),
-}  # fmt: skip
+}
 
 
 def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -238,10 +249,15 @@ def _load_universal(output_dir: Path, accelerator: Accelerator, folder: Path) ->
             # DeepSpeed's script runs in this process, in which torch.load is always weights_only.
             ds_to_universal.main(
                 argparse.Namespace(
-                    input_folder=str(folder / _TAG), output_folder=str(temporary_folder / _TAG), num_extract_workers=1,
-                    num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+                    input_folder=str(folder / _TAG),
+                    output_folder=str(temporary_folder / _TAG),
+                    num_extract_workers=1,
+                    num_merge_workers=1,
+                    keep_temp_folder=False,
+                    strict=True,
+                    inject_missing_state=True,
                 )
-            )  # fmt: skip
+            )
         names = [temporary_folder.name if temporary_folder is not None else None]
         broadcast_object_list(names)
         universal = output_dir.resolve() / str(names[0])

@@ -110,7 +110,7 @@ class StepLog:
             raise RunFailed(f"the loss is {name} at step {step}", DIVERGED_FIX)
 
 
-def evaluate(run: RunContext, accelerator: Accelerator, model: Any) -> dict[str, float | None]:
+def evaluate(run: RunContext, accelerator: Accelerator, model: Any) -> dict[str, float | None]:  # noqa: PLR0914
     """Return loss, and accuracy or perplexity, over the whole split on the main process; empty on other ranks.
 
     The result does not depend on the number of ranks. Every rank makes the same number of equal forward passes, as a

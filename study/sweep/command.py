@@ -83,7 +83,7 @@ def _plan(options: argparse.Namespace, box: machine.Machine) -> Plan:
     return plan_suite(options.suite, box, options.runs_dir, options.only, rehearse=options.rehearse)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:  # noqa: C901
     """Run the cells of the suite or series; return 1 if some did not run or failed, else 0."""
     if options.hardware is not None and not options.dry_run:
         raise UserError("--hardware is only for predictions", "add --dry_run, or leave --hardware out")
@@ -149,7 +149,7 @@ def _runnable(plan: Plan, box: machine.Machine) -> list[Slice]:
     return [part for part, refusal in zip(plan.slices, refusals, strict=True) if refusal is None]
 
 
-def _dry_run(plan: Plan, options: argparse.Namespace, box: machine.Machine) -> int:
+def _dry_run(plan: Plan, options: argparse.Namespace, box: machine.Machine) -> int:  # noqa: C901, PLR0914
     """Print each cell's command and forecast; on a terminal without --details, forecasts that fit a screen."""
     name = options.hardware or ("this" if box.gpus else None)
     predicted_for = None if name is None else to_box(name)

@@ -247,10 +247,17 @@ def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt:
     except (schema.RecordError, KeyError, TypeError):
         before, attempts = {}, []
     document = {
-        "cell": cell.id, "arm": cell.arm, "strategy": cell.strategy, "trainer": cell.trainer,
-        "world_size": cell.world_size, "stack": cell.stack, "repeat": cell.repeat, "time_limit_s": cell.time_limit_s,
-        "command": list(command), "attempts": [*attempts, attempt],
-    }  # fmt: skip
+        "cell": cell.id,
+        "arm": cell.arm,
+        "strategy": cell.strategy,
+        "trainer": cell.trainer,
+        "world_size": cell.world_size,
+        "stack": cell.stack,
+        "repeat": cell.repeat,
+        "time_limit_s": cell.time_limit_s,
+        "command": list(command),
+        "attempts": [*attempts, attempt],
+    }
     write_json(file, document | {key: before[key] for key in ("searches", "probe") if key in before})
 
 
@@ -293,9 +300,14 @@ class SweepProgress:
         self._done = self._failed = 0
         console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
         self.bars = Bars(
-            "{task.description}", BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(), console=console,
-            transient=True, disable=not sys.stderr.isatty(),
-        )  # fmt: skip
+            "{task.description}",
+            BarColumn(20),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
         self._all = self.bars.add_task(self._counts(), total=cells_to_do)
 
     def show(self, text: str) -> None:

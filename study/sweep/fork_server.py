@@ -29,11 +29,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PRELOADED_MODULES = (
-    "accelerate.commands.launch", "deepspeed.ops.op_builder.all_ops", "torch.distributed.fsdp",
-    "torch.utils.cpp_extension", "torch.utils.flop_counter", "transformers.integrations",
-    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "transformers.optimization",
-    "study.engine.audit", "study.metrics", "study.run.open", "study.run.steps", "study.workloads.initial",
-)  # fmt: skip
+    "accelerate.commands.launch",
+    "deepspeed.ops.op_builder.all_ops",
+    "torch.distributed.fsdp",
+    "torch.utils.cpp_extension",
+    "torch.utils.flop_counter",
+    "transformers.integrations",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.optimization",
+    "study.engine.audit",
+    "study.metrics",
+    "study.run.open",
+    "study.run.steps",
+    "study.workloads.initial",
+)
 # Not for the runs of `study verify`; transformers' trainer imports `datasets`.
 _FOR_TRAINING = ("datasets", "evaluate", "transformers.trainer")
 # In place of a request's file: a script, its folder and environment are those of the process that asks.
@@ -62,10 +72,15 @@ class ForkServer:
 
         script = next(place for place, word in enumerate(command) if word.endswith(".py"))
         request = {
-            "command": command[script:], "ranks": ranks, "agent_store": False, "environment": dict(environment),
+            "command": command[script:],
+            "ranks": ranks,
+            "agent_store": False,
+            "environment": dict(environment),
             "launch": command[command.index("launch") + 1 : script] if "launch" in command else [],
-            "folder": str(WORKING_FOLDER.absolute()), "stdout": str(printed), "stderr": str(printed),
-        }  # fmt: skip
+            "folder": str(WORKING_FOLDER.absolute()),
+            "stdout": str(printed),
+            "stderr": str(printed),
+        }
         file = printed.with_name("request.json")
         file.write_text(json.dumps(request))
         return [sys.executable, "-ES", __file__, self._address, str(file)]
@@ -86,9 +101,13 @@ class ForkServer:
         # torch and DeepSpeed read these at import: one thread per rank, like the launcher, and no compilation.
         read_at_import = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, self.program, self._address], env={**environment, **read_at_import},
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, self.program, self._address],
+            env={**environment, **read_at_import},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         while not Path(self._address).exists():
             if self._process.poll() is not None:
                 self.close()
@@ -141,9 +160,15 @@ def _request_of_caller(script: tuple[str, ...]) -> dict[str, Any]:
     # A Jupyter kernel ends itself if its parent is not this process; a closed connection ends it, too.
     environment = {name: value for name, value in os.environ.items() if name != "JPY_PARENT_PID"}
     return {
-        "command": script, "ranks": 1, "agent_store": False, "environment": environment, "launch": [],
-        "folder": str(Path.cwd()), "stdout": os.devnull, "stderr": os.devnull,
-    }  # fmt: skip
+        "command": script,
+        "ranks": 1,
+        "agent_store": False,
+        "environment": environment,
+        "launch": [],
+        "folder": str(Path.cwd()),
+        "stdout": os.devnull,
+        "stderr": os.devnull,
+    }
 
 
 def preload() -> None:
@@ -246,17 +271,25 @@ def _run_rank(request: dict[str, Any], rank: int) -> None:
             _, variables = utils.prepare_simple_launcher_cmd_env(args)
         os.environ.update(variables)
         if args.use_deepspeed or args.multi_gpu or args.use_fsdp:
-            os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)) | dict.fromkeys(
-                ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(args.num_processes)
-            ) | {
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request["port"]), "GROUP_RANK": "0",
-                "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "none",
-                # Whether the ranks connect to an existing store, or to one that rank 0 creates.
-                "TORCHELASTIC_USE_AGENT_STORE": str(request["agent_store"]), "TORCHELASTIC_RESTART_COUNT": "0",
-                "TORCHELASTIC_MAX_RESTARTS": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-                "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-            })  # fmt: skip
+            os.environ.update(
+                dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+                | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(args.num_processes))
+                | {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(request["port"]),
+                    "GROUP_RANK": "0",
+                    "GROUP_WORLD_SIZE": "1",
+                    "ROLE_NAME": "default",
+                    "TORCHELASTIC_RUN_ID": "none",
+                    # Whether the ranks connect to an existing store, or to one that rank 0 creates.
+                    "TORCHELASTIC_USE_AGENT_STORE": str(request["agent_store"]),
+                    "TORCHELASTIC_RESTART_COUNT": "0",
+                    "TORCHELASTIC_MAX_RESTARTS": "0",
+                    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+                    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                }
+            )
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
 

@@ -77,7 +77,7 @@ def kill_stale_processes(directory: Path) -> int:
         time.sleep(0.05)
 
 
-def run_cell(
+def run_cell(  # noqa: PLR0914
     cell: Cell,
     root: Path,
     watch: Callable[[], None] = lambda: None,
@@ -115,10 +115,18 @@ def run_cell(
         environment = clean_environment(root, refusal_file) | stack
         request = (cell.stack, cell.world_size, command, environment, printed_file)
         launched = forks.command(*request) if forks else launch_directly(command)
-        with printed_file.open("ab") as output, subprocess.Popen(
-            with_supervisor(launched), cwd=places.WORKING_FOLDER, env=environment, stdin=subprocess.PIPE, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        ) as supervisor:  # fmt: skip
+        with (
+            printed_file.open("ab") as output,
+            subprocess.Popen(
+                with_supervisor(launched),
+                cwd=places.WORKING_FOLDER,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            ) as supervisor,
+        ):
             try:
                 launcher_status, stopped_by = _wait(supervisor, cell.time_limit_s, watch_the_new_run)
             except KeyboardInterrupt:

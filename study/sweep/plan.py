@@ -197,9 +197,12 @@ def filter_cells(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Ce
         for cell in chosen:
             example = representative_cell(cell)
             values = example.config.to_dict() | {
-                "strategy": example.strategy, "trainer": example.trainer, "world_size": example.world_size,
-                "repeat": example.repeat, "stack": example.stack or "",
-            }  # fmt: skip
+                "strategy": example.strategy,
+                "trainer": example.trainer,
+                "world_size": example.world_size,
+                "repeat": example.repeat,
+                "stack": example.stack or "",
+            }
             if key not in values:
                 fix = "use a flag of study/train.py, strategy or repeat"
                 raise UserError(f"--only {pattern}: no run has a {key}", fix)
@@ -210,7 +213,7 @@ def filter_cells(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Ce
     return chosen
 
 
-def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Search]:
+def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Search]:  # noqa: C901, PLR0912
     # Positions of the rules that matched a run; a rule without a match has a typo.
     rules, matched = [where for where, _ in grid.overrides], set[int]()
     grid_keys = {**grid.fixed, **grid.axes}

@@ -97,11 +97,15 @@ def find_answer(
         following = start
     stopped = not is_over and following in states
     return SearchAnswer(
-        states, last, size_at, fits, too_large,
+        states,
+        last,
+        size_at,
+        fits,
+        too_large,
         next=None if is_over or stopped else following,
         stopped_by=following if stopped else None,
         non_monotonic_fits=tuple(place for place in oks if too_large is not None and place > too_large),
-    )  # fmt: skip
+    )
 
 
 @dataclasses.dataclass(frozen=True)

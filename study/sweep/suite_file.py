@@ -23,9 +23,16 @@ CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "exp
 # A suite may set it instead of a micro-batch, which depends on the number of ranks.
 ACCUMULATION = "gradient_accumulation_steps"
 # The sweep sets these three flags itself.
-_SETTINGS = CELL_KEYS | {ACCUMULATION} | {field.name for field in dataclasses.fields(RunConfig)} - {
-    "output_dir", "overwrite_output_dir", "resume_from_checkpoint",
-}  # fmt: skip
+_SETTINGS = (
+    CELL_KEYS
+    | {ACCUMULATION}
+    | {field.name for field in dataclasses.fields(RunConfig)}
+    - {
+        "output_dir",
+        "overwrite_output_dir",
+        "resume_from_checkpoint",
+    }
+)
 _SUITE_KEYS = {"name", "description", "requires", "order_seed", "fixed", "grids"}
 # A series consists only of slices of other suites.
 _SERIES_KEYS = {"name", "description", "slices"}
@@ -50,9 +57,19 @@ _CHECKS: dict[str, _Check] = {
         lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]{,99}", value),
         "at most 100 letters, digits, `-` and `_`: it names a folder",
     ),
-    "description": _TEXT, "suite": _TEXT, "order_seed": _WHOLE, "from": _WHOLE, "to": _WHOLE, "repeats": _COUNT,
-    "gpus": _GPUS, "gpus_per_node": _GPUS,
-    "gpu_memory_gib": _GIB, "host_memory_gib": _GIB, "grids": _FILLED, "slices": _FILLED, "overrides": _LIST,
+    "description": _TEXT,
+    "suite": _TEXT,
+    "order_seed": _WHOLE,
+    "from": _WHOLE,
+    "to": _WHOLE,
+    "repeats": _COUNT,
+    "gpus": _GPUS,
+    "gpus_per_node": _GPUS,
+    "gpu_memory_gib": _GIB,
+    "host_memory_gib": _GIB,
+    "grids": _FILLED,
+    "slices": _FILLED,
+    "overrides": _LIST,
     "exclude": _LIST,
     "only": (
         lambda value: isinstance(value, list) and all(isinstance(pattern, str) for pattern in value),
@@ -60,11 +77,14 @@ _CHECKS: dict[str, _Check] = {
     ),
     "strategy": (lambda value: value in strategies.STRATEGY_NAMES, f"{', '.join(strategies.STRATEGY_NAMES)} or all"),
     "trainer": (lambda value: value in get_args(Trainer), ", ".join(get_args(Trainer))),
-    "world_size": _COUNT, ACCUMULATION: _COUNT, "time_limit_s": _DURATION, "expected_s": _DURATION,
+    "world_size": _COUNT,
+    ACCUMULATION: _COUNT,
+    "time_limit_s": _DURATION,
+    "expected_s": _DURATION,
     "expect": (lambda value: value == "oom", "oom, or leave it out"),
     # In a list, because a value of a file may not be hashable.
     "stack": (lambda value: value in list(stacks()), "a stack of study/releases/stacks.yaml, or all, today or then"),
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,9 +218,10 @@ def read_suite(file: Path) -> Suite:
     if is_series:
         slices = top.sections("slices", {"suite", "only"})
         return Suite(
-            name, description,
+            name,
+            description,
             slices=tuple(SliceSpec(part.place, part.value("suite"), tuple(part.value("only", []))) for part in slices),
-        )  # fmt: skip
+        )
     shared = top.settings("fixed")
     top.require_keys("grids")
     requires = Requirements(**top.settings("requires", vars(Requirements())))
@@ -258,15 +279,28 @@ def _ladder(grid: _Section) -> Ladder:
 # Upper limits of a run's values. Step times need six steps. With more than two ranks, a tiny model's bf16 shards are
 # too small for DeepSpeed to swap.
 _AT_MOST = {
-    "world_size": 2, "virtual_world_size": 2, "max_steps": 6, "seq_length": 64, "global_batch_size": 64,
-    "group_size": 2, "per_device_train_batch_size": 4, "train_samples": 64, "eval_samples": 8,
+    "world_size": 2,
+    "virtual_world_size": 2,
+    "max_steps": 6,
+    "seq_length": 64,
+    "global_batch_size": 64,
+    "group_size": 2,
+    "per_device_train_batch_size": 4,
+    "train_samples": 64,
+    "eval_samples": 8,
     "time_limit_s": 180,
-}  # fmt: skip
+}
 # Settings that apply only to the large machine, or to weights and data that tiny models do not need.
 _DROPPED = {
-    "device_memory_cap_gib", "expected_s", "expect", "weights", "data", "dataset_config_name", "tokenizer_name",
+    "device_memory_cap_gib",
+    "expected_s",
+    "expect",
+    "weights",
+    "data",
+    "dataset_config_name",
+    "tokenizer_name",
     "num_train_epochs",
-}  # fmt: skip
+}
 _RUNGS = range(1, 4)
 
 

@@ -22,9 +22,22 @@ from study.sweep.plan import Plan, Slice
 from study.sweep.search import Search, cell_states, representative_cell
 
 _RESULT_COLUMNS = (
-    "strategy", "task", "model", "world", "seed", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
-    "GPU GiB", "host GiB", "state MiB/rank", "ring MiB/step",
-)  # fmt: skip
+    "strategy",
+    "task",
+    "model",
+    "world",
+    "seed",
+    "state",
+    "train loss",
+    "eval loss",
+    "acc/ppl",
+    "tokens/s",
+    "step ms",
+    "GPU GiB",
+    "host GiB",
+    "state MiB/rank",
+    "ring MiB/step",
+)
 # Columns that only --details shows: the others fit into 120 columns, and _MAX_ROWS rows into a screen.
 _DETAILS = {"train loss", "host GiB", "state MiB/rank", "ring MiB/step"}
 _MAX_ROWS = 18
@@ -44,9 +57,10 @@ def result_tables(cells: Sequence[Cell | Search], root: Path, details: bool) -> 
         rows.sort(key=lambda row: row[:5])
         visible = rows if details else rows[:_MAX_ROWS]
         places = [
-            place for place, column in enumerate(_RESULT_COLUMNS)
+            place
+            for place, column in enumerate(_RESULT_COLUMNS)
             if details or (column not in _DETAILS and any(row[place] != "-" for row in visible))
-        ]  # fmt: skip
+        ]
         if visible:
             columns = [_RESULT_COLUMNS[place] for place in places]
             yield TextTable(columns, [[row[place] for place in places] for row in visible])
@@ -102,10 +116,14 @@ def status_verdict(plan: Plan, options: argparse.Namespace, lack: str = "") -> s
 def status_tables(plan: Plan) -> Iterator[TextTable]:
     """Yield tables of a series' slices in running order, of the cells that are not ok, and of the searches."""
     rows = [
-        [part.suite, part.only or "-", *map(str, (part.planned, part.ok, part.other, len(part.left))),
-         format_duration(part.seconds)]
+        [
+            part.suite,
+            part.only or "-",
+            *map(str, (part.planned, part.ok, part.other, len(part.left))),
+            format_duration(part.seconds),
+        ]
         for part in map(_progress, plan.slices if plan.is_series else ())
-    ]  # fmt: skip
+    ]
     if len(rows) > _MAX_ROWS:
         rows.sort(key=lambda row: row[5] == "0")
     if rows:
@@ -129,9 +147,14 @@ def _progress(part: Slice) -> SliceProgress:
     with_reason = counts.total() - sum(counts[state] for state in (*_NEEDS_NO_REASON, "at work"))
     pending = list(forecast.pending_items(part.cells, part.root))
     return SliceProgress(
-        part.suite.name, " ".join(part.only), len(part.cells), counts["ok"], with_reason,
-        sum(seconds for _, seconds in pending), [cell.id for cell, _ in pending],
-    )  # fmt: skip
+        part.suite.name,
+        " ".join(part.only),
+        len(part.cells),
+        counts["ok"],
+        with_reason,
+        sum(seconds for _, seconds in pending),
+        [cell.id for cell, _ in pending],
+    )
 
 
 def slice_progress(plan: Plan) -> tuple[SliceProgress, ...]:
@@ -149,10 +172,14 @@ def slice_progress(plan: Plan) -> tuple[SliceProgress, ...]:
         first = next(iter(settings.values()))
         varying = {key for key in first if len({str(values[key]) for values in settings.values()}) > 1}
         labels[root] = {
-            id: ", ".join([examples[id].arm, *(format_setting(key, value) for key, value in values.items()
-                                               if key in varying and value)])
+            id: ", ".join(
+                [
+                    examples[id].arm,
+                    *(format_setting(key, value) for key, value in values.items() if key in varying and value),
+                ]
+            )
             for id, values in settings.items()
-        }  # fmt: skip
+        }
     parts = [(labels[part.root], _progress(part)) for part in plan.slices]
     return tuple(progress._replace(left=[names[id] for id in progress.left]) for names, progress in parts)
 
@@ -163,10 +190,19 @@ def _search_table(searches: Sequence[Search], root: Path) -> TextTable:
         result, cell = search.what_fits(root), search.first
         model = "-" if search.axis == "largest_model" else cell.config.model_name
         rows.append(
-            [search.axis, cell.arm, cell.config.task, model, str(cell.ranks), search.label or "-",
-             result.state, result.answer, str(len(result.states)),
-             result.limiting_reason or "-"]
-        )  # fmt: skip
+            [
+                search.axis,
+                cell.arm,
+                cell.config.task,
+                model,
+                str(cell.ranks),
+                search.label or "-",
+                result.state,
+                result.answer,
+                str(len(result.states)),
+                result.limiting_reason or "-",
+            ]
+        )
     columns = "search", "strategy", "task", "model", "world", "under", "state", "largest", "probes", "why not more"
     return TextTable(columns, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
 

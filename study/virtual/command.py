@@ -337,8 +337,10 @@ def table(summaries: Sequence[Summary]) -> TextTable:
     for summary in summaries:
         sizes = (
             *(total(summary["state_bytes_per_rank"][kind].values()) for kind in STATE_KINDS),
-            summary["state_bytes_total"], summary["sent_bytes_per_step"], summary["comm_bytes_per_step"],
-        )  # fmt: skip
+            summary["state_bytes_total"],
+            summary["sent_bytes_per_step"],
+            summary["comm_bytes_per_step"],
+        )
         calls, label = _count(summary["comm_calls_per_step"]), "extrapolated" if summary["extrapolated"] else ""
         rows.append([summary["strategy"], summary["precision"], *map(format_bytes, sizes), calls, label])
     return TextTable(("strategy", "precision", *STATE_KINDS, "state", "ring bytes", "payload", "calls", ""), rows)

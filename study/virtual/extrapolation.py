@@ -21,8 +21,14 @@ STEP_TIMES = ("step_time_s_p10", "step_time_s_median", "step_time_s_p90")
 _MEMORY = (*PEAKS, "phase.*")
 _REDUCED = ("collective.all_reduce.calls", "collective.reduce*.calls", "comm_calls_per_step")
 _GATHERED = (
-    "collective.all_gather.*", "comm_*", "sent_bytes*", "buffer.gathered*", "forward_*", *_MEMORY, *STEP_TIMES,
-)  # fmt: skip
+    "collective.all_gather.*",
+    "comm_*",
+    "sent_bytes*",
+    "buffer.gathered*",
+    "forward_*",
+    *_MEMORY,
+    *STEP_TIMES,
+)
 # A depth is far enough beyond a threshold at this multiple of it; directly beyond it figures are not linear yet.
 _SETTLED_AT = 1.25
 
@@ -109,17 +115,25 @@ def find_crossed_thresholds(
 # Largest relative error of a linear figure, at the third depth or scaled from there to the model.
 MAX_NONLINEARITY = 0.02
 COUNTS = (
-    "comm_bytes_per_step", "comm_calls_per_step", "sent_bytes_per_step", "grads_in_bucket_bytes", "kept_whole_bytes",
-    "forward_holds_bytes", "forward_gathers_bytes", "model_parameters",
-)  # fmt: skip
+    "comm_bytes_per_step",
+    "comm_calls_per_step",
+    "sent_bytes_per_step",
+    "grads_in_bucket_bytes",
+    "kept_whole_bytes",
+    "forward_holds_bytes",
+    "forward_gathers_bytes",
+    "model_parameters",
+)
 # Prefixes of figure names, and the fields of a summary that contain these figures.
 _GROUPS = {
-    "state": "state_bytes_per_rank", "grads": "grads_by_moment", "phase": "memory_gib_by_phase",
+    "state": "state_bytes_per_rank",
+    "grads": "grads_by_moment",
+    "phase": "memory_gib_by_phase",
     "collective": "collectives",
-}  # fmt: skip
+}
 
 
-def extrapolate(
+def extrapolate(  # noqa: PLR0914
     summaries: Sequence[Summary], model: str, layers: int, whole_model: dict[str, str] | None = None
 ) -> Summary:
     """Extrapolate from the first two depths to the `layers` of `model`; the third depth gives the error.

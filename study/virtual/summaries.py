@@ -30,8 +30,19 @@ from study.virtual.extrapolation import COUNTS, extrapolate
 GB = 1e9
 AS_SHIPPED = "as shipped"
 # Columns that are equal for runs of one model at several depths.
-_SAME = ("task", "precision", "seq_length", "per_device_train_batch_size", "gradient_checkpointing", "strategy",
-         "world_size", "virtual_rank", "group_ranks", "device_memory_cap_gib", "engine_override")  # fmt: skip
+_SAME = (
+    "task",
+    "precision",
+    "seq_length",
+    "per_device_train_batch_size",
+    "gradient_checkpointing",
+    "strategy",
+    "world_size",
+    "virtual_rank",
+    "group_ranks",
+    "device_memory_cap_gib",
+    "engine_override",
+)
 # Strategies of the paper's stages; tables also contain offload and other engines.
 STAGES = ("zero1", "zero2", "zero3")
 _SIZES = {"b": 1e9, "t": 1e12}
@@ -52,9 +63,14 @@ def summaries(records: Records) -> list[Summary]:
             results.append(entry | {"model": model, "alike": (model, *entry["alike"][1:])})
     return sorted(
         results,
-        key=lambda entry: (entry["model_parameters"], entry["world_size"], entry["strategy"],
-                           entry["setting"] != AS_SHIPPED, entry["setting"]),
-    )  # fmt: skip
+        key=lambda entry: (
+            entry["model_parameters"],
+            entry["world_size"],
+            entry["strategy"],
+            entry["setting"] != AS_SHIPPED,
+            entry["setting"],
+        ),
+    )
 
 
 def with_whole_models(records: Records) -> Records:
@@ -65,16 +81,26 @@ def with_whole_models(records: Records) -> Records:
     runs, rows = records.runs.assign(extrapolated=False), []
     for summary in (entry for entry in summaries(records) if entry["extrapolated"]):
         row = runs[runs["run"] == summary["runs"][0]].iloc[0].to_dict()
-        state = {f"{kind}_bytes_{place}": summary["state_bytes_per_rank"][kind][place]
-                 for kind in STATE_KINDS for place in STATE_PLACES}  # fmt: skip
+        state = {
+            f"{kind}_bytes_{place}": summary["state_bytes_per_rank"][kind][place]
+            for kind in STATE_KINDS
+            for place in STATE_PLACES
+        }
         is_counted = all(counts["wire_bytes_per_rank"] is not None for counts in summary["collectives"].values())
-        rows.append(row | {
-            # Without one of its parts the state is unknown.
-            **(dict.fromkeys(state) if None in state.values() else state), **{name: summary[name] for name in COUNTS},
-            "collectives": json.dumps(summary["collectives"]) if is_counted else None, "buffer_bytes_device": None,
-            "model_name_or_path": full_model(row["model_name_or_path"]),
-            "model_layers": summary["model_layers"], "run": f"{row['run']}, extrapolated", "extrapolated": True,
-        })  # fmt: skip
+        rows.append(
+            row
+            | {
+                # Without one of its parts the state is unknown.
+                **(dict.fromkeys(state) if None in state.values() else state),
+                **{name: summary[name] for name in COUNTS},
+                "collectives": json.dumps(summary["collectives"]) if is_counted else None,
+                "buffer_bytes_device": None,
+                "model_name_or_path": full_model(row["model_name_or_path"]),
+                "model_layers": summary["model_layers"],
+                "run": f"{row['run']}, extrapolated",
+                "extrapolated": True,
+            }
+        )
     if rows:
         runs = pd.concat([runs, pd.DataFrame(rows, columns=runs.columns).astype(runs.dtypes)], ignore_index=True)
         # Names have the settings in which the workloads of a model differ.
@@ -116,8 +142,10 @@ def extrapolate_from_depths(depths: Mapping[int, Summary]) -> Summary | None:
     if len(partial) < 3:
         return None
     model, layers = partial[0]["model"], int(partial[0]["preset_layers"])
-    lines = [extrapolate(chosen, model, layers) | {"runs": sum((summary["runs"] for summary in chosen), ())}
-             for chosen in (partial[:3], partial[-3:])]  # fmt: skip
+    lines = [
+        extrapolate(chosen, model, layers) | {"runs": sum((summary["runs"] for summary in chosen), ())}
+        for chosen in (partial[:3], partial[-3:])
+    ]
     return min(lines, key=lambda line: len(line["extrapolated"]["not_linear"]))
 
 
@@ -280,14 +308,27 @@ def _rows(runs: pd.DataFrame, fixed: str, scaling: str) -> list[dict[str, object
             strategy, group_ranks = str(run["strategy"]), ranks_per_group(run)
             rings = group_ranks if strategy == "hsdp" or strategy.endswith("_tp") else 1
             leaving = across * rings if rings <= machine_ranks or not across else NAN
-            rows.append({
-                "model": str(model).rsplit("/", 1)[-1], "line": str(line), "strategy": strategy,
-                "precision": precision,
-                "scaling": scaling, "machines": int(machines), "fewest": int(first["machines"].iloc[0]),
-                "world_size": int(ranks), "tokens_per_s": speed, "efficiency": speed / ranks / per_rank,
-                "state": state_bytes(runs_of_size), "gathered": runs_of_size["forward_gathers_bytes"].median(),
-                "sent": sent, "across": across, "leaving": leaving, "within": sent * machine_ranks - leaving,
-                "peak": runs_of_size["peak_memory_gib_allocated"].median(), **prediction,
-                "predicted_efficiency": prediction["predicted_tokens_per_s"] / ranks / predicted_per_rank,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "model": str(model).rsplit("/", 1)[-1],
+                    "line": str(line),
+                    "strategy": strategy,
+                    "precision": precision,
+                    "scaling": scaling,
+                    "machines": int(machines),
+                    "fewest": int(first["machines"].iloc[0]),
+                    "world_size": int(ranks),
+                    "tokens_per_s": speed,
+                    "efficiency": speed / ranks / per_rank,
+                    "state": state_bytes(runs_of_size),
+                    "gathered": runs_of_size["forward_gathers_bytes"].median(),
+                    "sent": sent,
+                    "across": across,
+                    "leaving": leaving,
+                    "within": sent * machine_ranks - leaving,
+                    "peak": runs_of_size["peak_memory_gib_allocated"].median(),
+                    **prediction,
+                    "predicted_efficiency": prediction["predicted_tokens_per_s"] / ranks / predicted_per_rank,
+                }
+            )
     return rows

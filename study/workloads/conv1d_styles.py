@@ -68,7 +68,9 @@ def _divide(module: Any, param: str, mesh: Any, placement: Any) -> None:
 
 
 for _name, _style in {
-    "conv1d_columns": ColumnsOfConv1D(), "conv1d_packed_columns": ColumnsOfConv1D(packed=3),
-    "conv1d_rows": RowsOfConv1D(), "own_heads": LocalHeads(),
-}.items():  # fmt: skip
+    "conv1d_columns": ColumnsOfConv1D(),
+    "conv1d_packed_columns": ColumnsOfConv1D(packed=3),
+    "conv1d_rows": RowsOfConv1D(),
+    "own_heads": LocalHeads(),
+}.items():
     ALL_PARALLEL_STYLES.register(_name, _style)

@@ -96,9 +96,13 @@ def load_initial_model(
         dtype_option = "dtype" if is_at_least("transformers", "4.56") else "torch_dtype"
         architecture = with_run_settings(saved, config)
         model, keys = model_class(config, architecture).from_pretrained(
-            initial.path, config=architecture, use_safetensors=True, output_loading_info=True,
-            **{dtype_option: torch.float32}, **loading_options(architecture, strategy),
-        )  # fmt: skip
+            initial.path,
+            config=architecture,
+            use_safetensors=True,
+            output_loading_info=True,
+            **{dtype_option: torch.float32},
+            **loading_options(architecture, strategy),
+        )
         if is_sharded_on_load(strategy):
             keep_own_shards(model)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

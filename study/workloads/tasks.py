@@ -85,9 +85,14 @@ class TaskSteps:
 def tokenize_reviews(reviews: Reviews, tokenizer: PreTrainedTokenizerBase, config: RunConfig, _split: str) -> Split:
     """Tokenize reviews to samples of --seq_length, padded or truncated."""
     encoded = tokenizer(
-        reviews.texts, padding="max_length", truncation=True, max_length=config.seq_length,
-        return_token_type_ids=False, return_attention_mask=True, return_tensors="pt",
-    )  # fmt: skip
+        reviews.texts,
+        padding="max_length",
+        truncation=True,
+        max_length=config.seq_length,
+        return_token_type_ids=False,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
     return Split({**encoded, "labels": torch.tensor(reviews.labels)})
 
 
@@ -120,13 +125,15 @@ def pack_rows(rows: Iterable[str], tokenizer: PreTrainedTokenizerBase, config: R
 
 TASKS = {
     "bert-imdb": TaskSteps(
-        load_reviews, True, tokenize_reviews,
+        load_reviews,
+        True,
+        tokenize_reviews,
         lambda samples: review_floor(samples.tensors["input_ids"].numpy(), samples.tensors["labels"].numpy()),
     ),
     "gpt-wikitext": TaskSteps(
         load_rows, False, pack_rows, lambda samples: language_floor(samples.tensors["input_ids"].numpy())
     ),
-}  # fmt: skip
+}
 
 
 def load_data(config: RunConfig, cache_dir: Path, own_samples: int | None = None) -> TaskData:

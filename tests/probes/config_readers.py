@@ -31,11 +31,22 @@ def read_json(file: Path, ranks: int) -> object:
     steps = steps or (batch and micro and batch // (micro * ranks)) or 1
     bf16, fp16 = (config.get_value(f"{kind}.enabled") for kind in ("bf16", "fp16"))
     program = SimpleNamespace(
-        world_size=ranks, per_device_train_batch_size=micro or batch // (ranks * steps) or 1, max_grad_norm=1.0,
-        gradient_accumulation_steps=steps, bf16=bf16 == "auto" and fp16 is not True, bf16_full_eval=False,
-        fp16=fp16 == "auto" and bf16 not in (True, "auto"), fp16_full_eval=False, learning_rate=5e-5, adam_beta1=0.9,
-        adam_beta2=0.999, adam_epsilon=1e-8, weight_decay=0.0, save_on_each_node=False, get_warmup_steps=lambda _: 1,
-    )  # fmt: skip
+        world_size=ranks,
+        per_device_train_batch_size=micro or batch // (ranks * steps) or 1,
+        max_grad_norm=1.0,
+        gradient_accumulation_steps=steps,
+        bf16=bf16 == "auto" and fp16 is not True,
+        bf16_full_eval=False,
+        fp16=fp16 == "auto" and bf16 not in (True, "auto"),
+        fp16_full_eval=False,
+        learning_rate=5e-5,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        adam_epsilon=1e-8,
+        weight_decay=0.0,
+        save_on_each_node=False,
+        get_warmup_steps=lambda _: 1,
+    )
     config.trainer_config_process(program)
     # What the file sets, the program sets to the same.
     config.fill_match, config.mismatches = config.fill_only, []

@@ -23,9 +23,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 SIZES = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-}  # fmt: skip
+}
 
 
 class Checkpointed(torch.nn.Module):
@@ -71,8 +75,9 @@ def measure(layers: int, tokens: int, place: str, has_adapters: bool) -> int:
     gc.collect()
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         step()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in profile.kineto_results.events()
-                     if event.name() == "[memory]")  # fmt: skip
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in profile.kineto_results.events() if event.name() == "[memory]"
+    )
     now = peak = 0
     for _, size in changes:
         now += size

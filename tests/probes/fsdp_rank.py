@@ -23,13 +23,19 @@ torch.backends.mkldnn.set_flags(False)
 torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 
 
-def measure(case: list[int]) -> dict[str, int]:
+def measure(case: list[int]) -> dict[str, int]:  # noqa: PLR0914
     version, vocabulary, tokens, checkpoints, micro_batches, is_bf16, keeps, tied = case
     sizes = {"vocab_size": vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
     config = transformers.GPT2Config(
-        **sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0, use_cache=False,
+        **sizes,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
         tie_word_embeddings=bool(tied),
-    )  # fmt: skip
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -43,11 +49,13 @@ def measure(case: list[int]) -> dict[str, int]:
         fsdp.fully_shard(model, mp_policy=policy)
     else:
         model = fsdp.FullyShardedDataParallel(
-            model, auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={GPT2Block}),
+            model,
+            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={GPT2Block}),
             sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP if keeps else fsdp.ShardingStrategy.FULL_SHARD,
-            mixed_precision=fsdp.MixedPrecision(half, half, half) if is_bf16 else None, device_id=torch.device("cpu"),
+            mixed_precision=fsdp.MixedPrecision(half, half, half) if is_bf16 else None,
+            device_id=torch.device("cpu"),
             use_orig_params=True,
-        )  # fmt: skip
+        )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.randint(0, vocabulary, (2, tokens))
 
@@ -71,12 +79,14 @@ def measure(case: list[int]) -> dict[str, int]:
     params = sum(shard.nbytes for shard in shards)
     moments = sum(
         (value.to_local() if isinstance(value, DTensor) else value).nbytes
-        for state in optimizer.state.values() for value in state.values()
-    )  # fmt: skip
+        for state in optimizer.state.values()
+        for value in state.values()
+    )
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         step()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in profile.kineto_results.events()
-                     if event.name() == "[memory]")  # fmt: skip
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in profile.kineto_results.events() if event.name() == "[memory]"
+    )
     now = peak = 0
     for _, size in changes:
         now += size

@@ -159,10 +159,13 @@ def train_deepspeed(path: Path | None, zero: dict[str, Any]) -> Training:
         # Untouched memory of a bucket would be most of what a tiny model has in use.
         zero = {**zero, "reduce_bucket_size": 100_000}
     settings = {
-        "train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": 1, "bf16": {"enabled": IS_GPU},
-        "zero_optimization": zero, "gradient_clipping": 1.0,
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": IS_GPU},
+        "zero_optimization": zero,
+        "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": "offload_optimizer" not in zero}},
-    }  # fmt: skip
+    }
     engine, optimizer, _, _ = deepspeed.initialize(model=make_model(), config=settings)
     try:
         return train(engine, optimizer, path, autocasts=False)
@@ -206,9 +209,11 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         left.append(free())
     losses = [training.losses for training in runs.values()]
     row: dict[str, Any] = {
-        "equal_control": losses[0] == losses[1], "equal_with_receipt": losses[0] == losses[2],
-        "losses": [float.fromhex(loss) for loss in (losses[0][0], losses[0][-1])], "left_bytes": left,
-    }  # fmt: skip
+        "equal_control": losses[0] == losses[1],
+        "equal_with_receipt": losses[0] == losses[2],
+        "losses": [float.fromhex(loss) for loss in (losses[0][0], losses[0][-1])],
+        "left_bytes": left,
+    }
     for run, training in runs.items():
         row[f"median_ms_{run}"] = 1e3 * statistics.median(training.seconds[FIRST_COUNTED:])
         row[f"step_ms_{run}"] = [round(1e3 * seconds, 1) for seconds in training.seconds]
@@ -218,10 +223,13 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
 def figures_of(receipt: ReceiptDocument) -> dict[str, Any]:
     return {
-        "state": receipt.state, "attributed": receipt.memory.attributed if receipt.memory is not None else None,
-        "added_s": receipt.cost.added_s, "failures": receipt.failures, "faults": [fault.id for fault in receipt.faults],
+        "state": receipt.state,
+        "attributed": receipt.memory.attributed if receipt.memory is not None else None,
+        "added_s": receipt.cost.added_s,
+        "failures": receipt.failures,
+        "faults": [fault.id for fault in receipt.faults],
         "outside": [row.figure for row in receipt.forecast.comparisons if row.is_outside],
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
@@ -245,9 +253,12 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     rank, has_failed = int(os.environ["RANK"]), False
     facts = {
-        "rank": rank, "ranks": int(os.environ["WORLD_SIZE"]), "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(DEVICE) if IS_GPU else "cpu", "deterministic": options.deterministic,
-    }  # fmt: skip
+        "rank": rank,
+        "ranks": int(os.environ["WORLD_SIZE"]),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(DEVICE) if IS_GPU else "cpu",
+        "deterministic": options.deterministic,
+    }
     for name in options.loops or LOOPS:
         try:
             row = facts | {"loop": name} | measure(name, options.folder)

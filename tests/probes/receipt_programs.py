@@ -30,9 +30,14 @@ def make_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCABULARY, max_position_embeddings=LENGTH,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -45,10 +50,20 @@ def run_trainer(path: Path, model: Any, **settings: Any) -> None:
 
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     arguments = TrainingArguments(
-        output_dir=str(path.with_suffix("")), use_cpu=True, ddp_backend="gloo", per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, max_steps=14, eval_strategy="steps", eval_steps=7, logging_steps=5,
-        save_strategy="no", report_to="none", learning_rate=1e-3, **settings,
-    )  # fmt: skip
+        output_dir=str(path.with_suffix("")),
+        use_cpu=True,
+        ddp_backend="gloo",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=14,
+        eval_strategy="steps",
+        eval_steps=7,
+        logging_steps=5,
+        save_strategy="no",
+        report_to="none",
+        learning_rate=1e-3,
+        **settings,
+    )
     rows: Any = make_rows(128)
     trainer = Trainer(
         model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:8], data_collator=default_data_collator
@@ -84,9 +99,17 @@ def trl_sft(path: Path) -> None:
 
     texts = [" ".join(f"w{token}" for token in row["input_ids"]) for row in make_rows(128)]
     arguments = SFTConfig(
-        output_dir=str(path.with_suffix("")), use_cpu=True, ddp_backend="gloo", per_device_train_batch_size=2,
-        max_steps=12, report_to="none", save_strategy="no", bf16=False, gradient_checkpointing=False, max_length=LENGTH,
-    )  # fmt: skip
+        output_dir=str(path.with_suffix("")),
+        use_cpu=True,
+        ddp_backend="gloo",
+        per_device_train_batch_size=2,
+        max_steps=12,
+        report_to="none",
+        save_strategy="no",
+        bf16=False,
+        gradient_checkpointing=False,
+        max_length=LENGTH,
+    )
     trainer = SFTTrainer(
         model=make_llama(), args=arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=fast
     )

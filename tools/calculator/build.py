@@ -48,19 +48,30 @@ WHEELS = Path(__file__).resolve().parent / "wheels.txt"
 _UNUSED = ("pydantic/v1/", "pydantic/mypy.py")
 # What a release of Pyodide accepts, its Python first.
 _TARGET = (
-    "--python-version=3.14", "--abi=cp314", "--implementation=cp", "--platform=pyemscripten_2026_0_wasm32",
-)  # fmt: skip
+    "--python-version=3.14",
+    "--abi=cp314",
+    "--implementation=cp",
+    "--platform=pyemscripten_2026_0_wasm32",
+)
 # Large files that only other commands read.
 _LEFT_OUT = ("published.yaml", "stacks.lock.json")
 # Pure Python, so that nothing is compiled for WebAssembly.
 LIBRARIES = ("yaml", "packaging")
 # Questions whose answers are shown at once: model, GPUs, and flags in the order of the page's.
 STORED = (
-    ("llama-3.1-8b", "8xH100"), ("llama-3.1-8b", "4xA100"), ("llama-3.1-8b", "1xH100", "--peft", "lora"),
-    ("llama-3.1-8b", "1x4090", "--peft", "lora", "--quantization", "4bit"), ("qwen3-8b", "8xH100"),
-    ("qwen3-8b", "2x4090"), ("qwen3-32b", "8xH100"), ("mistral-7b-v0.3", "4xA100-40"), ("gemma-2-9b", "8xA100"),
-    ("llama-3.1-70b", "4x8xH100"), ("gpt2-xl", "1x4090"), ("bert-large-uncased", "1xT4"),
-)  # fmt: skip
+    ("llama-3.1-8b", "8xH100"),
+    ("llama-3.1-8b", "4xA100"),
+    ("llama-3.1-8b", "1xH100", "--peft", "lora"),
+    ("llama-3.1-8b", "1x4090", "--peft", "lora", "--quantization", "4bit"),
+    ("qwen3-8b", "8xH100"),
+    ("qwen3-8b", "2x4090"),
+    ("qwen3-32b", "8xH100"),
+    ("mistral-7b-v0.3", "4xA100-40"),
+    ("gemma-2-9b", "8xA100"),
+    ("llama-3.1-70b", "4x8xH100"),
+    ("gpt2-xl", "1x4090"),
+    ("bert-large-uncased", "1xT4"),
+)
 
 
 def main() -> int:
@@ -140,9 +151,22 @@ def wheels() -> list[Path]:
             fetched = Path(scratch) / "wheels"
             source = ["--no-index", "--find-links", os.environ["WHEELS"]] if "WHEELS" in os.environ else []
             command = [
-                sys.executable, "-m", "pip", "download", "--quiet", "--require-hashes", "--no-deps", *_TARGET,
-                "--only-binary", ":all:", "--dest", str(fetched), "--requirement", str(WHEELS), *source,
-            ]  # fmt: skip
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--require-hashes",
+                "--no-deps",
+                *_TARGET,
+                "--only-binary",
+                ":all:",
+                "--dest",
+                str(fetched),
+                "--requirement",
+                str(WHEELS),
+                *source,
+            ]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode:
                 reason = next((line for line in result.stderr.splitlines() if line.startswith("ERROR")), "pip failed")

@@ -65,9 +65,13 @@ class Target:
         """Environment markers of PEP 508."""
         return {
             **{name: str(value) for name, value in default_environment().items()},
-            "python_version": self.python, "python_full_version": f"{self.python}.0",
-            "platform_machine": self.machine, "sys_platform": "linux", "platform_system": "Linux", "extra": "",
-        }  # fmt: skip
+            "python_version": self.python,
+            "python_full_version": f"{self.python}.0",
+            "platform_machine": self.machine,
+            "sys_platform": "linux",
+            "platform_system": "Linux",
+            "extra": "",
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +189,11 @@ def fetch(names: Sequence[str], folder: Path, target: Target, versions: Mapping[
         pip = [sys.executable, "-m", "pip"]
         with tempfile.TemporaryDirectory() as scratch:
             result = subprocess.run(
-                [*pip, *binary, "-d", scratch, pinned], capture_output=True, text=True, check=False,
-            )  # fmt: skip
+                [*pip, *binary, "-d", scratch, pinned],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if result.returncode:
                 # In an isolated build without torch DeepSpeed compiles no operator, so that its wheel fits any Python.
                 build = [*pip, "wheel", *quiet, "-w", scratch, pinned]

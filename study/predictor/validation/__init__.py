@@ -124,18 +124,30 @@ def score(row: Measurement) -> dict[str, Any]:
     state, peak_gib = predict_state(request), None if row.peak_bytes is None else row.peak_bytes / GIB
     predicted_gib, step_s = predicted_peak(row) / GIB if is_peak else None, predicted_step_s(row) if is_step else None
     return {
-        "source": row.source, "name": row.name, "strategy": request.strategy.name,
-        "offloads": request.strategy.offloads, "adapters": bool(request.shape.lora_rank),
-        "precision": request.precision, "device": request.box.device.name,
-        "ranks": request.box.ranks, "use": row.use, "use_memory": row.use_memory, "refused": refused,
-        "peak_kind": row.peak_kind, "peak_gib": peak_gib, "predicted_peak_gib": predicted_gib,
+        "source": row.source,
+        "name": row.name,
+        "strategy": request.strategy.name,
+        "offloads": request.strategy.offloads,
+        "adapters": bool(request.shape.lora_rank),
+        "precision": request.precision,
+        "device": request.box.device.name,
+        "ranks": request.box.ranks,
+        "use": row.use,
+        "use_memory": row.use_memory,
+        "refused": refused,
+        "peak_kind": row.peak_kind,
+        "peak_gib": peak_gib,
+        "predicted_peak_gib": predicted_gib,
         # The exact part of it: weights and optimizer.
         "state_gib": (state.params_device + state.optimizer_device) / GIB if is_peak else None,
-        "step_s": row.step_s, "predicted_step_s": step_s, "fits": row.fits,
-        "predicted_fits": judged_fit, "url": row.url,
+        "step_s": row.step_s,
+        "predicted_step_s": step_s,
+        "fits": row.fits,
+        "predicted_fits": judged_fit,
+        "url": row.url,
         "peak_error": predicted_gib / peak_gib - 1 if predicted_gib is not None and peak_gib else None,
         "step_error": step_s / row.step_s - 1 if step_s is not None and row.step_s else None,
-    }  # fmt: skip
+    }
 
 
 FILE = Path(__file__).with_name("published.yaml")
@@ -160,8 +172,9 @@ def refused_sources() -> list[dict[str, str]]:
 def published_rows() -> list[Measurement]:
     return [
         _measured(group["id"], {"url": group["url"], **group["common"], **row})
-        for group in _document()["groups"] for row in group["rows"]
-    ]  # fmt: skip
+        for group in _document()["groups"]
+        for row in group["rows"]
+    ]
 
 
 @functools.cache
@@ -172,9 +185,10 @@ def _document() -> dict[str, Any]:
 def _measured(source: str, row: Mapping[str, Any]) -> Measurement:
     box, strategy = to_box(str(row["box"])), read_strategy(row["strategy"])
     box = dataclasses.replace(
-        box, device=dataclasses.replace(box.device, **row.get("device", {})),
+        box,
+        device=dataclasses.replace(box.device, **row.get("device", {})),
         network_gb_per_s=row.get("network_gb_per_s", box.network_gb_per_s),
-    )  # fmt: skip
+    )
     if "override" in row:
         assert strategy.deepspeed is not None
         strategy = dataclasses.replace(strategy, deepspeed=apply_overrides(strategy.deepspeed, row["override"]))
@@ -182,26 +196,37 @@ def _measured(source: str, row: Mapping[str, Any]) -> Measurement:
     if "lora_rank" in row:
         shape = with_adapters(shape, row["lora_rank"], tuple(row["lora_targets"]))
     request = Request(
-        shape=shape, strategy=strategy, box=box,
-        sequence_length=row["sequence"], gradient_checkpointing=row["checkpointing"] is True,
+        shape=shape,
+        strategy=strategy,
+        box=box,
+        sequence_length=row["sequence"],
+        gradient_checkpointing=row["checkpointing"] is True,
         **{name: value for name, value in row.items() if name not in _CONVERTED},
-    )  # fmt: skip
+    )
     units = {"memory_gib": GIB, "memory_mib": 2**20, "memory_bytes": 1.0}
     selective = row["checkpointing"] == "selective"
     words = [
         f"{row['model']} {row['box']} {row['strategy']} {request.micro_batch}x{request.sequence_length}",
         *["QLoRA" if request.quantized else "LoRA"] * bool(shape.lora_rank),
-        *[request.precision] * (request.precision != "bf16"), *["compiled"] * bool(row.get("compiled")),
+        *[request.precision] * (request.precision != "bf16"),
+        *["compiled"] * bool(row.get("compiled")),
         *["selective" if selective else "checkpointing"] * bool(row["checkpointing"]),
-    ]  # fmt: skip
+    ]
     return Measurement(
-        source=source, name=", ".join(words), request=request,
+        source=source,
+        name=", ".join(words),
+        request=request,
         peak_bytes=next((float(row[name]) * unit for name, unit in units.items() if name in row), None),
-        peak_kind=row.get("memory_kind", "allocated"), step_s=_step_s(row, request), fits=not row.get("out_of_memory"),
-        use=row.get("use", "score"), use_memory=row.get("use_memory", "score"), selective=selective,
-        context_bytes=row["context_mib"] * 2**20 if "context_mib" in row else None, url=row["url"],
+        peak_kind=row.get("memory_kind", "allocated"),
+        step_s=_step_s(row, request),
+        fits=not row.get("out_of_memory"),
+        use=row.get("use", "score"),
+        use_memory=row.get("use_memory", "score"),
+        selective=selective,
+        context_bytes=row["context_mib"] * 2**20 if "context_mib" in row else None,
+        url=row["url"],
         refused=row.get("refuse"),
-    )  # fmt: skip
+    )
 
 
 def _step_s(row: Mapping[str, Any], request: Request) -> float | None:
@@ -227,10 +252,13 @@ def distance(first: Request, second: Request) -> float:
     sizes = ratio(first.shape.parameters, second.shape.parameters) + 0.5 * ratio(first.box.ranks, second.box.ranks)
     tokens = ratio(first.micro_batch * first.sequence_length, second.micro_batch * second.sequence_length)
     kinds = (
-        (3 if request.strategy.is_fsdp else request.strategy.zero_stage or 0, request.box.device.name,
-         [request.strategy.offload_device(what) for what in ("optimizer", "param")])
+        (
+            3 if request.strategy.is_fsdp else request.strategy.zero_stage or 0,
+            request.box.device.name,
+            [request.strategy.offload_device(what) for what in ("optimizer", "param")],
+        )
         for request in (first, second)
-    )  # fmt: skip
+    )
     different = sum(kind != second_kind for kind, second_kind in zip(*kinds, strict=True))
     return sizes + different + 0.3 * (tokens + (first.gradient_checkpointing != second.gradient_checkpointing))
 
@@ -241,9 +269,10 @@ def describe_nearest(request: Request) -> Iterator[str]:
     has_adapters = bool(request.shape.lora_rank)
     same_kind = [row for row in published_rows() if bool(row.request.shape.lora_rank) == has_adapters]
     usable = [
-        row for row in same_kind
+        row
+        for row in same_kind
         if (row.step_s is not None or row.peak_bytes is not None) and row.use == "score" and implausibility(row) is None
-    ]  # fmt: skip
+    ]
     for row in sorted(usable, key=lambda row: distance(request, row.request))[:3]:
         errors = []
         if row.peak_bytes is not None:
@@ -262,15 +291,17 @@ def describe_nearest(request: Request) -> Iterator[str]:
     for label, is_virtual in (("a virtual rank", True), ("processes without a GPU", False)):
         run, match = min(
             (
-                (run, match) for run, match in run_predictions.ended_runs()
+                (run, match)
+                for run, match in run_predictions.ended_runs()
                 if bool(run.virtual) is is_virtual and bool(match.shape.lora_rank) == bool(request.shape.lora_rank)
             ),
             key=lambda pair: distance(request, pair[1]),
-        )  # fmt: skip
+        )
         names = {run_predictions.ALL_STATE: "state", run_predictions.SENT: "traffic"}
         errors = [
             f"{names[at.figure]} of {at.measured / GIB:.3g} GiB, predicted {at.predicted / GIB:.3g} ({at.error:+.1%})"
-            for at in run_predictions.compare_run_figures(run) if at.figure in names and at.measured > 1000
-        ]  # fmt: skip
+            for at in run_predictions.compare_run_figures(run)
+            if at.figure in names and at.measured > 1000
+        ]
         what = f"{match.shape.name}{lora_text(match.shape)}, {match.strategy.name} on {match.box.ranks} ranks"
         yield f"similar record of this project, {label}: {what}: {'; '.join(errors)} (reports/{run.suite})"

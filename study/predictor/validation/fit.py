@@ -18,9 +18,14 @@ _HEAD = """\
 """
 # Fixed start of the search, so that its result is reproducible.
 _START = Constants(
-    sustained=0.8, eager_traffic=1.5, compiled_traffic=0.8, hidden_share=0.3, launch_s=0.001, hooks_s=0.002,
+    sustained=0.8,
+    eager_traffic=1.5,
+    compiled_traffic=0.8,
+    hidden_share=0.3,
+    launch_s=0.001,
+    hooks_s=0.002,
     host_gb_per_s=15.0,
-)  # fmt: skip
+)
 # The search restarts from its result while the mean error falls by more than this.
 _GAIN = 1e-3
 
@@ -50,9 +55,11 @@ def minimize_error(rows: list[Measurement], start: Constants) -> Constants:
         return Constants(*numpy.minimum([*first.values()] * abs(factors), most).tolist())
 
     result = minimize(
-        lambda factors: mean_error(rows, scale_constants(factors)), numpy.ones(len(first)), method="Nelder-Mead",
+        lambda factors: mean_error(rows, scale_constants(factors)),
+        numpy.ones(len(first)),
+        method="Nelder-Mead",
         options={"maxiter": 4000, "xatol": 1e-3, "fatol": 1e-5, "adaptive": True},
-    )  # fmt: skip
+    )
     return scale_constants(result.x)
 
 

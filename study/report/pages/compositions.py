@@ -25,16 +25,25 @@ def page(matrix: Matrix, recall: dict[str, Any]) -> str:
     return render_markdown(
         "compositions.md.j2",
         stack=", ".join(f"{name} {version}" for name, version in matrix.stack.items() if version),
-        runs=len(matrix.outcomes), minutes=round(matrix.seconds / 60), pairs=matrix.pairs,
+        runs=len(matrix.outcomes),
+        minutes=round(matrix.seconds / 60),
+        pairs=matrix.pairs,
         equal_runs=sum(outcome.is_equal for outcome in matrix.outcomes.values()),
-        findings=len(matrix.findings), open_pairs=len(matrix.open_pairs),
+        findings=len(matrix.findings),
+        open_pairs=len(matrix.open_pairs),
         features=sum(len(row.levels) for row in read_rows().values()),
-        wrong=_table(matrix, "wrong"), refused=_table(matrix, "refused"), by_design=_table(matrix, "by_design"),
-        cpu=_table(matrix, "cpu"), wrong_count=len(_rows(matrix, "wrong")),
-        faults=len(faults), found=sum(row["found"] for row in faults),
-        located=sum(row["located"] for row in faults), alarms=sum(row["alarm"] for row in faults),
-        recall=_recall_table(faults), rows=_feature_table(),
-    )  # fmt: skip
+        wrong=_table(matrix, "wrong"),
+        refused=_table(matrix, "refused"),
+        by_design=_table(matrix, "by_design"),
+        cpu=_table(matrix, "cpu"),
+        wrong_count=len(_rows(matrix, "wrong")),
+        faults=len(faults),
+        found=sum(row["found"] for row in faults),
+        located=sum(row["located"] for row in faults),
+        alarms=sum(row["alarm"] for row in faults),
+        recall=_recall_table(faults),
+        rows=_feature_table(),
+    )
 
 
 def _rows(matrix: Matrix, verdict: Verdict) -> dict[KnownFinding, list[CombinationOutcome]]:
@@ -48,36 +57,45 @@ def _rows(matrix: Matrix, verdict: Verdict) -> dict[KnownFinding, list[Combinati
 
 
 def _table(matrix: Matrix, verdict: Verdict) -> pd.DataFrame:
-    return pd.DataFrame([
-        {
-            "Features": "; ".join(f"`{finding.combination.name}`" for finding in findings),
-            "What happens": entry.title, "Why": entry.says + f" ({entry.address})" * bool(entry.address),
-            "Instead": entry.instead or "\N{EN DASH}",
-        }
-        for entry, findings in _rows(matrix, verdict).items()
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            {
+                "Features": "; ".join(f"`{finding.combination.name}`" for finding in findings),
+                "What happens": entry.title,
+                "Why": entry.says + f" ({entry.address})" * bool(entry.address),
+                "Instead": entry.instead or "\N{EN DASH}",
+            }
+            for entry, findings in _rows(matrix, verdict).items()
+        ]
+    )
 
 
 def _recall_table(faults: Iterable[dict[str, Any]]) -> pd.DataFrame:
     repositories = {
-        "deepspeed": "deepspeedai/DeepSpeed", "accelerate": "huggingface/accelerate", "torch": "pytorch/pytorch",
-    }  # fmt: skip
-    return pd.DataFrame([
-        {
-            "Fault": row["title"],
-            "Fixed by": f"https://github.com/{repositories[row['package']]}/pull/{row['pull']}",
-            "Features": f"`{row['features']}`",
-            "Outcome": f"{row['with']}: {row['says']}" if row["found"] else "not found",
-        }
-        for row in faults
-    ])  # fmt: skip
+        "deepspeed": "deepspeedai/DeepSpeed",
+        "accelerate": "huggingface/accelerate",
+        "torch": "pytorch/pytorch",
+    }
+    return pd.DataFrame(
+        [
+            {
+                "Fault": row["title"],
+                "Fixed by": f"https://github.com/{repositories[row['package']]}/pull/{row['pull']}",
+                "Features": f"`{row['features']}`",
+                "Outcome": f"{row['with']}: {row['says']}" if row["found"] else "not found",
+            }
+            for row in faults
+        ]
+    )
 
 
 def _feature_table() -> pd.DataFrame:
-    return pd.DataFrame([
-        {"Row": row.name, "Levels, the default first": ", ".join(f"`{level}`" for level in row.levels)}
-        for row in read_rows().values()
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            {"Row": row.name, "Levels, the default first": ", ".join(f"`{level}`" for level in row.levels)}
+            for row in read_rows().values()
+        ]
+    )
 
 
 def main() -> None:

@@ -28,27 +28,43 @@ from study.report.canvas import (
     finish,
     legend_of_fills,
     sheet_of_rows,
-)  # fmt: skip
+)
 
 MEMORY_FIGURE = "docs/memory.svg"
 MODEL, HARDWARE = "llama-3.1-8b", "4xA100"
 STRATEGIES = (
-    "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu",
-)  # fmt: skip
+    "ddp",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "fsdp2",
+    "zero2_cpu",
+    "zero3_cpu_optimizer",
+    "zero3_cpu",
+)
 # Parts of a prediction in the order of the bar.
 _PARTS = {
-    "parameters": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",),
-    "buffers": ("buffers",), "activations": ("activations", "logits", "attention"),
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "buffers": ("buffers",),
+    "activations": ("activations", "logits", "attention"),
     "outside": ("context", "allocator", "fragmentation"),
-}  # fmt: skip
+}
 _FILLS: dict[str, Fill] = {
-    "parameters": STATE["params"], "gradients": STATE["grads"], "optimizer": STATE["optimizer"],
-    "buffers": STATE["gathered"], "activations": OTHER, "outside": STATE["outside"],
-}  # fmt: skip
+    "parameters": STATE["params"],
+    "gradients": STATE["grads"],
+    "optimizer": STATE["optimizer"],
+    "buffers": STATE["gathered"],
+    "activations": OTHER,
+    "outside": STATE["outside"],
+}
 _WORDS = {
-    "buffers": "buffers, gathered weights", "activations": "activations and logits",
+    "buffers": "buffers, gathered weights",
+    "activations": "activations and logits",
     "outside": "CUDA, NCCL, allocator",
-}  # fmt: skip
+}
 
 
 def command(strategy: str) -> str:
@@ -85,15 +101,22 @@ def memory_figure() -> Drawing:
     bars(axes, parts, _FILLS, peaks.values(), "GiB of one GPU at its peak, predicted", {})
     axes.axvline(usable, **GUIDE)
     axes.annotate(
-        f"an A100 has {rounded(usable)}", (usable, len(STRATEGIES) - 1), xytext=(4, 0), textcoords="offset points",
-        va="center", size=9,
-    )  # fmt: skip
+        f"an A100 has {rounded(usable)}",
+        (usable, len(STRATEGIES) - 1),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        size=9,
+    )
     return finish(
-        figure, "Memory of one GPU by strategy", "Llama 3.1 8B on 4 A100s of 80 GB, bf16, AdamW",
+        figure,
+        "Memory of one GPU by strategy",
+        "Llama 3.1 8B on 4 A100s of 80 GB, bf16, AdamW",
         "Micro-batch 1 of 2,048 tokens, accumulation 16, no checkpointing.",
         ", ".join(f"{name} {peak} GiB" for name, peak in peaks.items()),
-        legend=legend_of_fills(_FILLS, _WORDS), legend_columns=2,
-    )  # fmt: skip
+        legend=legend_of_fills(_FILLS, _WORDS),
+        legend_columns=2,
+    )
 
 
 def memory_svg() -> str:

@@ -34,8 +34,11 @@ AIMS = {"peak": 0.10, "step": 0.15, "own peak": 0.05}
 OWN = "own"
 ADAPTERS = "published, adapters"
 # Errors of runs that others published.
-HELD_OUT = ("peak memory, published", "step time, published, rows that fitted nothing",
-            "step time, published, offload: no interval")  # fmt: skip
+HELD_OUT = (
+    "peak memory, published",
+    "step time, published, rows that fitted nothing",
+    "step time, published, offload: no interval",
+)
 # Fraction of scored rows within an interval. Pages have equal weight: a reader's hardware is on none of them.
 INTERVAL_COVERAGE = 0.8
 # Own records by `peak_kind`.
@@ -52,9 +55,10 @@ def by_origin(scores: pd.DataFrame) -> dict[str, pd.DataFrame]:
     rows = counted(scores)
     is_own, has_adapters = rows["source"] == OWN, rows["adapters"]
     return {
-        "published": rows[~is_own & ~has_adapters], "own records": rows[is_own],
+        "published": rows[~is_own & ~has_adapters],
+        "own records": rows[is_own],
         ADAPTERS: rows[~is_own & has_adapters],
-    }  # fmt: skip
+    }
 
 
 def page(rows: pd.DataFrame) -> pd.Series:
@@ -67,14 +71,18 @@ def preregistered_table(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
     rows = _foretold(folder)
     now = scores[scores["source"] == OWN].set_index("name")["peak_error"].reindex(rows["suite"] + " " + rows["run"])
     suites = rows.assign(now=now.abs().to_numpy()).groupby("suite", sort=False)
-    return pd.DataFrame({
-        "predicted by": suites["predicted_by"].first(), "peaks": suites["peak_error"].count(),
-        "median error": suites["peak_error"].median().map(_percent), "worst": suites["peak_error"].max().map(_percent),
-        "worst since": suites["now"].max().map(_percent_or_dash),
-        "step times": suites["step_error"].count(),
-        "median error of a step": suites["step_error"].median().map(_percent_or_dash),
-        "worst step": suites["step_error"].max().map(_percent_or_dash),
-    }).reset_index()  # fmt: skip
+    return pd.DataFrame(
+        {
+            "predicted by": suites["predicted_by"].first(),
+            "peaks": suites["peak_error"].count(),
+            "median error": suites["peak_error"].median().map(_percent),
+            "worst": suites["peak_error"].max().map(_percent),
+            "worst since": suites["now"].max().map(_percent_or_dash),
+            "step times": suites["step_error"].count(),
+            "median error of a step": suites["step_error"].median().map(_percent_or_dash),
+            "worst step": suites["step_error"].max().map(_percent_or_dash),
+        }
+    ).reset_index()
 
 
 def foretold_errors(folder: Path, suite: str) -> dict[str, dict[str, str]]:
@@ -120,10 +128,13 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
         *study_peaks,
         ("step time, own GPU runs", study_rows["step_error"], AIMS["step"]),
     ]
-    return pd.DataFrame([
-        _line(what, errors, f"{aim:.0%}") | {"worst strategy, median error": _worst_strategy(rows, errors)}
-        for what, errors, aim in kinds if errors.notna().any()
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            _line(what, errors, f"{aim:.0%}") | {"worst strategy, median error": _worst_strategy(rows, errors)}
+            for what, errors, aim in kinds
+            if errors.notna().any()
+        ]
+    )
 
 
 def _worst_strategy(rows: pd.DataFrame, errors: pd.Series) -> str:
@@ -141,12 +152,17 @@ def fits(scores: pd.DataFrame) -> pd.DataFrame:
         judged = group.dropna(subset=["fits", "predicted_fits"])
         if len(judged):
             predicted, measured = judged["predicted_fits"].astype(bool), judged["fits"].astype(bool)
-            counts.append({
-                "rows": what, "judged": len(judged), "right": _percent((predicted == measured).mean()),
-                "of those that ran out, called": f"{int((~predicted & ~measured).sum())} of {int((~measured).sum())}",
-                "said to fit, and did not": int((predicted & ~measured).sum()),
-                "said not to fit, and did": int((~predicted & measured).sum()),
-            })  # fmt: skip
+            ran_out = int((~measured).sum())
+            counts.append(
+                {
+                    "rows": what,
+                    "judged": len(judged),
+                    "right": _percent((predicted == measured).mean()),
+                    "of those that ran out, called": f"{int((~predicted & ~measured).sum())} of {ran_out}",
+                    "said to fit, and did not": int((predicted & ~measured).sum()),
+                    "said not to fit, and did": int((~predicted & measured).sum()),
+                }
+            )
     return pd.DataFrame(counts)
 
 
@@ -160,11 +176,14 @@ def kinds_table(scores: pd.DataFrame) -> pd.DataFrame:
     offloads, sharded = published["offloads"], adapters["strategy"] != "single"
     quantized = adapters["name"].str.contains("QLoRA")
     kinds = {
-        "full training": published[~offloads], "full training, offload": published[offloads],
-        **{f"{name}, {where}": adapters[is_kind & is_sharded]
-           for name, is_kind in (("LoRA", ~quantized), ("QLoRA", quantized))
-           for where, is_sharded in (("one GPU", ~sharded), ("FSDP1", sharded))},
-    }  # fmt: skip
+        "full training": published[~offloads],
+        "full training, offload": published[offloads],
+        **{
+            f"{name}, {where}": adapters[is_kind & is_sharded]
+            for name, is_kind in (("LoRA", ~quantized), ("QLoRA", quantized))
+            for where, is_sharded in (("one GPU", ~sharded), ("FSDP1", sharded))
+        },
+    }
     lines = []
     for kind, rows in kinds.items():
         for what, use, error in (("peak memory", "use_memory", "peak_error"), ("step time", "use", "step_error")):
@@ -191,14 +210,22 @@ def errors_by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
 def all_rows_table(scores: pd.DataFrame) -> pd.DataFrame:
     """Return every row with its measured and its predicted figures."""
     rows = counted(scores)
-    return pd.DataFrame({
-        "source": rows["source"], "run": rows["name"], "precision": rows["precision"],
-        "peak, GiB": rows["peak_gib"].map(_number), "predicted": rows["predicted_peak_gib"].map(_number),
-        "error": rows["peak_error"].map(_signed),
-        "step, s": rows["step_s"].map(_number), "predicted ": rows["predicted_step_s"].map(_number),
-        "error ": rows["step_error"].map(_signed),
-        "fits": rows["fits"].map(_said), "said": rows["predicted_fits"].map(_said), "use": rows["use"],
-    })  # fmt: skip
+    return pd.DataFrame(
+        {
+            "source": rows["source"],
+            "run": rows["name"],
+            "precision": rows["precision"],
+            "peak, GiB": rows["peak_gib"].map(_number),
+            "predicted": rows["predicted_peak_gib"].map(_number),
+            "error": rows["peak_error"].map(_signed),
+            "step, s": rows["step_s"].map(_number),
+            "predicted ": rows["predicted_step_s"].map(_number),
+            "error ": rows["step_error"].map(_signed),
+            "fits": rows["fits"].map(_said),
+            "said": rows["predicted_fits"].map(_said),
+            "use": rows["use"],
+        }
+    )
 
 
 def _line(what: str, errors: pd.Series, aim: str | None) -> dict[str, object]:
@@ -249,9 +276,14 @@ def league_frame(rows: Sequence[Measurement], frame: pd.DataFrame) -> pd.DataFra
         errors, judged = group["peak_error"].dropna().abs(), group.dropna(subset=["fits", "predicted_fits"])
         ran_out, called = (~judged[name].astype(bool) for name in ("fits", "predicted_fits"))
         figures = {
-            "peaks": len(errors), "median_error": errors.median(), "worst_error": errors.max(), "judged": len(judged),
-            "right": (ran_out == called).sum(), "ran_out": ran_out.sum(), "called": (ran_out & called).sum(),
-        }  # fmt: skip
+            "peaks": len(errors),
+            "median_error": errors.median(),
+            "worst_error": errors.max(),
+            "judged": len(judged),
+            "right": (ran_out == called).sum(),
+            "ran_out": ran_out.sum(),
+            "called": (ran_out & called).sum(),
+        }
         league.loc[(league["tool"] == OURS) & (league["rows"] == what), list(figures)] = list(figures.values())
     return league
 
@@ -280,8 +312,14 @@ def errors_figure(scores: pd.DataFrame) -> Drawing:
     for axes, (name, use, size, words) in zip(panels, drawn, strict=True):
         rows = published.assign(ratio=1 + published[f"{name}_error"], scored=published[use] == "score")
         for (is_scored, offloads), group in rows.groupby(["scored", "offloads"]):
-            axes.plot(group[size], group["ratio"], "o", markersize=4, markeredgecolor=colours[offloads],
-                      color=colours[offloads] if is_scored else "none")  # fmt: skip
+            axes.plot(
+                group[size],
+                group["ratio"],
+                "o",
+                markersize=4,
+                markeredgecolor=colours[offloads],
+                color=colours[offloads] if is_scored else "none",
+            )
         # Step times with offload have no interval.
         judged = rows[rows["scored"] & ((name == "peak") | ~rows["offloads"])]["ratio"]
         low, high = judged.quantile([(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2])
@@ -294,34 +332,52 @@ def errors_figure(scores: pd.DataFrame) -> Drawing:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
     return finish(
-        figure, "How far predictions are off", "GPU runs that others published",
+        figure,
+        "How far predictions are off",
+        "GPU runs that others published",
         f"Band: {INTERVAL_COVERAGE:.0%} of scored runs. Hollow: fitted a constant or chose a rule, not scored.",
         f"predicted over measured of {INTERVAL_COVERAGE:.0%} of scored runs: {', '.join(ranges)}",
         legend=[Line2D([], [], marker="o", linestyle="", color=colours[True], label="with offload (no band of steps)")],
-    )  # fmt: skip
+    )
 
 
 def summary(frame: pd.DataFrame, folder: Path, alt: str) -> str:
     """Return summary.md."""
     league = pd.read_parquet(folder / LEAGUE)
-    estimators = pd.DataFrame({
-        "rows": league["rows"], "tool": league["tool"], "peaks it predicts": league["peaks"],
-        "median error": league["median_error"].map(_percent), "worst": league["worst_error"].map(_percent),
-        "fit or not, right": out_of(league["right"], league["judged"]),
-        "of those that ran out, called": out_of(league["called"], league["ran_out"]),
-    })  # fmt: skip
+    estimators = pd.DataFrame(
+        {
+            "rows": league["rows"],
+            "tool": league["tool"],
+            "peaks it predicts": league["peaks"],
+            "median error": league["median_error"].map(_percent),
+            "worst": league["worst_error"].map(_percent),
+            "fit or not, right": out_of(league["right"], league["judged"]),
+            "of those that ran out, called": out_of(league["called"], league["ran_out"]),
+        }
+    )
     errors = headline(frame)
     peaks, steps, offload = (errors.set_index("figure").loc[name] for name in HELD_OUT)
     impossible = frame[frame["refused"].notna()][["source", "name", "refused"]]
     return render_markdown(
-        "prediction.md.j2", peaks=peaks, steps=steps, offload=offload, figure=Markup(FIGURE),
-        alt=Markup.escape(alt), headline=errors, kinds=kinds_table(frame),
-        preregistered=preregistered_table(FOLDER, frame), fits=fits(frame), estimators=estimators,
-        state=own_table(), saving=saving_table(),
+        "prediction.md.j2",
+        peaks=peaks,
+        steps=steps,
+        offload=offload,
+        figure=Markup(FIGURE),
+        alt=Markup.escape(alt),
+        headline=errors,
+        kinds=kinds_table(frame),
+        preregistered=preregistered_table(FOLDER, frame),
+        fits=fits(frame),
+        estimators=estimators,
+        state=own_table(),
+        saving=saving_table(),
         groups={column: errors_by(frame, column) for column in ("source", "strategy", "device")},
-        sources=sources(), refused_sources=refused_sources(), rows=all_rows_table(frame),
+        sources=sources(),
+        refused_sources=refused_sources(),
+        rows=all_rows_table(frame),
         refused=impossible.rename(columns={"name": "run", "refused": "why"}),
-    )  # fmt: skip
+    )
 
 
 def out_of(part: pd.Series, whole: pd.Series) -> pd.Series:
@@ -340,7 +396,7 @@ def _interval(ratios: pd.Series, pages: pd.Series | None = None) -> dict[str, An
     return {"low": round(float(low), 3), "high": round(float(high), 3), **counts}
 
 
-def intervals_text(frame: pd.DataFrame) -> str:
+def intervals_text(frame: pd.DataFrame) -> str:  # noqa: PLR0914
     """Return the intervals of study/predictor/time.py as YAML: measured values as fractions of the predicted."""
     # Rows of adapters are all of one repository: in no interval, but as their minimum and maximum.
     rows, (published, study_rows, adapters) = counted(frame), by_origin(frame).values()
@@ -353,8 +409,12 @@ def intervals_text(frame: pd.DataFrame) -> str:
     processes = study_rows[study_rows["peak_kind"] == "resident"]
     process = processes["peak_gib"] / processes["predicted_peak_gib"]
     web_pages = page(rows)
-    ratios = {"step_s": (timed, web_pages), "tokens": (1 / timed, web_pages),
-              "above_state": (above / predicted, web_pages), "process": (process, None)}  # fmt: skip
+    ratios = {
+        "step_s": (timed, web_pages),
+        "tokens": (1 / timed, web_pages),
+        "above_state": (above / predicted, web_pages),
+        "process": (process, None),
+    }
     comparisons = list(own_compared())
     for what, figure in (("state", ALL_STATE), ("sent", SENT)):
         matches = [row for row in comparisons if row.figure == figure and row.measured > 1000]

@@ -41,9 +41,13 @@ _BLOCK = re.compile(r"(<!-- (?P<name>\w+): (?P<source>[^>]+) -->\n).*?(<!-- end 
 _ADVISE_LINES = 9
 # Columns of the bytes sent. Programs load a model in 16 bits for the second.
 _SENDERS: dict[str, tuple[str, Precision | None]] = {
-    "DDP, fp32 gradients": ("ddp", None), "DDP, 16 bits": ("ddp", "bf16-engine"), "ZeRO-1, 16 bits": ("zero1", None),
-    "ZeRO-2, 16 bits": ("zero2", None), "ZeRO-3, 16 bits": ("zero3", None), "FSDP2, 16 bits": ("fsdp2", None),
-}  # fmt: skip
+    "DDP, fp32 gradients": ("ddp", None),
+    "DDP, 16 bits": ("ddp", "bf16-engine"),
+    "ZeRO-1, 16 bits": ("zero1", None),
+    "ZeRO-2, 16 bits": ("zero2", None),
+    "ZeRO-3, 16 bits": ("zero3", None),
+    "FSDP2, 16 bits": ("fsdp2", None),
+}
 # Documents with marked blocks.
 DOCUMENTS = ("README.md", "docs/method.md", "reports/README.md")
 
@@ -52,9 +56,12 @@ def releases_table(document: dict[str, Any]) -> str:
     """Return the latest releases with the faults expected on a GPU, then one line per fault with its fix."""
     latest = document["releases"][:LATEST_RELEASES]
     return render_markdown(
-        "readme_releases.md.j2", latest=_by_faults(pd.DataFrame(latest)), causes=shown_causes(document, latest),
-        tested=document["tested"], by_source="†" in json.dumps(latest, ensure_ascii=False),
-    ).rstrip()  # fmt: skip
+        "readme_releases.md.j2",
+        latest=_by_faults(pd.DataFrame(latest)),
+        causes=shown_causes(document, latest),
+        tested=document["tested"],
+        by_source="†" in json.dumps(latest, ensure_ascii=False),
+    ).rstrip()
 
 
 def _by_faults(releases: pd.DataFrame) -> pd.DataFrame:
@@ -71,9 +78,18 @@ def sent_table(model: str, hardware: str, *accumulations: str) -> str:
     def gigabytes(name: str, precision: Precision | None, micro_batches: str) -> str:
         strategy = read_strategy(name)
         request = Request(
-            shape, strategy, box, 2048, 1, int(micro_batches), precision or precision_under(strategy, "bf16"),
-            False, "sdpa", pure=precision is not None, autocast=not strategy.is_fsdp,
-        )  # fmt: skip
+            shape,
+            strategy,
+            box,
+            2048,
+            1,
+            int(micro_batches),
+            precision or precision_under(strategy, "bf16"),
+            False,
+            "sdpa",
+            pure=precision is not None,
+            autocast=not strategy.is_fsdp,
+        )
         return f"{sent_bytes(request) / 1e9:.0f}"
 
     rows = [
@@ -101,14 +117,18 @@ def errors_table(folder: Path) -> str:
     """Return the errors of each estimator of peak memory against published measurements."""
     league = pd.read_parquet(folder / LEAGUE)
     rows = league[league["rows"] == "published"]
-    table = pd.DataFrame({
-        "peak memory of GPU runs that others published": rows["tool"].map("`{}`".format), "runs": rows["peaks"],
-        "median error": rows["median_error"].map("{:.0%}".format), "worst": rows["worst_error"].map("{:.0%}".format),
-        "OOMs foreseen": out_of(rows["called"], rows["ran_out"]),
-        "false OOMs": out_of(
-            rows["judged"] - rows["right"] - rows["ran_out"] + rows["called"], rows["judged"] - rows["ran_out"]
-        ),
-    })  # fmt: skip
+    table = pd.DataFrame(
+        {
+            "peak memory of GPU runs that others published": rows["tool"].map("`{}`".format),
+            "runs": rows["peaks"],
+            "median error": rows["median_error"].map("{:.0%}".format),
+            "worst": rows["worst_error"].map("{:.0%}".format),
+            "OOMs foreseen": out_of(rows["called"], rows["ran_out"]),
+            "false OOMs": out_of(
+                rows["judged"] - rows["right"] - rows["ran_out"] + rows["called"], rows["judged"] - rows["ran_out"]
+            ),
+        }
+    )
     return table_markdown(table).rstrip()
 
 

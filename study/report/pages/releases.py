@@ -30,8 +30,13 @@ Row = Mapping[str, Any]
 _ROUNDING = {"fp32": 1e-5, "bf16": 2e-3}
 # Callers and micro-batches of the control's two tables.
 _ONE = [("bare", 4), ("boundary", 4), ("accelerate", 4)]
-_SEVERAL = [("bare-losses", 1), ("bare-losses", 4), ("bare-forwards", 1), ("boundary-forwards", 1),
-            ("accelerate-forwards", 1)]  # fmt: skip
+_SEVERAL = [
+    ("bare-losses", 1),
+    ("bare-losses", 4),
+    ("bare-forwards", 1),
+    ("boundary-forwards", 1),
+    ("accelerate-forwards", 1),
+]
 _SHOWN_LOSSES = 3
 _WHOSE = {
     "engine": "DeepSpeed's",
@@ -41,8 +46,11 @@ _WHOSE = {
 
 def latest_cells(records: Records, count: int = LATEST_RELEASES) -> list[ReleaseCell]:
     """Return the cells of DeepSpeed in the latest tested releases."""
-    tested = [cell for cell in releases.clipped(release_cells(records))
-              if cell.precision == "fp32" and not cell.is_contemporary and cell.strategy != "ddp"]  # fmt: skip
+    tested = [
+        cell
+        for cell in releases.clipped(release_cells(records))
+        if cell.precision == "fp32" and not cell.is_contemporary and cell.strategy != "ddp"
+    ]
     latest = list(dict.fromkeys(cell.release for cell in tested))[-count:]
     return [cell for cell in tested if cell.release in latest]
 
@@ -51,10 +59,12 @@ def page(records: Records) -> str:
     """Return docs/releases.md: the faults by strategy, and by groups of releases with the same ones."""
     muon, by_release = _muon_cells(records), pd.DataFrame(document(records)["releases"])
     return render_markdown(
-        "releases.md.j2", answer=releases.QUESTION.answer(records), causes=releases.cause_table(),
+        "releases.md.j2",
+        answer=releases.QUESTION.answer(records),
+        causes=releases.cause_table(),
         by_release=by_release.groupby([*by_release][1:], sort=False).agg(", ".join).reset_index()[[*by_release]],
         muon=_grid(muon) if muon else None,
-    )  # fmt: skip
+    )
 
 
 def _muon_cells(records: Records) -> list[ReleaseCell]:
@@ -82,25 +92,35 @@ def details(records: Records, control: Sequence[Row]) -> str:
     grids["fp32, Muon, with today's Accelerate and torch"] = _muon_cells(records)
     versions = {cell.stack: cell.versions for cell in cells}
     stacks = [
-        {"Stack": stack, "Kind": "today" if is_of_today(stack) else "contemporary",
-         **{name: versions[stack][name] or "not known" for name in PACKAGES}}
+        {
+            "Stack": stack,
+            "Kind": "today" if is_of_today(stack) else "contemporary",
+            **{name: versions[stack][name] or "not known" for name in PACKAGES},
+        }
         for stack in sorted(versions, key=_stack_order)
-    ]  # fmt: skip
+    ]
     judged = [row for row in control if row.get("precision") == "fp32" and row.get("clipping")]
     return render_markdown(
-        "causes.md.j2", answer=releases.QUESTION.answer(records), letters=releases.lettered(), whose=_WHOSE,
-        on_gpu=releases.ON_GPU, losses=_losses(records), stopped=_stopped(cells), stacks=pd.DataFrame(stacks),
+        "causes.md.j2",
+        answer=releases.QUESTION.answer(records),
+        letters=releases.lettered(),
+        whose=_WHOSE,
+        on_gpu=releases.ON_GPU,
+        losses=_losses(records),
+        stopped=_stopped(cells),
+        stacks=pd.DataFrame(stacks),
         grids={title: _grid(group) for title, group in grids.items() if group},
         cells_by_cause={cause: [cell for cell in cells if cause in cell.causes] for cause in releases.lettered()},
         control=_control([row for row in judged if row["loss"] == "inside"], _ONE),
         several=_control([row for row in judged if "-" in row["caller"]], _SEVERAL),
-    )  # fmt: skip
+    )
 
 
 def _losses(records: Records) -> pd.DataFrame | None:
     """Return the losses and norms of the cells that diverge; None if none does."""
-    cells = [cell for cell in release_cells(records)
-             if cell.precision == "fp32" and cell.micro_steps > 1 and cell.max_norm]  # fmt: skip
+    cells = [
+        cell for cell in release_cells(records) if cell.precision == "fp32" and cell.micro_steps > 1 and cell.max_norm
+    ]
     steps = steps_by_run(records)
     groups: dict[tuple[str, ...], list[ReleaseCell]] = {}
     for cell in (cell for cell in cells if cell.verdict.kind == "different"):
@@ -125,8 +145,11 @@ def _letters(cell: ReleaseCell) -> str:
 def document(records: Records) -> dict[str, Any]:
     """Return what `study releases` prints: tested releases with the faults expected on a GPU, the newest first."""
     latest, muon = latest_cells(records), _muon_cells(records)
-    in_bf16 = [cell for cell in releases.clipped(release_cells(records))
-               if cell.precision == "bf16-engine" and not cell.is_contemporary]  # fmt: skip
+    in_bf16 = [
+        cell
+        for cell in releases.clipped(release_cells(records))
+        if cell.precision == "bf16-engine" and not cell.is_contemporary
+    ]
 
     def faults_of_muon(release: str) -> str:
         wrong = [cell for cell in muon if cell.release == release and cell.verdict.kind != "equal"]
@@ -134,13 +157,18 @@ def document(records: Records) -> dict[str, Any]:
 
     versions = {name: cell.versions[name] for cell in latest for name in PACKAGES[1:]}
     return {
-        "tested": _tested(records, latest, "fp32"), "tested_in_bf16": _tested(records, in_bf16, "bf16"),
-        "versions": versions, "letters": {cause.id: letter for cause, letter in releases.lettered().items()},
-        "releases": _rows_by_release(latest_cells(records, 0)), "bf16": _rows_by_release(in_bf16),
+        "tested": _tested(records, latest, "fp32"),
+        "tested_in_bf16": _tested(records, in_bf16, "bf16"),
+        "versions": versions,
+        "letters": {cause.id: letter for cause, letter in releases.lettered().items()},
+        "releases": _rows_by_release(latest_cells(records, 0)),
+        "bf16": _rows_by_release(in_bf16),
         "trained": _trained(records),
-        "muon": {name: faults_of_muon(name)
-                 for name in sorted({cell.release for cell in muon}, key=release_key, reverse=True)},
-    }  # fmt: skip
+        "muon": {
+            name: faults_of_muon(name)
+            for name in sorted({cell.release for cell in muon}, key=release_key, reverse=True)
+        },
+    }
 
 
 def _tested(records: Records, cells: Sequence[ReleaseCell], precision: str) -> str:
@@ -182,8 +210,9 @@ def _trained(records: Records) -> list[dict[str, Any]]:
     both = {stack: [name for name in cells if len(cells[name]) == 2] for stack, cells in judged.items()}
     return [
         {"deepspeed": release, "accelerate": accelerate, "torch": torch, "precision": precision, "strategies": names}
-        for (release, accelerate, torch, precision), names in both.items() if names
-    ]  # fmt: skip
+        for (release, accelerate, torch, precision), names in both.items()
+        if names
+    ]
 
 
 def is_right(row: Row) -> bool | None:
@@ -198,14 +227,23 @@ def is_right(row: Row) -> bool | None:
 
 def _control(rows: Sequence[Row], cases: Sequence[tuple[str, int]]) -> pd.DataFrame | None:
     """Return one row per stack, with one sign per caller and number of micro-steps; None without rows."""
-    signs = {(row["stack"], row["strategy"], row["caller"], row["accumulation"]):
-             {True: "=", False: "!", None: "x"}[is_right(row)] for row in rows}  # fmt: skip
+    signs = {
+        (row["stack"], row["strategy"], row["caller"], row["accumulation"]): {True: "=", False: "!", None: "x"}[
+            is_right(row)
+        ]
+        for row in rows
+    }
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = [
-        {"Stack": stack, **{f"`{name}`": " / ".join(signs.get((stack, name, *case), NOT_RUN) for case in cases)
-                            for name in strategies}}
+        {
+            "Stack": stack,
+            **{
+                f"`{name}`": " / ".join(signs.get((stack, name, *case), NOT_RUN) for case in cases)
+                for name in strategies
+            },
+        }
         for stack in sorted({row["stack"] for row in rows}, key=_stack_order)
-    ]  # fmt: skip
+    ]
     return pd.DataFrame(lines) if lines else None
 
 
@@ -228,11 +266,15 @@ def _grid(cells: Sequence[ReleaseCell]) -> pd.DataFrame:
     assert len(signs) == len(cells), "two cells in one place of the grid"
     strategies = sorted({cell.strategy for cell in cells}, key=strategy_order)
     return pd.DataFrame(
-        {"DeepSpeed": row,
-         **{f"`{name}`": " / ".join(signs.get((row, name, several), NOT_RUN) for several in (False, True))
-            for name in strategies}}
+        {
+            "DeepSpeed": row,
+            **{
+                f"`{name}`": " / ".join(signs.get((row, name, several), NOT_RUN) for several in (False, True))
+                for name in strategies
+            },
+        }
         for row in dict.fromkeys(cell.row for cell in cells)
-    )  # fmt: skip
+    )
 
 
 def _sign(cell: ReleaseCell) -> str:

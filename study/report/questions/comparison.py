@@ -108,10 +108,14 @@ def compare_with_reference(
         references[workload] = base
         takes_any = on_any_ranks and base.value("strategy") in BASELINES
         sharding += [
-            arm for arm in strategies
-            if arm.name != base.name and arm.is_fair() and not arm.is_offloaded
-            and arm.value("strategy") not in BASELINES and (takes_any or arm.ranks == base.ranks)
-        ]  # fmt: skip
+            arm
+            for arm in strategies
+            if arm.name != base.name
+            and arm.is_fair()
+            and not arm.is_offloaded
+            and arm.value("strategy") not in BASELINES
+            and (takes_any or arm.ranks == base.ranks)
+        ]
     if not references:
         return None
     plain = {workload: base for workload, base in references.items() if base.value("strategy") in BASELINES}

@@ -22,9 +22,19 @@ _VALUE = {_MICRO_BATCH: "per_device_train_batch_size", "largest_model": "model_n
 _WHAT = {_MICRO_BATCH: "largest micro-batch", "largest_model": "largest model"}
 # Settings that distinguish kinds of searches.
 _SETTINGS = (
-    "precision", "seq_length", "world_size", "per_device_train_batch_size", "gradient_checkpointing", "torch_compile",
-    "attn_implementation", "data", "weights", "peft", "optimizer", "bf16_states",
-)  # fmt: skip
+    "precision",
+    "seq_length",
+    "world_size",
+    "per_device_train_batch_size",
+    "gradient_checkpointing",
+    "torch_compile",
+    "attn_implementation",
+    "data",
+    "weights",
+    "peft",
+    "optimizer",
+    "bf16_states",
+)
 Row = dict[str, Any]
 
 
@@ -57,8 +67,12 @@ class Fit:
     @property
     def arm(self) -> str:
         row = self.probe
-        parts = [row["strategy"], "" if row["trainer"] in (None, "study") else row["trainer"],
-                 "virtual" if row["virtual"] else "", *json.loads(row["engine_override"] or "[]")]  # fmt: skip
+        parts = [
+            row["strategy"],
+            "" if row["trainer"] in (None, "study") else row["trainer"],
+            "virtual" if row["virtual"] else "",
+            *json.loads(row["engine_override"] or "[]"),
+        ]
         return ", ".join(part for part in parts if part)
 
     @property
@@ -88,7 +102,7 @@ class Fit:
         return NAN if not plain or plain[0].what_fits.is_open or self.what_fits.is_open else self.size / plain[0].size
 
 
-def fits(records: Records) -> list[Fit]:
+def fits(records: Records) -> list[Fit]:  # noqa: PLR0914
     """Return the searches, by workload, memory limit and strategy."""
     rungs: defaultdict[str, dict[int, Row]] = defaultdict(dict)
     about: dict[str, Row] = {}
@@ -109,8 +123,11 @@ def fits(records: Records) -> list[Fit]:
             words = [format_setting(key, row[key]) for key in differing if not pd.isna(row[key])]
             placed = dict(sorted(rungs[search["id"]].items()))
             # An interrupted probe is not evidence.
-            states = {at: Outcome(row["status_state"], row["status_reason"] or "") for at, row in placed.items()
-                      if row["status_state"] != "interrupted"}  # fmt: skip
+            states = {
+                at: Outcome(row["status_state"], row["status_reason"] or "")
+                for at, row in placed.items()
+                if row["status_state"] != "interrupted"
+            }
             sizes = {at: row[_VALUE[search["axis"]]] for at, row in placed.items()}
             found = find_answer(states, search["last"], sizes.__getitem__)
             # The search may have started at another rung: a failed probe ended it, so there is no next one.
@@ -120,9 +137,16 @@ def fits(records: Records) -> list[Fit]:
                 found = dataclasses.replace(found, next=None, stopped_by=stopped[0])
             subject = ", ".join([kind, *words])
             results.append(Fit(search["id"], search["axis"], placed, found, subject))
-    return sorted(results, key=lambda fit: (
-        fit.subject, fit.cap_gib or float("inf"), strategy_order(fit.probe["strategy"]), fit.arm, fit.id,
-    ))  # fmt: skip
+    return sorted(
+        results,
+        key=lambda fit: (
+            fit.subject,
+            fit.cap_gib or float("inf"),
+            strategy_order(fit.probe["strategy"]),
+            fit.arm,
+            fit.id,
+        ),
+    )
 
 
 def answer(records: Records) -> Answer | None:
@@ -153,7 +177,9 @@ def fits_table(records: Records) -> pd.DataFrame:
     results = fits(records)
     return pd.DataFrame(
         {
-            "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.limit,
+            "Workload": fit.subject,
+            "Strategy": fit.arm,
+            "Memory limit": fit.limit,
             "Precision": fit.probe["precision"],
             "Largest that fits": fit.what_fits.answer,
             "x plain": fit.over_plain(results),
@@ -164,23 +190,32 @@ def fits_table(records: Records) -> pd.DataFrame:
             "Probes": len(fit.rungs),
         }
         for fit in results
-    )  # fmt: skip
+    )
 
 
 def probes_table(records: Records) -> pd.DataFrame:
     """Return a row per probe with its outcome, including those that ran out of memory."""
     return pd.DataFrame(
         {
-            "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.limit, "Tried": fit.value(place),
-            "Outcome": row["status_state"], "Peak, GiB": row["peak_memory_gib_reserved"],
-            "Host peak, GiB": row["host_peak_rss_gib"], "Why": row["status_reason"] or "-",
+            "Workload": fit.subject,
+            "Strategy": fit.arm,
+            "Memory limit": fit.limit,
+            "Tried": fit.value(place),
+            "Outcome": row["status_state"],
+            "Peak, GiB": row["peak_memory_gib_reserved"],
+            "Host peak, GiB": row["host_peak_rss_gib"],
+            "Why": row["status_reason"] or "-",
         }
         for fit in fits(records)
         for place, row in fit.rungs.items()
-    )  # fmt: skip
+    )
 
 
 QUESTION = Question(
-    "fits", "What is the largest that fits?", answer,
-    tables={"fits": fits_table, "probes": probes_table}, figures=("what_fits",), notebook="what_fits",
-)  # fmt: skip
+    "fits",
+    "What is the largest that fits?",
+    answer,
+    tables={"fits": fits_table, "probes": probes_table},
+    figures=("what_fits",),
+    notebook="what_fits",
+)

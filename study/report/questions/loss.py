@@ -24,7 +24,7 @@ from study.records.statistics import (
     paired,
     paired_runs,
     step_margin,
-)  # fmt: skip
+)
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
 from study.records.workloads import BASELINES
 from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs
@@ -161,7 +161,7 @@ def _similar(largest: _LossComparison, rows: Iterable[_LossComparison], seed: in
     return similar
 
 
-def answer(records: Records) -> Answer | None:
+def answer(records: Records) -> Answer | None:  # noqa: PLR0914
     """Return whether the losses differ, per workload; None without a comparison."""
     steps, grouped = steps_by_run(real_runs(records)), workloads(records)
     by_workload = {workload: _compare_losses(group, steps) for workload, group in grouped.items()}
@@ -179,15 +179,19 @@ def answer(records: Records) -> Answer | None:
             elif "open" in beyond:
                 asides.append(f"Inconclusive: above the margin, but below {_CHANCE:g} times the difference of reruns.")
             tested = [row.test.verdict == "equivalent" for row in group if row.test.verdict != "no test"]
-            rows.append({
-                "Workload": workload,
-                "Same loss": f"{sum(row.verdict == 'same' for row in group)} of {len(group)}",
-                "Worst strategy": worst.arm.name,
-                "Max difference": "NaN" if math.isinf(worst.difference) else size_text(worst.difference, worst.margin),
-                "Rerun": format_or_dash(rerun, percent),
-                "Margin": percent(worst.margin),
-                "Equivalent": f"{sum(tested)} of {len(tested)}" if tested else "one seed",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "Workload": workload,
+                    "Same loss": f"{sum(row.verdict == 'same' for row in group)} of {len(group)}",
+                    "Worst strategy": worst.arm.name,
+                    "Max difference": "NaN"
+                    if math.isinf(worst.difference)
+                    else size_text(worst.difference, worst.margin),
+                    "Rerun": format_or_dash(rerun, percent),
+                    "Margin": percent(worst.margin),
+                    "Equivalent": f"{sum(tested)} of {len(tested)}" if tested else "one seed",
+                }
+            )
     table = pd.DataFrame(rows)
     in_table = {id(row.arm) for row in comparisons}
     alone = [arm.name for group in grouped.values() for arm in fair_arms(group, _CONFOUND) if id(arm) not in in_table]
@@ -209,17 +213,33 @@ def answer(records: Records) -> Answer | None:
     seed = _seed(largest, runs[0][1][0]) if runs else 0
     similar = _similar(largest, plain, seed, steps) if runs else {}
     sentence, words, *notes = paragraphs(
-        "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
-        bases=lambda rows: format_names([row.arm.baseline for row in rows]).replace(" and ", " or "), others=others,
-        diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [], largest=largest,
-        size=size_text(largest.difference, largest.margin), size_eval=percent(max(differences, default=0)), tests=tests,
-        by_run=[difference for difference, _ in runs], seed=seed, similar=similar, early=early,
-        most_seeds=max(row.arm.ok_runs["seed"].nunique() for row in comparisons), first_steps=_EARLY,
-        plain_names=BASELINES, margin=LOSS_MARGIN,
+        "loss_answer.j2",
+        comparisons=comparisons,
+        different=different,
+        unsure=unsure,
+        worst=most,
+        percent=percent,
+        bases=lambda rows: format_names([row.arm.baseline for row in rows]).replace(" and ", " or "),
+        others=others,
+        diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [],
+        largest=largest,
+        size=size_text(largest.difference, largest.margin),
+        size_eval=percent(max(differences, default=0)),
+        tests=tests,
+        by_run=[difference for difference, _ in runs],
+        seed=seed,
+        similar=similar,
+        early=early,
+        most_seeds=max(row.arm.ok_runs["seed"].nunique() for row in comparisons),
+        first_steps=_EARLY,
+        plain_names=BASELINES,
+        margin=LOSS_MARGIN,
         claimed=CLAIMED_DIFFERENCE,
-        reducible=[margin for row in comparisons if (margin := row.reducible_margin) > 0], min_sample=MIN_SAMPLE,
-        scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}), bf16_spacing=BF16_SPACING,
-    )  # fmt: skip
+        reducible=[margin for row in comparisons if (margin := row.reducible_margin) > 0],
+        min_sample=MIN_SAMPLE,
+        scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}),
+        bf16_spacing=BF16_SPACING,
+    )
     notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]
     numbers = [(size_text(largest.difference, largest.margin), words)] if math.isfinite(largest.difference) else []
     table = table.loc[:, (table != NOT_MEASURED).any()]
@@ -260,6 +280,10 @@ def loss_table(records: Records) -> pd.DataFrame:
 
 
 QUESTION = Question(
-    "loss", "Do ZeRO and offload change the loss?", answer,
-    tables={"loss": loss_table}, figures=("loss", "loss_difference"), notebook="loss_curves",
-)  # fmt: skip
+    "loss",
+    "Do ZeRO and offload change the loss?",
+    answer,
+    tables={"loss": loss_table},
+    figures=("loss", "loss_difference"),
+    notebook="loss_curves",
+)

@@ -46,9 +46,11 @@ def format_scope(by_workload: comparison.Workloads) -> str:
     runs = [strategies[0].workload_runs for strategies in by_workload.values()]
     sizes = [size / 1e6 for some in runs if not pd.isna(size := strategy_runs.parameters(some))]
     lead = "" if len(runs) == 1 else "models of up to "
-    words = [*(by_workload if len(runs) == 1 else ()),
-             *(f"{lead}{format_number(max(sizes))} M parameters" for _ in sizes[:1]),
-             *("no GPU" for _ in filter(strategy_runs.has_no_gpu, runs[:1]))]  # fmt: skip
+    words = [
+        *(by_workload if len(runs) == 1 else ()),
+        *(f"{lead}{format_number(max(sizes))} M parameters" for _ in sizes[:1]),
+        *("no GPU" for _ in filter(strategy_runs.has_no_gpu, runs[:1])),
+    ]
     return f" ({', '.join(words)})" if words else ""
 
 
@@ -57,8 +59,9 @@ def _memory_answer(records: Records) -> Answer | None:
     if compared is None:
         return None
     columns: comparison.Columns = {
-        f"State, % of {compared.plain_names}": compared.cell(percent), "Peak, GiB": lambda arm: arm.peak_gib[0],
-    }  # fmt: skip
+        f"State, % of {compared.plain_names}": compared.cell(percent),
+        "Peak, GiB": lambda arm: arm.peak_gib[0],
+    }
     if not compared.ratios:
         sentence = f"No sharding strategy here is comparable with {compared.names} in model state."
         return side_by_side(sentence, without_offload(compared.workloads), columns)
@@ -72,13 +75,20 @@ def _memory_answer(records: Records) -> Answer | None:
     excess = [_excess(arm, base) for arm, base in pairs]
     peaks = [ratio for arm, base in pairs if (ratio := _peak_ratio(arm, base)) > 0]
     sentence, note, *tiles = paragraphs(
-        "memory_answer.j2", leanest=leanest, ratios=ratios, names=compared.names, versus=document.versus_text,
-        peaks=peaks, unclear=len(pairs) - len(peaks),
-        larger=[] if math.isnan(sum(larger)) else larger, excess=[max(parts) for parts in zip(*excess, strict=True)],
+        "memory_answer.j2",
+        leanest=leanest,
+        ratios=ratios,
+        names=compared.names,
+        versus=document.versus_text,
+        peaks=peaks,
+        unclear=len(pairs) - len(peaks),
+        larger=[] if math.isnan(sum(larger)) else larger,
+        excess=[max(parts) for parts in zip(*excess, strict=True)],
         fsdp2=[ratio for ratio, arm in compared.ratios if arm.value("strategy") == "fsdp2"],
-        share=percent(1 - 1 / leanest.ranks), scope=format_scope(compared.main),
+        share=percent(1 - 1 / leanest.ranks),
+        scope=format_scope(compared.main),
         places=" or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values())),
-    )  # fmt: skip
+    )
     numbers = [*zip(tiles[::2], tiles[1::2], strict=True)] if compared.has_largest else []
     return side_by_side(sentence, without_offload(compared.workloads), columns, note, numbers=numbers)
 
@@ -113,8 +123,11 @@ def memory_table(records: Records) -> pd.DataFrame:
         base = state_bytes(runs[(runs["arm"] == arm.baseline) & (runs["status_state"] == "ok")], ("device",))
         places = {"device": "", "host": " (host)", "nvme": " (NVMe)"}
         return {
-            **{f"{_KINDS[kind]}{places[place]}, MiB": arm.median(f"{kind}_bytes_{place}") / MIB
-               for kind in STATE_KINDS for place in STATE_PLACES},
+            **{
+                f"{_KINDS[kind]}{places[place]}, MiB": arm.median(f"{kind}_bytes_{place}") / MIB
+                for kind in STATE_KINDS
+                for place in STATE_PLACES
+            },
             "Engine buffers, MiB": arm.median("buffer_bytes_device") / MIB,
             "Peak allocated, GiB": arm.median("peak_memory_gib_allocated"),
             "Peak reserved, GiB": arm.median("peak_memory_gib_reserved"),
@@ -122,15 +135,19 @@ def memory_table(records: Records) -> pd.DataFrame:
             "Average of the device, GiB": arm.median("avg_memory_gib_device"),
             "Peak of the host process, GiB": arm.median("host_peak_rss_gib"),
             "State on the device, x baseline": state_bytes(arm.ok_runs, ("device",)) / base if base else NAN,
-        }  # fmt: skip
+        }
 
     return arm_table(group_by_strategy(drop_probes(records).runs), figures)
 
 
 MEMORY = Question(
-    "memory", "How much memory does a rank need?", _memory_answer,
-    tables={"memory": memory_table}, figures=("model_state", "peak_memory"), notebook="peak_memory",
-)  # fmt: skip
+    "memory",
+    "How much memory does a rank need?",
+    _memory_answer,
+    tables={"memory": memory_table},
+    figures=("model_state", "peak_memory"),
+    notebook="peak_memory",
+)
 
 
 def _offload_answer(records: Records) -> Answer | None:
@@ -145,18 +162,31 @@ def _offload_answer(records: Records) -> Answer | None:
     nvme = [_freed(arm) for arm in fair if arm.value("offload_optimizer") == "nvme"]
     no_gpu = any(strategy_runs.has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
     sentence, about, *notes = paragraphs(
-        "offload_answer.j2", freed=[part for arm in fair if (part := _freed(arm)) <= 1], no_gpu=no_gpu, nvme=nvme,
-        span=lambda fractions: span_text(fractions, percent), scope=format_scope(offloaded), times=times.sentence(
-            fair, lambda ratio: document.change_text(ratio - 1), "It changes the step time by", "",
+        "offload_answer.j2",
+        freed=[part for arm in fair if (part := _freed(arm)) <= 1],
+        no_gpu=no_gpu,
+        nvme=nvme,
+        span=lambda fractions: span_text(fractions, percent),
+        scope=format_scope(offloaded),
+        times=times.sentence(
+            fair,
+            lambda ratio: document.change_text(ratio - 1),
+            "It changes the step time by",
+            "",
             "It changes no step time significantly.",
         ),
-    )  # fmt: skip
+    )
     return side_by_side(
-        sentence, offloaded,
-        {"Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
-         "Step time, x without": times.cell(times_text)},
-        about, *times.notes, *notes,
-    )  # fmt: skip
+        sentence,
+        offloaded,
+        {
+            "Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
+            "Step time, x without": times.cell(times_text),
+        },
+        about,
+        *times.notes,
+        *notes,
+    )
 
 
 def _freed(arm: StrategyRuns) -> float:
@@ -191,9 +221,13 @@ def offload_table(records: Records) -> pd.DataFrame:
 
 
 OFFLOAD = Question(
-    "offload", "What does offload free, and what does it cost?", _offload_answer,
-    tables={"offload": offload_table}, figures=("offload",), notebook="offload",
-)  # fmt: skip
+    "offload",
+    "What does offload free, and what does it cost?",
+    _offload_answer,
+    tables={"offload": offload_table},
+    figures=("offload",),
+    notebook="offload",
+)
 
 
 def _traffic_answer(records: Records) -> Answer | None:
@@ -206,10 +240,12 @@ def _traffic_answer(records: Records) -> Answer | None:
         "traffic_answer.j2", ends=dict(reversed(ends.items())), names=compared.names, scope=format_scope(compared.main)
     )
     return side_by_side(
-        sentence, without_offload(compared.workloads),
+        sentence,
+        without_offload(compared.workloads),
         {"Ring bytes (NCCL), MiB": sent_mib, f"x {compared.plain_names}": compared.cell(times_text)},
-        note, numbers=[(tile[0], tile[1])] if tile and compared.has_largest else (),
-    )  # fmt: skip
+        note,
+        numbers=[(tile[0], tile[1])] if tile and compared.has_largest else (),
+    )
 
 
 def traffic_table(records: Records) -> pd.DataFrame:
@@ -233,16 +269,31 @@ def _by_collective(arm: StrategyRuns) -> str:
 
 
 TRAFFIC = Question(
-    "traffic", "How much does a rank send in one step?", _traffic_answer,
-    tables={"traffic": traffic_table}, figures=("traffic",), notebook="runtime",
-)  # fmt: skip
+    "traffic",
+    "How much does a rank send in one step?",
+    _traffic_answer,
+    tables={"traffic": traffic_table},
+    figures=("traffic",),
+    notebook="runtime",
+)
 
 _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 # FSDP2 alone makes no study of alternatives.
 _ALTERNATIVES = {*_NEIGHBOURS, "fsdp2"}
 # Columns that are equal for runs that differ in the length of samples.
-_SAME_BUT_LENGTH = ("strategy", "world_size", "group_ranks", "model_name_or_path", "precision", "engine_override",
-                    "peft", "optimizer", "gradient_checkpointing", "global_batch_size", "micro_batch_size")  # fmt: skip
+_SAME_BUT_LENGTH = (
+    "strategy",
+    "world_size",
+    "group_ranks",
+    "model_name_or_path",
+    "precision",
+    "engine_override",
+    "peft",
+    "optimizer",
+    "gradient_checkpointing",
+    "global_batch_size",
+    "micro_batch_size",
+)
 
 
 def with_settings(arm: str) -> str:
@@ -297,7 +348,7 @@ def _known_bytes_first(arm: StrategyRuns) -> tuple[bool, float]:
     return math.isnan(sent_mib(arm)), round(sent_mib(arm), 2)
 
 
-def _neighbours_answer(records: Records) -> Answer | None:
+def _neighbours_answer(records: Records) -> Answer | None:  # noqa: PLR0914
     grouped: dict[str, list[StrategyRuns]] = {}
     for arm in _neighbour_arms(records):
         if len(arm.ok_runs):
@@ -307,9 +358,11 @@ def _neighbours_answer(records: Records) -> Answer | None:
     workload, arms, stage, lean, frugal = compared
     # What it sends by the tokens of a sample, if its group divides tensors or tokens: a constant and a share per token.
     lengths = {
-        int(arm.value("seq_length")): sent_mib(arm) for strategies in grouped.values() for arm in strategies
+        int(arm.value("seq_length")): sent_mib(arm)
+        for strategies in grouped.values()
+        for arm in strategies
         if all(arm.value(name) == frugal.value(name) for name in _SAME_BUT_LENGTH)
-    }  # fmt: skip
+    }
     (short, few), *_, (long, many) = sorted(2 * [*lengths.items()])
     turn = short + (long - short) * (sent_mib(stage) - few) / (many - few) if many > few else NAN
     stages = [arm for arm in arms if arm.value("strategy") in STAGES]
@@ -317,27 +370,39 @@ def _neighbours_answer(records: Records) -> Answer | None:
     is_least, is_less = (sent_mib(frugal) < sent_mib(arm) for arm in (cheap, stage))
     is_part = _is_part_of_model(stage)
     sentence, number, words, lean_number, lean_words, *notes = paragraphs(
-        "neighbours_answer.j2", **compared._asdict(), cheap=cheap, is_least=is_least, is_less=is_less, is_part=is_part,
-        all_held=_all_held_mib, held_unknown=any(math.isinf(_all_held_mib(arm)) for arm in arms),
-        strategies={arm.value("strategy"): arm for arm in reversed(arms)}, bytes_of=sent_mib, held=_held_by,
+        "neighbours_answer.j2",
+        **compared._asdict(),
+        cheap=cheap,
+        is_least=is_least,
+        is_less=is_less,
+        is_part=is_part,
+        all_held=_all_held_mib,
+        held_unknown=any(math.isinf(_all_held_mib(arm)) for arm in arms),
+        strategies={arm.value("strategy"): arm for arm in reversed(arms)},
+        bytes_of=sent_mib,
+        held=_held_by,
         tied=[arm for arm in arms if arm is not lean and _held_by(arm) == _held_by(lean)],
-        lengths=lengths if frugal.value("strategy") in WITH_GROUPS else {}, is_beyond=turn > long,
+        lengths=lengths if frugal.value("strategy") in WITH_GROUPS else {},
+        is_beyond=turn > long,
         turn="" if math.isnan(turn) else f"{round(turn, -1):,.0f}",
         sent=lambda arm: format_or_dash(sent_mib(arm), format_number),
         name=lambda arm: with_settings(arm.name.replace(f" x{arm.ranks}", "")),
         group=lambda arm: format_or_dash(ranks_per_group(arm.ok_runs.iloc[0]), "{:g}".format),
         fewer_ranks=sorted({arm.ranks for strategies in grouped.values() for arm in strategies} - {1, stage.ranks}),
-    )  # fmt: skip
+    )
     # The details have the other numbers of ranks, and parts of a whole model.
     chosen = {
         name: [arm for arm in grouped[name] if arm.ranks in (1, max(arm.ranks for arm in grouped[name]))]
-        for name in dict.fromkeys((workload, *grouped)) if _is_part_of_model(grouped[name][0]) == is_part
-    }  # fmt: skip
+        for name in dict.fromkeys((workload, *grouped))
+        if _is_part_of_model(grouped[name][0]) == is_part
+    }
     figures = {
-        "State, MiB": StrategyRuns.state_mib, "Gathered, MiB": lambda arm: arm.median("forward_gathers_bytes") / MIB,
+        "State, MiB": StrategyRuns.state_mib,
+        "Gathered, MiB": lambda arm: arm.median("forward_gathers_bytes") / MIB,
         "Kept for backward, MiB": lambda arm: arm.median("forward_holds_bytes") / MIB,
-        "Ring bytes (NCCL), MiB": sent_mib, "Calls": lambda arm: arm.median("comm_calls_per_step"),
-    }  # fmt: skip
+        "Ring bytes (NCCL), MiB": sent_mib,
+        "Calls": lambda arm: arm.median("comm_calls_per_step"),
+    }
     columns = {name: _mark_extrapolated(figure) for name, figure in figures.items()}
     columns |= {"Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])}
     numbers = [*[(number, words)] * is_least, *[(lean_number, lean_words)] * (lean is not stage)]
@@ -379,8 +444,10 @@ def neighbours_table(records: Records) -> pd.DataFrame:
         lambda arm: {
             "Ranks": arm.ranks,
             "Ranks per group": ranks_per_group(arm.ok_runs.iloc[0]) if len(arm.ok_runs) else NAN,
-            **{f"{words}, MiB": sum(arm.median(f"{kind}_bytes_{place}") for place in ("device", "host")) / MIB
-               for kind, words in _KINDS.items()},
+            **{
+                f"{words}, MiB": sum(arm.median(f"{kind}_bytes_{place}") for place in ("device", "host")) / MIB
+                for kind, words in _KINDS.items()
+            },
             "Buffers, MiB": arm.median("buffer_bytes_device") / MIB,
             "Kept for backward, MiB": arm.median("forward_holds_bytes") / MIB,
             "Gathered, MiB": arm.median("forward_gathers_bytes") / MIB,
@@ -389,10 +456,14 @@ def neighbours_table(records: Records) -> pd.DataFrame:
             "Payload by collective, MiB": _by_collective(arm),
             "Extrapolated over layers": "yes" if arm.value("extrapolated") else None,
         },
-    )  # fmt: skip
+    )
 
 
 NEIGHBOURS = Question(
-    "neighbours", "How much memory and communication do alternatives to ZeRO need?", _neighbours_answer,
-    tables={"neighbours": neighbours_table}, figures=("neighbours",), notebook="neighbours",
-)  # fmt: skip
+    "neighbours",
+    "How much memory and communication do alternatives to ZeRO need?",
+    _neighbours_answer,
+    tables={"neighbours": neighbours_table},
+    figures=("neighbours",),
+    notebook="neighbours",
+)

@@ -31,11 +31,21 @@ def answer(records: Records) -> Answer | None:
     verdicts, grid = gpu_verdicts(today), [cell for cell in today if cell.precision == "fp32"]
     table, no_gpu = strategy_table(verdicts), (records.runs["devices"].dropna() == "[]").all()
     sentence, *texts = paragraphs(
-        "releases_answer.j2", verdicts=verdicts, table=table, cells=cells, grid=grid, no_gpu=no_gpu,
-        right_releases=right_releases, faults=_FAULTS, letters=lettered(), spans=spans, names=format_names,
+        "releases_answer.j2",
+        verdicts=verdicts,
+        table=table,
+        cells=cells,
+        grid=grid,
+        no_gpu=no_gpu,
+        right_releases=right_releases,
+        faults=_FAULTS,
+        letters=lettered(),
+        spans=spans,
+        names=format_names,
         in_half=faults_in_half(grid),
-        rounding=ROUNDING, percent=percent,
-    )  # fmt: skip
+        rounding=ROUNDING,
+        percent=percent,
+    )
     tiles = [(number, words) for number, _, words in (text.partition(" | ") for text in texts) if words]
     return Answer(sentence, table, tuple(text for text in texts if " | " not in text), tiles)
 
@@ -46,8 +56,11 @@ def gpu_verdicts(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
     for cell in sorted(cells, key=lambda cell: strategy_order(cell.strategy)):
         kind = cell.verdict.kind
         causes = cell.races if kind == "equal" else {*cell.causes, *gpu_faults(cell)}
-        faults = [(letter, _ON_CPUS if cause.gpu == "hidden" else _MISMATCH if cause.blame == "pairing" else _OWN)
-                  for cause, letter in lettered().items() if cause in causes]  # fmt: skip
+        faults = [
+            (letter, _ON_CPUS if cause.gpu == "hidden" else _MISMATCH if cause.blame == "pairing" else _OWN)
+            for cause, letter in lettered().items()
+            if cause in causes
+        ]
         if kind == "different" and not cell.causes:
             faults = [("?", _MISMATCH if cell.is_mismatch else _OWN)]
         case = (cell.strategy, cell.release, cell.micro_steps > 1, kind == "crashes" and cell.hides_on_gpu)
@@ -124,31 +137,42 @@ def verdict_table(records: Records) -> pd.DataFrame:
     """Return a row per case with its verdict."""
     return pd.DataFrame(
         {
-            "Release": cell.release, "Accelerate and torch": "contemporary" if cell.is_contemporary else "today's",
+            "Release": cell.release,
+            "Accelerate and torch": "contemporary" if cell.is_contemporary else "today's",
             "Strategy": f"{cell.strategy}{', Muon' * (cell.optimizer == 'muon')}",
-            "Precision": cell.precision, "Micro-steps": cell.micro_steps, "Clips at": cell.max_norm or "-",
+            "Precision": cell.precision,
+            "Micro-steps": cell.micro_steps,
+            "Clips at": cell.max_norm or "-",
             "Verdict": cell.verdict.kind + (", sometimes" if cell.differs_sometimes else ""),
             "Differs first": cell.verdict.what or "-",
             "At step": cell.verdict.first_step or "-",
-            "Difference of the loss": f"{size:.1e}" if (size := cell.verdict.size) is not None
-                                      else "NaN" if cell.verdict.kind == "different" else "-",
+            "Difference of the loss": f"{size:.1e}"
+            if (size := cell.verdict.size) is not None
+            else "NaN"
+            if cell.verdict.kind == "different"
+            else "-",
             "Norm, x the right one": "-" if cell.verdict.norm_ratio is None else f"{cell.verdict.norm_ratio:.3g}",
             "Runs": len(cell.runs),
             "Cause": ", ".join(lettered()[cause] for cause in cell.causes) or "-",
             "With contemporary ones": "-" if cell.is_contemporary else cell.contemporary or "not run",
         }
         for cell in release_cells(records)
-    )  # fmt: skip
+    )
 
 
 def cause_table() -> pd.DataFrame:
     """Return a row per known cause with its letter; reports/releases/causes.md has its lines and its proof."""
     return pd.DataFrame(
-        {"": letter, "Fault": cause.title, "Whose": "mismatch of releases" if cause.blame == "pairing" else "DeepSpeed",
-         "On a GPU": ON_GPU[cause.gpu], "Since": cause.entered.release or "-",
-         "Fixed in": f"{cause.left.release} {cause.left.change}".strip() or "-"}
+        {
+            "": letter,
+            "Fault": cause.title,
+            "Whose": "mismatch of releases" if cause.blame == "pairing" else "DeepSpeed",
+            "On a GPU": ON_GPU[cause.gpu],
+            "Since": cause.entered.release or "-",
+            "Fixed in": f"{cause.left.release} {cause.left.change}".strip() or "-",
+        }
         for cause, letter in lettered().items()
-    )  # fmt: skip
+    )
 
 
 ON_GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
@@ -167,7 +191,10 @@ def lettered() -> dict[Cause, str]:
 
 
 QUESTION = Question(
-    "releases", "Which releases compute the same gradients as one process?", answer,
+    "releases",
+    "Which releases compute the same gradients as one process?",
+    answer,
     tables={"causes": lambda _records: cause_table(), "verdicts": verdict_table},
-    figures=("release_grid", "fault_curves"), notebook="releases",
-)  # fmt: skip
+    figures=("release_grid", "fault_curves"),
+    notebook="releases",
+)

@@ -60,19 +60,24 @@ def _parts(records: Records) -> list[tuple[SliceProgress, str]]:
 
 
 REMAINING = Question(
-    "remaining", "How much of this study is measured, and what remains?", _remaining_answer,
+    "remaining",
+    "How much of this study is measured, and what remains?",
+    _remaining_answer,
     tables={
         "slices": lambda records: pd.DataFrame([_row(item.suite, [item], part) for item, part in _parts(records)]),
-        "left": lambda records: pd.DataFrame([
-            {"Suite": item.suite, "Part": part, "Left": "; ".join(item.left)}
-            for item, part in _parts(records) if item.left
-        ]),
+        "left": lambda records: pd.DataFrame(
+            [
+                {"Suite": item.suite, "Part": part, "Left": "; ".join(item.left)}
+                for item, part in _parts(records)
+                if item.left
+            ]
+        ),
     },
     tables_in_summary=False,
-)  # fmt: skip
+)
 
 
-def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
+def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:  # noqa: PLR0914
     """Return the rows of the claims that depend on these records; None without claims."""
     if not rows:
         return None
@@ -151,11 +156,14 @@ def controls_table(records: Records) -> pd.DataFrame:
     for workload, strategies in workloads(records).items():
         runs = strategies[0].workload_runs
         for figure, words in (("eval_loss_final", "evaluation loss"), (STEP, "step time")):
-            rows.append({
-                "Workload": workload, "Figure": words,
-                "Residual SD after removing strategy and seed effects": _noise_text(estimate_noise(runs, figure)),
-                "SD of reruns of the same strategy and seed": _noise_text(repeat_noise(runs, figure)),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "Workload": workload,
+                    "Figure": words,
+                    "Residual SD after removing strategy and seed effects": _noise_text(estimate_noise(runs, figure)),
+                    "SD of reruns of the same strategy and seed": _noise_text(repeat_noise(runs, figure)),
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -164,6 +172,8 @@ def _noise_text(estimate: Noise | None) -> str:
 
 
 RUNS = Question(
-    "runs", "Which runs is this report based on?", _runs_answer,
+    "runs",
+    "Which runs is this report based on?",
+    _runs_answer,
     tables={"summary": summary_table, "controls": controls_table},
-)  # fmt: skip
+)

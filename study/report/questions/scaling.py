@@ -33,14 +33,21 @@ def _ranks_answer(records: Records) -> Answer | None:
     ratios = [ratio for ratio, _ in speeds.significant(several)[0]] or [NAN]
     verdict = "No: several" if max(ratios) < 1 else "Yes: several" if min(ratios) > 1 else "In part: several"
     sentence = speeds.sentence(
-        several, times_text, f"{verdict} ranks are", f" times as fast as {one}",
+        several,
+        times_text,
+        f"{verdict} ranks are",
+        f" times as fast as {one}",
         f"Not shown: the speed of several ranks does not differ significantly from that of {one}.",
-    )  # fmt: skip
+    )
     return side_by_side(
-        sentence, without_offload(by_workload),
-        {"x one device": speeds.cell(times_text),
-         "Of the ideal": lambda arm: format_or_dash(_speedup(arm, speeds).center / arm.ranks, percent)}, *speeds.notes,
-    )  # fmt: skip
+        sentence,
+        without_offload(by_workload),
+        {
+            "x one device": speeds.cell(times_text),
+            "Of the ideal": lambda arm: format_or_dash(_speedup(arm, speeds).center / arm.ranks, percent),
+        },
+        *speeds.notes,
+    )
 
 
 def _has_several(arm: StrategyRuns) -> bool:
@@ -77,12 +84,16 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
 
 
 RANKS = Question(
-    "ranks", "Are several ranks faster than one?", _ranks_answer,
-    tables={"single_vs_multi": single_vs_multi_table}, figures=("scaling",), notebook="single_vs_multi",
-)  # fmt: skip
+    "ranks",
+    "Are several ranks faster than one?",
+    _ranks_answer,
+    tables={"single_vs_multi": single_vs_multi_table},
+    figures=("scaling",),
+    notebook="single_vs_multi",
+)
 
 
-def _nodes_answer(records: Records) -> Answer | None:
+def _nodes_answer(records: Records) -> Answer | None:  # noqa: PLR0914
     rows, table = over_nodes(records), nodes_table(records)
     if rows.empty:
         return None
@@ -103,19 +114,28 @@ def _nodes_answer(records: Records) -> Answer | None:
         # More than the (N - 1) / N of a ring adds.
         growth = padded.set_index("machines")["sent"].pct_change()
         state, words, sentence, *notes = paragraphs(
-            "nodes_virtual_answer.j2", chosen=chosen, padding=growth[growth > 0.1], percent=percent,
-            ranks=largest["world_size"].max(), again=releasing.nlargest(1, "sent").itertuples(),
+            "nodes_virtual_answer.j2",
+            chosen=chosen,
+            padding=growth[growth > 0.1],
+            percent=percent,
+            ranks=largest["world_size"].max(),
+            again=releasing.nlargest(1, "sent").itertuples(),
             with_settings=with_settings,
             mib=lambda size: f"{format_number(size / MIB)} MiB",
-            held=lambda row: f"{held_text(row.state / MIB, row.gathered / MIB)} MiB", models=largest["model"].unique(),
+            held=lambda row: f"{held_text(row.state / MIB, row.gathered / MIB)} MiB",
+            models=largest["model"].unique(),
             planned=(PLANNED_DEVICE, PLANNED_MICRO_BATCH, PLANNED_LENGTH),
-        )  # fmt: skip
+        )
         title = "What does a rank hold and send on more machines?"
         return Answer(sentence, table, tuple(notes), [(state, words)], title=title)
     sentence, *notes = paragraphs(
-        "nodes_answer.j2", machines=timed["machines"].max(), percent=percent, span_text=span_text,
-        groups=[(kind, timed[timed["scaling"] == kind]) for kind in (STRONG, WEAK)], format_names=format_names,
-    )  # fmt: skip
+        "nodes_answer.j2",
+        machines=timed["machines"].max(),
+        percent=percent,
+        span_text=span_text,
+        groups=[(kind, timed[timed["scaling"] == kind]) for kind in (STRONG, WEAK)],
+        format_names=format_names,
+    )
     return Answer(sentence, table, tuple(notes))
 
 
@@ -123,23 +143,35 @@ def nodes_table(records: Records) -> pd.DataFrame:
     """Return throughput, memory and communication by number of machines, measured and predicted."""
     rows = over_nodes(records)
     table = {
-        "Model": rows["model"], "Strategy": rows["line"], "Scaling": rows["scaling"], "Machines": rows["machines"],
-        "Ranks": rows["world_size"], "Tokens/s": rows["tokens_per_s"],
-        "Tokens/s, predicted": rows["predicted_tokens_per_s"], "Efficiency": rows["efficiency"],
+        "Model": rows["model"],
+        "Strategy": rows["line"],
+        "Scaling": rows["scaling"],
+        "Machines": rows["machines"],
+        "Ranks": rows["world_size"],
+        "Tokens/s": rows["tokens_per_s"],
+        "Tokens/s, predicted": rows["predicted_tokens_per_s"],
+        "Efficiency": rows["efficiency"],
         "Efficiency, predicted": rows["predicted_efficiency"],
-        "State per rank, MiB": rows["state"] / MIB, "State, predicted": rows["predicted_state"] / MIB,
+        "State per rank, MiB": rows["state"] / MIB,
+        "State, predicted": rows["predicted_state"] / MIB,
         "Ring bytes (NCCL) per rank, MiB": rows["sent"] / MIB,
         "Ring bytes (NCCL), predicted": rows["predicted_sent"] / MIB,
-        "Of it across machines, MiB": rows["across"] / MIB, "Out of a machine, MiB": rows["leaving"] / MIB,
-        "Peak per rank, GiB": rows["peak"], "Peak, predicted": rows["predicted_peak"],
-    }  # fmt: skip
+        "Of it across machines, MiB": rows["across"] / MIB,
+        "Out of a machine, MiB": rows["leaving"] / MIB,
+        "Peak per rank, GiB": rows["peak"],
+        "Peak, predicted": rows["predicted_peak"],
+    }
     return pd.DataFrame(table).dropna(axis="columns", how="all")
 
 
 NODES = Question(
-    "nodes", "How much speed does a rank lose on more machines?", _nodes_answer,
-    tables={"nodes": nodes_table}, figures=("nodes",), notebook="scaling",
-)  # fmt: skip
+    "nodes",
+    "How much speed does a rank lose on more machines?",
+    _nodes_answer,
+    tables={"nodes": nodes_table},
+    figures=("nodes",),
+    notebook="scaling",
+)
 
 
 def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
@@ -158,11 +190,17 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     # The sentence is about the strategy that shards most.
     ends = list(several[several["arm"] == several["arm"].iloc[-1]].itertuples()) if len(several) else []
     sentence, *notes = paragraphs(
-        "speed_answer.j2", references=comparison.format_references(chosen["baseline"]), words=words, subject=subject,
-        ends=ends and [ends[0], ends[-1]], is_unsure=sign.str.len().any(), not_significant=NOT_SIGNIFICANT,
+        "speed_answer.j2",
+        references=comparison.format_references(chosen["baseline"]),
+        words=words,
+        subject=subject,
+        ends=ends and [ends[0], ends[-1]],
+        is_unsure=sign.str.len().any(),
+        not_significant=NOT_SIGNIFICANT,
         not_tested="" if any(len(end.points) >= MIN_SAMPLE for end in ends) else comparison.NOT_TESTED,
-        confounded=list(chosen[chosen["note"] != ""].itertuples()), more=speed["subject"].nunique() - 1,
-    )  # fmt: skip
+        confounded=list(chosen[chosen["note"] != ""].itertuples()),
+        more=speed["subject"].nunique() - 1,
+    )
     table = table.reset_index(names="Strategy").fillna("-")
     return Answer(sentence, table, tuple(dict.fromkeys(notes)), subject=subject)
 
@@ -178,10 +216,11 @@ def batch_size_table(records: Records) -> pd.DataFrame:
             "Tokens/s per device": arm.geometric_mean("tokens_per_s_per_device").center,
             "Throughput, x baseline": arm.format_baseline_ratio("tokens_per_s_per_device"),
             "Step time, ms": 1e3 * step_s(arm),
-            "Ring bytes (NCCL) per token, KiB":
-                NAN if batch is None else 1024 * sent_mib(arm) / (batch * arm.value("seq_length")),
+            "Ring bytes (NCCL) per token, KiB": NAN
+            if batch is None
+            else 1024 * sent_mib(arm) / (batch * arm.value("seq_length")),
             "Peak memory, GiB": arm.peak_gib[0],
-        }  # fmt: skip
+        }
 
     return arm_table(group_by_strategy(runs_with_several(real_runs(records).runs, "global_batch_size")), figures)
 
@@ -205,12 +244,18 @@ def model_size_table(records: Records) -> pd.DataFrame:
 
 
 BATCH_SIZE = Question(
-    "batch_size", "Does a larger batch reduce the cost of communication?",
+    "batch_size",
+    "Does a larger batch reduce the cost of communication?",
     functools.partial(_speed_answer, "global_batch_size", "batch {:g}"),
-    tables={"batch_size": batch_size_table}, figures=("batch_size",), notebook="batch_size",
-)  # fmt: skip
+    tables={"batch_size": batch_size_table},
+    figures=("batch_size",),
+    notebook="batch_size",
+)
 MODEL_SIZE = Question(
-    "model_size", "Does ZeRO cost more on a larger model?",
+    "model_size",
+    "Does ZeRO cost more on a larger model?",
     functools.partial(_speed_answer, "model_name_or_path", "{:.3g} M parameters"),
-    tables={"model_size": model_size_table}, figures=("model_size",), notebook="model_size",
-)  # fmt: skip
+    tables={"model_size": model_size_table},
+    figures=("model_size",),
+    notebook="model_size",
+)

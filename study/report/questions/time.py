@@ -43,15 +43,22 @@ def _time_answer(records: Records) -> Answer | None:
         known = [1 + size for size in least if size is not None]
         unseen = f"; the least that they can show is {span_text(known, times_text)} times as long" if known else ""
         sentence = times.sentence(
-            compared.sharding, times_text, "A step with sharded state takes", f" times as long as one of {base}",
+            compared.sharding,
+            times_text,
+            "A step with sharded state takes",
+            f" times as long as one of {base}",
             f"No sharding strategy's step time differs significantly from that of {base}{unseen}.",
-        )  # fmt: skip
+        )
     return side_by_side(
-        sentence, without_offload(compared.workloads),
+        sentence,
+        without_offload(compared.workloads),
         {"Step, ms": lambda arm: 1e3 * step_s(arm), f"x {compared.plain_names}": times.cell(times_text)},
         "ms: median step of a run, geometric mean over a strategy's own seeds. Ratios: seed by seed. Tokens per second"
-        " are of all steps.", *times.notes, *comparison.noise_notes(compared.main, STEP), numbers=numbers,
-    )  # fmt: skip
+        " are of all steps.",
+        *times.notes,
+        *comparison.noise_notes(compared.main, STEP),
+        numbers=numbers,
+    )
 
 
 def runtime_table(records: Records) -> pd.DataFrame:
@@ -87,15 +94,24 @@ def runtime_table(records: Records) -> pd.DataFrame:
 
 
 TIME = Question(
-    "time", "How long does a step take?", _time_answer,
-    tables={"runtime": runtime_table}, figures=("step_time",), notebook="runtime",
-)  # fmt: skip
+    "time",
+    "How long does a step take?",
+    _time_answer,
+    tables={"runtime": runtime_table},
+    figures=("step_time",),
+    notebook="runtime",
+)
 
 _LABELS = {
-    "matmul": "matrix products", "attention": "attention", "elementwise": "elementwise and norms",
-    "optimizer": "optimizer", "copies": "copies, casts, fills", "collectives": "collectives", "other": "other",
+    "matmul": "matrix products",
+    "attention": "attention",
+    "elementwise": "elementwise and norms",
+    "optimizer": "optimizer",
+    "copies": "copies, casts, fills",
+    "collectives": "collectives",
+    "other": "other",
     "idle": "idle",
-}  # fmt: skip
+}
 _PRODUCTS = "Share in matrix products and attention"
 
 
@@ -149,23 +165,30 @@ def kernels_table(records: Records) -> pd.DataFrame:
     """Return the longest kernels or operators of each profiled strategy, the longest first."""
     return to_table(
         {
-            "Workload": arm.workload, "Strategy": arm.name, "Kernel or operator": entry["name"],
-            "Kind": _LABELS[entry["category"]], "Calls per step": entry["calls_per_step"],
+            "Workload": arm.workload,
+            "Strategy": arm.name,
+            "Kernel or operator": entry["name"],
+            "Kind": _LABELS[entry["category"]],
+            "Calls per step": entry["calls_per_step"],
             "Per step, ms": 1e3 * entry["s_per_step"],
             "Share of the step": entry["s_per_step"] / profile["wall_s_per_step"],
         }
-        for arm, profile in _profiled_arms(records) for entry in profile["top"]
-    )  # fmt: skip
+        for arm, profile in _profiled_arms(records)
+        for entry in profile["top"]
+    )
 
 
 PROFILE = Question(
-    "profile", "Where does the time of a step go?", _profile_answer,
+    "profile",
+    "Where does the time of a step go?",
+    _profile_answer,
     tables={"step_profile": step_profile_table, "profile": kernels_table},
-    figures=("step_profile",), notebook="runtime",
-)  # fmt: skip
+    figures=("step_profile",),
+    notebook="runtime",
+)
 
 
-def _advice_answer(records: Records) -> Answer | None:
+def _advice_answer(records: Records) -> Answer | None:  # noqa: PLR0914
     runs = real_runs(records).runs
     # Profiling slows a run down, so profiled runs are excluded.
     by_workload = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
@@ -181,22 +204,28 @@ def _advice_answer(records: Records) -> Answer | None:
             unjudged += list(few)
             unseen.append(comparison.least_difference(timed, STEP)[1] or math.nan)
         places = scarce_memory(timed[0].workload_runs)
-        states = [(size, arm.name) for arm in without_offload({workload: timed})[workload]
-                  if not math.isnan(size := arm.state_mib(places))]  # fmt: skip
+        states = [
+            (size, arm.name)
+            for arm in without_offload({workload: timed})[workload]
+            if not math.isnan(size := arm.state_mib(places))
+        ]
         least = min(states, default=(0.0, ""))[0]
         noise = estimate_noise(timed[0].workload_runs, STEP)
         needed = None if noise is None else seeds_needed(math.log(1.05), noise.log_sd * math.sqrt(2))
         seeds = "not known" if noise is None else f"{needed or 'over ten thousand'}"
         # State is counted on tensors, not sampled: one run is enough.
         smallest = f"{', '.join(name for size, name in states if size == least)}, {least:.1f} MiB"
-        rows.append({
-            "Workload": workload,
-            "Fastest, or not shown to be slower": ", ".join(fastest) or "not judged",
-            "Step, ms": ", ".join(f"{1e3 * step_s(arm):,.1f}" for arm in timed if arm.name in fastest) or NOT_MEASURED,
-            # For 80 % power if these two strategies are the only ones; each further pair needs more.
-            "Seeds to find a 5 % difference of two": seeds,
-            "Least model state, no offload": smallest if states else NOT_MEASURED,
-        })  # fmt: skip
+        rows.append(
+            {
+                "Workload": workload,
+                "Fastest, or not shown to be slower": ", ".join(fastest) or "not judged",
+                "Step, ms": ", ".join(f"{1e3 * step_s(arm):,.1f}" for arm in timed if arm.name in fastest)
+                or NOT_MEASURED,
+                # For 80 % power if these two strategies are the only ones; each further pair needs more.
+                "Seeds to find a 5 % difference of two": seeds,
+                "Least model state, no offload": smallest if states else NOT_MEASURED,
+            }
+        )
     if not rows:
         return None
     arms = [arm for strategies in by_workload.values() for arm in strategies]
@@ -210,9 +239,17 @@ def _advice_answer(records: Records) -> Answer | None:
     is_known = everywhere and not any(math.isnan(size) for sizes in peaks for size, _ in sizes)
     leanest = sorted({min(sizes)[1] for sizes in peaks}) if is_known else []
     sentence, *_ = paragraphs(
-        "advice_answer.j2", best=best, everywhere=everywhere, leanest=leanest, format_names=format_names,
-        timed=len(rows), unjudged=unjudged, scope=format_scope(by_workload), unseen=unseen, percent=percent,
-    )  # fmt: skip
+        "advice_answer.j2",
+        best=best,
+        everywhere=everywhere,
+        leanest=leanest,
+        format_names=format_names,
+        timed=len(rows),
+        unjudged=unjudged,
+        scope=format_scope(by_workload),
+        unseen=unseen,
+        percent=percent,
+    )
     table = pd.DataFrame(rows)
     return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *comparison.arm_notes(arms)))
 
@@ -235,6 +272,9 @@ def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str
 
 
 ADVICE = Question(
-    "advice", "Which configuration should I use on this machine?", _advice_answer,
-    figures=("frontier",), notebook="runtime",
-)  # fmt: skip
+    "advice",
+    "Which configuration should I use on this machine?",
+    _advice_answer,
+    figures=("frontier",),
+    notebook="runtime",
+)

@@ -31,14 +31,16 @@ _NOTABLE = 0.01
 _CELLS = {*itertools.product(STAGES, ("gpt-7.5b", "gpt-128b", "gpt-1t"), (1, 4, 16, 64, 256, 1024))}
 
 
-def _table1_answer(records: Records) -> Answer | None:
+def _table1_answer(records: Records) -> Answer | None:  # noqa: PLR0914
     # Without the paper's models all as shipped, with the formula for their parameters: few settings change state.
     rows = [row for row in summaries.table1_rows(records) if not math.isnan(rank_state_bytes(row))] or [
         row | {"paper_bytes": paper_state_bytes(row["model_parameters"], row["stage"], row["world_size"])}
         for row in summaries.summaries(records)
-        if row["strategy"] in STAGES and row["precision"] == "bf16-engine" and row["setting"] == AS_SHIPPED
+        if row["strategy"] in STAGES
+        and row["precision"] == "bf16-engine"
+        and row["setting"] == AS_SHIPPED
         and not math.isnan(rank_state_bytes(row))
-    ]  # fmt: skip
+    ]
     # A run with another setting that moves no state would only be a second case that agrees.
     cases = {(row["strategy"], row["model"], row["world_size"], rank_state_bytes(row)): row for row in rows}
     # Of one stage, the table has the case with the largest difference.
@@ -59,13 +61,21 @@ def _table1_answer(records: Records) -> Answer | None:
     is_kept_whole = figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0
     agreeing, total = len(rows) - len(off_rows), len(rows)
     sentence, words, note = paragraphs(
-        "table1_answer.j2", agreeing=agreeing, total=total, before_step=before_step,
+        "table1_answer.j2",
+        agreeing=agreeing,
+        total=total,
+        before_step=before_step,
         extrapolated=sum(row["extrapolated"] is not None for row in rows),
         cause="unreduced" if before_step and all(before_step) else "whole" if is_kept_whole else "",
-        table=_CELLS, measured=measured, tried=tried, worst=worst, missing=missing.to_dict(),
+        table=_CELLS,
+        measured=measured,
+        tried=tried,
+        worst=worst,
+        missing=missing.to_dict(),
         larger=off_rows and _larger_than_bucket(records, rows, off_rows),
-        difference=change_text(_difference(worst)), more=(rank_state_bytes(worst) - worst["paper_bytes"]) / GB,
-    )  # fmt: skip
+        difference=change_text(_difference(worst)),
+        more=(rank_state_bytes(worst) - worst["paper_bytes"]) / GB,
+    )
     numbers = [(f"{agreeing} of {total}", words)] if total > 1 else []
     return Answer(sentence, state_by_stage(rows), (note,), numbers)
 
@@ -73,8 +83,11 @@ def _table1_answer(records: Records) -> Answer | None:
 def _larger_than_bucket(records: Records, rows: Sequence[Summary], off_rows: Sequence[Summary]) -> dict[str, str]:
     """Return the bucket, the largest tensor of each model that is off, if larger, and of the others, in M elements."""
     runs = {run.run: run for run in virtual_runs(records).runs.itertuples()}
-    largest = {row["model"]: max(param.elements for param in request.shape.params) / 1e6
-               for row in rows if (request := request_if_any(runs[row["runs"][0]])) is not None}  # fmt: skip
+    largest = {
+        row["model"]: max(param.elements for param in request.shape.params) / 1e6
+        for row in rows
+        if (request := request_if_any(runs[row["runs"][0]])) is not None
+    }
     bucket = max((row["buckets"] or {}).get("reduce_bucket_size", math.inf) for row in rows) / 1e6
     off = [largest.get(row["model"], 0) for row in off_rows]
     small = {model: size for model, size in largest.items() if size <= bucket}
@@ -102,9 +115,13 @@ def table1_table(records: Records) -> pd.DataFrame:
     """Return a row per case with its model state and that of the paper's formula."""
     return pd.DataFrame(
         {
-            "Model": row["model"], "Ranks": row["world_size"], "Strategy": row["strategy"],
-            "Paper, GB": row["paper_bytes"] / GB, "Here, GB": rank_state_bytes(row) / GB,
-            "Difference": f"{_difference(row):+.2%}", "Parameters, B": row["model_parameters"] / GB,
+            "Model": row["model"],
+            "Ranks": row["world_size"],
+            "Strategy": row["strategy"],
+            "Paper, GB": row["paper_bytes"] / GB,
+            "Here, GB": rank_state_bytes(row) / GB,
+            "Difference": f"{_difference(row):+.2%}",
+            "Parameters, B": row["model_parameters"] / GB,
             "Bytes per parameter here": rank_state_bytes(row) / row["model_parameters"],
             "Bytes per parameter, paper": paper_state_bytes(1, row["stage"], row["world_size"]),
             "Buffers, not state, GB": summaries.buffer_bytes(row) / GB,
@@ -112,13 +129,17 @@ def table1_table(records: Records) -> pd.DataFrame:
             **summaries.provenance_columns(row),
         }
         for row in summaries.table1_rows(records)
-    )  # fmt: skip
+    )
 
 
 TABLE1 = Question(
-    "table1", "Does one of N ranks need the memory that the ZeRO paper predicts?", _table1_answer,
-    tables={"table1": table1_table}, figures=("table1",), notebook="virtual_cluster",
-)  # fmt: skip
+    "table1",
+    "Does one of N ranks need the memory that the ZeRO paper predicts?",
+    _table1_answer,
+    tables={"table1": table1_table},
+    figures=("table1",),
+    notebook="virtual_cluster",
+)
 
 # A setting that changes the traffic by more than this is in the sentence.
 _MUCH = 0.1
@@ -141,15 +162,18 @@ _FIGURES: dict[str, Callable[[Summary], float]] = {
 }
 
 
-def _settings_answer(records: Records) -> Answer | None:
+def _settings_answer(records: Records) -> Answer | None:  # noqa: PLR0914
     unchanged = [row for row in summaries.summaries(records) if row["setting"] == AS_SHIPPED]
     by_stage = {stage: [_sent_x_paper(row) for row in unchanged if row["strategy"] == stage] for stage in STAGES}
     shipped = {stage: ratios for stage, ratios in by_stage.items() if not all(map(math.isnan, ratios))}
     if not shipped:
         return None
     models = [row["model"] for row in unchanged if row["strategy"] in STAGES and not math.isnan(_sent_x_paper(row))]
-    gathers = [summaries.shares(row, "payload_bytes").get("all_gather") or math.nan
-               for row in unchanged if row["strategy"] == STAGES[-1]]  # fmt: skip
+    gathers = [
+        summaries.shares(row, "payload_bytes").get("all_gather") or math.nan
+        for row in unchanged
+        if row["strategy"] == STAGES[-1]
+    ]
     rows: list[dict[str, Any]] = [
         {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: _known_span(ratios)}
         for stage, ratios in shipped.items()
@@ -173,10 +197,13 @@ def _settings_answer(records: Records) -> Answer | None:
     for stage, ratios in shipped.items():
         stages[(_known_span(ratios), *after_changes[stage])].append(stage)
     sentence, words, *notes = paragraphs(
-        "settings_answer.j2", stages={figures: format_names(names) for figures, names in stages.items()},
+        "settings_answer.j2",
+        stages={figures: format_names(names) for figures, names in stages.items()},
         gathers="" if all(map(math.isnan, gathers)) else span_text(gathers, _THREE_DIGITS),
-        models=format_names(models), changed=changed, has_unknown=any(map(math.isnan, gathers)),
-    )  # fmt: skip
+        models=format_names(models),
+        changed=changed,
+        has_unknown=any(map(math.isnan, gathers)),
+    )
     title = "" if any(after_changes.values()) else "Does one of N ranks send what the ZeRO paper predicts?"
     span = span_text((ratio for ratios in shipped.values() for ratio in ratios), _THREE_DIGITS)
     numbers = [(f"{span} x", words)] if " to " in span else []
@@ -227,9 +254,13 @@ def settings_table(records: Records) -> pd.DataFrame:
 
 
 SETTINGS = Question(
-    "settings", "Where does the engine differ from the paper, and by which setting?", _settings_answer,
-    tables={"settings": settings_table}, figures=("settings",), notebook="virtual_cluster",
-)  # fmt: skip
+    "settings",
+    "Where does the engine differ from the paper, and by which setting?",
+    _settings_answer,
+    tables={"settings": settings_table},
+    figures=("settings",),
+    notebook="virtual_cluster",
+)
 
 
 def lora_cases(records: Records) -> dict[str, list[Summary]]:
@@ -239,11 +270,13 @@ def lora_cases(records: Records) -> dict[str, list[Summary]]:
         if row["setting"] == "lora" and row["strategy"] in STAGES and not math.isnan(rank_state_bytes(row)):
             by_case[-row["model_parameters"], row["world_size"], row["precision"]].setdefault(row["strategy"], row)
     cases = [list(rows.values()) for _, rows in sorted(by_case.items()) if len(rows) > 1 and STAGES[-1] in rows]
-    return {f"{row['model']}, {row['precision']}, one of {row['world_size']} virtual ranks": [row, *more]
-            for row, *more in cases}  # fmt: skip
+    return {
+        f"{row['model']}, {row['precision']}, one of {row['world_size']} virtual ranks": [row, *more]
+        for row, *more in cases
+    }
 
 
-def _lora_answer(records: Records) -> Answer | None:
+def _lora_answer(records: Records) -> Answer | None:  # noqa: PLR0914
     if not (cases := lora_cases(records)):
         return None
     subject, (whole, *_, divided) = next(iter(cases.items()))
@@ -258,11 +291,16 @@ def _lora_answer(records: Records) -> Answer | None:
         all_layers = [f"{held_text(row[0] / MIB, row[1] / MIB)} MiB" for row in (undivided, sharded)]
         sent_by_all = sharded[2] / undivided[2]
     sentence, words = paragraphs(
-        "lora_answer.j2", whole=whole, divided=divided, sizes=sizes, all_layers=all_layers,
-        sent_by_all=format_number(sent_by_all), sent=format_or_dash(sent, format_number),
+        "lora_answer.j2",
+        whole=whole,
+        divided=divided,
+        sizes=sizes,
+        all_layers=all_layers,
+        sent_by_all=format_number(sent_by_all),
+        sent=format_or_dash(sent, format_number),
         parameters=percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole)),
         is_more=sum(held[1]) > held[0][0],
-    )  # fmt: skip
+    )
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
     # An option that changes none of these bytes gives no further row.
@@ -272,33 +310,40 @@ def _lora_answer(records: Records) -> Answer | None:
 
 
 LORA = Question(
-    "lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer, figures=("lora",),
+    "lora",
+    "What does ZeRO divide where only LoRA's adapters are trained?",
+    _lora_answer,
+    figures=("lora",),
     notebook="virtual_cluster",
-)  # fmt: skip
+)
 
 
 # Settings in which the cases of a model differ, and the words for a change from the usual value.
 _TUNED = {
-    "peft": "LoRA instead of full fine-tuning", "offload": "offload to the host instead of none",
+    "peft": "LoRA instead of full fine-tuning",
+    "offload": "offload to the host instead of none",
     "gradient_checkpointing": "gradient checkpointing instead of none",
     "micro_batch_size": "micro-batch {} instead of {}",
-}  # fmt: skip
+}
 
 
 _HELD, _KEPT, _SENT = "State + gathered weights on the device", "Kept for backward", "Ring bytes (NCCL)"
 
 
-def _tuning_answer(records: Records) -> Answer | None:
+def _tuning_answer(records: Records) -> Answer | None:  # noqa: PLR0914
     """Compare the cases that differ in one of these settings; None without checkpointing and LoRA in some."""
     runs = virtual_runs(records).runs.query("status_state == 'ok'")
     if runs[["gradient_checkpointing", "peft"]].nunique().min() < 2:
         return None
     is_offloaded = runs["offload_optimizer"].fillna("none") != "none"
-    runs = runs.assign(**{
-        "offload": runs["strategy"].where(is_offloaded, "none"), _KEPT: runs["forward_holds_bytes"],
-        _HELD: sum(runs[f"{kind}_bytes_device"] for kind in STATE_KINDS) + runs["forward_gathers_bytes"],
-        _SENT: runs["collectives"].map(summaries.read_ring_bytes),
-    })  # fmt: skip
+    runs = runs.assign(
+        **{
+            "offload": runs["strategy"].where(is_offloaded, "none"),
+            _KEPT: runs["forward_holds_bytes"],
+            _HELD: sum(runs[f"{kind}_bytes_device"] for kind in STATE_KINDS) + runs["forward_gathers_bytes"],
+            _SENT: runs["collectives"].map(summaries.read_ring_bytes),
+        }
+    )
     run, case = runs.iloc[0], ["model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED]
     by_layers = {f"{run['model_layers']:.0f}": runs}
     figures, error = [_HELD, _KEPT, _SENT], 0.0
@@ -335,10 +380,13 @@ def _tuning_answer(records: Records) -> Answer | None:
             ends = [{percent(-change[at]): at for at in (change.idxmax(), change.idxmin())} for change in at_depths]
             effects[most].append((at_depths[0].max(), setting, ends))
     sentence, number, words, note = paragraphs(
-        "tuning_answer.j2", effects={name: sorted(settings) for name, settings in effects.items()},
-        largest=min((min(settings), name) for name, settings in effects.items()), run=run, error=percent(error),
+        "tuning_answer.j2",
+        effects={name: sorted(settings) for name, settings in effects.items()},
+        largest=min((min(settings), name) for name, settings in effects.items()),
+        run=run,
+        error=percent(error),
         model=full_model(str(run["model_name_or_path"]).rsplit("/", 1)[-1]),
-    )  # fmt: skip
+    )
     return Answer(sentence, pd.DataFrame(rows), (note,), [(number, words)])
 
 
@@ -381,12 +429,16 @@ def _layers_answer(records: Records) -> Answer | None:
         # The name of a collective or a buffer, without the suffix of the counted quantity.
         bent = sorted({name.rsplit(".", 1)[0] for fit in fits for name in fit["not_linear"]})
         residual = max((fit["largest_residual_at_target"] for fit in fits), default=0.0)
-        table.append({
-            "Model": model, "Measured completely": len(rows) - len(fits), "Extrapolated": len(fits),
-            "Max residual": f"{residual:.1%}" if fits else "-",
-            "Not linear in layers": ", ".join(bent) or "-",
-            "Thresholds crossed": ", ".join(sorted({name for fit in fits for name in fit["crossed"]})) or "-",
-        })  # fmt: skip
+        table.append(
+            {
+                "Model": model,
+                "Measured completely": len(rows) - len(fits),
+                "Extrapolated": len(fits),
+                "Max residual": f"{residual:.1%}" if fits else "-",
+                "Not linear in layers": ", ".join(bent) or "-",
+                "Thresholds crossed": ", ".join(sorted({name for fit in fits for name in fit["crossed"]})) or "-",
+            }
+        )
     notes = ["A figure that is not linear in layers is not extrapolated."] if lines else []
     notes += [
         f"{len(group)} of `{model}` ended {state}, such as: {group['status_reason'].iloc[0]}."
@@ -401,13 +453,18 @@ def lines_table(records: Records) -> pd.DataFrame:
     for depths in summaries.groups(records):
         complete, line = summaries.full_depth_summary(depths), summaries.extrapolate_from_depths(depths)
         if complete is not None and line is not None:
+            state = rank_state_bytes(line) / rank_state_bytes(complete) - 1
             traffic = summaries.relative_ring_bytes(line) / summaries.relative_ring_bytes(complete) - 1
-            rows.append({
-                "Model": complete["model"], "Ranks": complete["world_size"], "Strategy": complete["strategy"],
-                "Setting": complete["setting"],
-                "State, extrapolated over measured": f"{rank_state_bytes(line) / rank_state_bytes(complete) - 1:+.2%}",
-                "Ring bytes (NCCL), extrapolated over measured": "-" if math.isnan(traffic) else f"{traffic:+.2%}",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "Model": complete["model"],
+                    "Ranks": complete["world_size"],
+                    "Strategy": complete["strategy"],
+                    "Setting": complete["setting"],
+                    "State, extrapolated over measured": f"{state:+.2%}",
+                    "Ring bytes (NCCL), extrapolated over measured": "-" if math.isnan(traffic) else f"{traffic:+.2%}",
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -431,6 +488,9 @@ def virtual_runs_table(records: Records) -> pd.DataFrame:
 
 
 LAYERS = Question(
-    "layers", "How were these virtual ranks measured, and what do they not show?", _layers_answer,
-    tables={"lines_beside_whole_models": lines_table, "virtual_runs": virtual_runs_table}, notebook="virtual_cluster",
-)  # fmt: skip
+    "layers",
+    "How were these virtual ranks measured, and what do they not show?",
+    _layers_answer,
+    tables={"lines_beside_whole_models": lines_table, "virtual_runs": virtual_runs_table},
+    notebook="virtual_cluster",
+)

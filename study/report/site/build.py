@@ -79,12 +79,18 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder:
     deadline = time.monotonic() + time_limit_s
     try:
         papermill.execute_notebook(
-            str(notebook), str(output), parameters=dict(parameters), progress_bar=False, start_timeout=START_LIMIT_S,
+            str(notebook),
+            str(output),
+            parameters=dict(parameters),
+            progress_bar=False,
+            start_timeout=START_LIMIT_S,
             # Not `cwd`, which changes the folder of the whole process: notebooks run concurrently.
-            resources={"metadata": {"path": str(folder)}}, kernel_manager_class=ThisInterpreter,
+            resources={"metadata": {"path": str(folder)}},
+            kernel_manager_class=ThisInterpreter,
             # Killed: asked to exit, one kernel in four hangs for 3.5 s.
-            shutdown_kernel="immediate", timeout_func=lambda _cell: max(1, int(deadline - time.monotonic())),
-        )  # fmt: skip
+            shutdown_kernel="immediate",
+            timeout_func=lambda _cell: max(1, int(deadline - time.monotonic())),
+        )
     except PapermillExecutionError as error:
         raise NotebookFailed(f"{_place(output, error.cell_index)}: {error.ename}: {error.evalue}") from None
     except CellTimeoutError:
@@ -132,10 +138,18 @@ KERNELS = 2
 
 
 def build(
-    records: Records, suite: str, output: Path, *, claims: Sequence[Row] = (), notebooks: Path = NOTEBOOKS,
-    time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None, facts: Sequence[str] = (),
-    title: str = "", kernels: int = KERNELS,
-) -> dict[str, str]:  # fmt: skip
+    records: Records,
+    suite: str,
+    output: Path,
+    *,
+    claims: Sequence[Row] = (),
+    notebooks: Path = NOTEBOOKS,
+    time_limit_s: float = TIME_LIMIT_S,
+    say: Callable[[str], None] = lambda _line: None,
+    facts: Sequence[str] = (),
+    title: str = "",
+    kernels: int = KERNELS,
+) -> dict[str, str]:
     """Build the report in a folder next to `output` and move it there; return the reason of each failed notebook.
 
     `title` is that of the first page, by default the suite's name, `facts` are lines for its head that the records do
@@ -156,9 +170,13 @@ def build(
 
 
 def run_notebooks(
-    names: Sequence[str], notebooks: Path, folder: Path, time_limit_s: float, say: Callable[[str], None],
+    names: Sequence[str],
+    notebooks: Path,
+    folder: Path,
+    time_limit_s: float,
+    say: Callable[[str], None],
     kernels: int = KERNELS,
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Execute notebooks on the records in `folder`, and write them there; return the reason of each failed one."""
 
     def run(name: str) -> str:
@@ -174,10 +192,15 @@ def run_notebooks(
         return {name: failure for name, failure in zip(names, pool.map(run, names), strict=True) if failure}
 
 
-def _write_pages(
-    records: Records, suite: str, folder: Path, answered: Mapping[Question, Answer], failures: Mapping[str, str],
-    facts: Sequence[str], title: str,
-) -> None:  # fmt: skip
+def _write_pages(  # noqa: PLR0914
+    records: Records,
+    suite: str,
+    folder: Path,
+    answered: Mapping[Question, Answer],
+    failures: Mapping[str, str],
+    facts: Sequence[str],
+    title: str,
+) -> None:
     heads, all_reports = dict[str, list[str]](), ".." if folder.resolve().parent.name == "reports" else ""
     figures: dict[str, list[Picture]] = {}
     for name in dict.fromkeys(question.notebook for question in answered if question.notebook):
@@ -190,27 +213,46 @@ def _write_pages(
     cards = [_card(question, answer, drawn[question], records) for question, answer in answered.items()]
     in_summary = {picture.name for card in cards for picture in card.drawings}
     failed = [f"`{name}`: {why}" for name, why in failures.items()]
-    lists = [PageSection(title, text, notes=left_out, classes="left-out") for title, text, left_out in (
-        ("Notebooks that did not finish", "", failed),
-        ("Records left out", "They are in no figure and no table.", records.refused),
-    ) if left_out]  # fmt: skip
+    lists = [
+        PageSection(title, text, notes=left_out, classes="left-out")
+        for title, text, left_out in (
+            ("Notebooks that did not finish", "", failed),
+            ("Records left out", "They are in no figure and no table.", records.refused),
+        )
+        if left_out
+    ]
     environment = _environment(records)
     numbers = [number for answer in answered.values() for number in answer.numbers]
     lead = PageSection(sentence=" · ".join([*environment.values(), *facts]))
     texts = {
         "summary.md": page_markdown(title, [lead, *_shorten_cards(answered, cards), *lists], numbers),
         "index.html": page_html(
-            "index.html.j2", suite, pages, "index", title=title, facts=facts, cards=cards, lists=lists,
-            numbers=numbers, all_reports=all_reports, environment=pd.DataFrame(environment.items(), columns=["", " "]),
+            "index.html.j2",
+            suite,
+            pages,
+            "index",
+            title=title,
+            facts=facts,
+            cards=cards,
+            lists=lists,
+            numbers=numbers,
+            all_reports=all_reports,
+            environment=pd.DataFrame(environment.items(), columns=["", " "]),
         ),
-    }  # fmt: skip
+    }
     for name, (_, words) in heads.items():
         chosen = [question for question in answered if question.notebook == name]
         sections = [part for one in chosen for part in _details(one, answered[one], drawn[one], records, in_summary)]
         texts[f"{name}.html"] = page_html(
-            "page.html.j2", suite, pages, name, lead=words, sections=sections, failure=failures.get(name),
+            "page.html.j2",
+            suite,
+            pages,
+            name,
+            lead=words,
+            sections=sections,
+            failure=failures.get(name),
             all_reports=all_reports,
-        )  # fmt: skip
+        )
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     write_figures(itertools.chain(*drawn.values()), folder, in_summary)
@@ -251,12 +293,16 @@ def _card(question: Question, answer: Answer, drawn: Sequence[Picture], records:
     shown = [picture for picture in drawn if picture.name.rpartition("_")[0] in question.figures[:1]]
     shown.sort(key=lambda picture: f", {answer.subject}: " not in picture.alt)
     return PageSection(
-        answer.title or question.title, sentence=answer.sentence, table=answer.table, notes=answer.notes,
+        answer.title or question.title,
+        sentence=answer.sentence,
+        table=answer.table,
+        notes=answer.notes,
         drawings=shown[:1],
         tables={f"{_words(name)} in full": table for name, table in tables.items() if not table.empty},
-        classes="card", anchor=question.name,
+        classes="card",
+        anchor=question.name,
         below=Markup('<p class="more">{}</p>').format(more) if question.notebook else Markup(""),
-    )  # fmt: skip
+    )
 
 
 def _shorten_cards(questions: Iterable[Question], cards: Iterable[PageSection]) -> Iterator[PageSection]:
@@ -272,9 +318,13 @@ def _details(
     files = [file for picture in drawn for file in picture_files(picture, in_summary)]
     links = Markup(" ").join(link_html(file.rpartition("/")[2], file) for file in files)
     yield PageSection(
-        answer.title or question.title, sentence=answer.sentence, notes=answer.notes, drawings=drawn,
-        anchor=question.name, below=Markup('<p class="files">{}</p>').format(links),
-    )  # fmt: skip
+        answer.title or question.title,
+        sentence=answer.sentence,
+        notes=answer.notes,
+        drawings=drawn,
+        anchor=question.name,
+        below=Markup('<p class="files">{}</p>').format(links),
+    )
     for name, make in question.tables.items():
         if not (table := make(records)).empty:
             yield PageSection(_words(name), table=table, level=3)
@@ -294,11 +344,13 @@ def _environment(records: Records) -> dict[str, str]:
     days = sorted({str(start)[:10] for start in runs["status_started_at"].dropna()})
     devices = runs["devices"].dropna().map(lambda names: ", ".join(json.loads(names)) or "no accelerator")
     parts = {
-        "Runs": [f"{len(runs)} runs{outcomes}"], "Processor": _few(runs["cpu"]), "Accelerator": _few(devices),
+        "Runs": [f"{len(runs)} runs{outcomes}"],
+        "Processor": _few(runs["cpu"]),
+        "Accelerator": _few(devices),
         "PyTorch": _few(runs["torch_version"], "torch "),
         "Engine": _few(runs["deepspeed_version"], "DeepSpeed "),
         "Days": [" to ".join(dict.fromkeys((days[0], days[-1])))],
-    }  # fmt: skip
+    }
     return {name: " · ".join(texts) for name, texts in parts.items() if texts}
 
 

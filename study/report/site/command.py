@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     only_records.add_argument("--keep_missing", action="store_true", help="keep runs that only the report contains")
 
 
-def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequence[Row]]) -> int:
+def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequence[Row]]) -> int:  # noqa: PLR0914
     """Build the report; `claims` returns the published claims that depend on a report's records, given its folder."""
     with require_extra("report"):
         from study.records import frames
@@ -75,8 +75,15 @@ def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequ
         print_line(f"notice: {fact}")
     # SIGTERM, which `timeout` sends, leaves no partial report.
     with raise_on_signals(Terminated(), signal.SIGTERM):
-        failures = build(records, name, output, claims=claims(records, name, output), say=print_line, facts=facts,
-                         title=title_of(options.suite))  # fmt: skip
+        failures = build(
+            records,
+            name,
+            output,
+            claims=claims(records, name, output),
+            say=print_line,
+            facts=facts,
+            title=title_of(options.suite),
+        )
     if records.refused:
         print_line(f"records excluded: {len(records.refused)}; the report lists them with the reasons")
     print(output / "index.html")

@@ -9,8 +9,12 @@ from __future__ import annotations
 import importlib
 import sys
 
-_MODULES = ("ipykernel.kernelapp", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
-            "study.report.questions")  # fmt: skip
+_MODULES = (
+    "ipykernel.kernelapp",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
+    "study.report.questions",
+)
 
 
 def preload() -> None:

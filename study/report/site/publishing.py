@@ -107,9 +107,10 @@ def publish_report(folder: Path, output: Path) -> None:
 def _unchanged_files(folder: Path, digests: Digests) -> dict[str, Path]:
     """Return the files of the folder that a report wrote and that are unchanged since."""
     return {
-        name: file for name, file in _plain_files(folder).items()
+        name: file
+        for name, file in _plain_files(folder).items()
         if _sha256(file) in digests.get(name, "").split() or _is_table(name, file)
-    }  # fmt: skip
+    }
 
 
 def _plain_files(folder: Path) -> dict[str, Path]:
@@ -117,8 +118,10 @@ def _plain_files(folder: Path) -> dict[str, Path]:
     places = [folder, *(folder / name for name in (FIGURES, IMAGES) if _is_real_folder(folder / name))]
     return {
         file.relative_to(folder).as_posix(): file
-        for place in places for file in place.iterdir() if file.is_file() and not file.is_symlink()
-    }  # fmt: skip
+        for place in places
+        for file in place.iterdir()
+        if file.is_file() and not file.is_symlink()
+    }
 
 
 def _is_real_folder(path: Path) -> bool:
