@@ -149,6 +149,19 @@ def test_a_release_with_known_wrong_gradients_is_named_only_where_they_are_wrong
     assert checked >= 2
 
 
+def test_a_combination_of_settings_that_trains_something_else_is_named_on_the_tested_release_only() -> None:
+    offload = {"device": "cpu", "pin_memory": False}
+    zenflow = make_engine(2, zero={"offload_optimizer": offload, "zenflow": {"topk_ratio": 0.1}})
+    fault = list_faults(make_receipt(engine=zenflow))["wrong-combination"]
+    assert "transposed" in fault.says
+    assert "0.19.6" in fault.fix
+    earlier = make_receipt(engine=zenflow, packages={"deepspeed": "0.19.6", "torch": "2.13.0"})
+    assert "wrong-combination" not in list_faults(earlier)
+    # Whether a run resumes is not in its settings.
+    nvme = make_engine(3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}})
+    assert "wrong-combination" not in list_faults(make_receipt(engine=nvme))
+
+
 def _version_in(releases: Any) -> dict[str, str] | None:
     """Return tested releases that a cause is in; None if it names a package whose releases are not in the grid."""
     from packaging.specifiers import SpecifierSet

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
+from study.advisor.explain_combinations import combination_findings
 from study.advisor.user_settings import OFFLOADS, ZERO, Finding, flatten, known_settings, removed, section_entries
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number
@@ -27,9 +28,10 @@ _COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operato
 def findings(case: ConfigCase) -> list[Finding]:
     """Return all findings of a config, including those of parsing it."""
     facts, reference = _facts(case), known_settings()
+    combinations = list(combination_findings(case))
     if case.file.deepspeed is None:
         rules = _holding(reference["rules_without_deepspeed"], facts)
-        return [*case.findings, *rules, *request_findings(case.request, facts)]
+        return [*case.findings, *rules, *request_findings(case.request, facts), *combinations]
     results = [
         *case.findings,
         *_ineffective(case, facts),
@@ -38,6 +40,7 @@ def findings(case: ConfigCase) -> list[Finding]:
         *_holding(reference["rules"], facts),
         *request_findings(case.request, facts),
         *_batch(case),
+        *combinations,
     ]
     if case.stage and case.request.strategy.offloads and case.request.box.device.memory_gib:
         used = [what for what in OFFLOADS if case.offload(what)]

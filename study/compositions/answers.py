@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +39,10 @@ class KnownFinding:
     instead: str = ""
     # Part of the outcome's text, to distinguish findings with these features.
     words: str = ""
+    # Sets of features with which it does not arise.
+    unless: tuple[frozenset[str], ...] = ()
+    # Settings of a file that it needs besides, as (key, value).
+    setting: tuple[tuple[str, str], ...] = ()
 
     def explains(self, outcome: CombinationOutcome) -> bool:
         levels = outcome.combination.levels
@@ -46,7 +50,12 @@ class KnownFinding:
             outcome.kind in self.kind.split("|")
             and self.words in f"{outcome.says} {outcome.line}"
             and all(levels & alternatives for alternatives in self.features)
+            and not self.is_lifted(levels)
         )
+
+    def is_lifted(self, levels: Set[str]) -> bool:
+        """Whether these features keep it from arising."""
+        return any(lifting <= levels for lifting in self.unless)
 
 
 @functools.cache
@@ -54,7 +63,14 @@ def read_known_findings() -> tuple[KnownFinding, ...]:
     """Read known.yaml; tests/test_compositions.py checks that every finding of a stored matrix is in it."""
     entries = yaml.safe_load(_KNOWN.read_text(encoding="utf-8"))["known"]
     return tuple(
-        KnownFinding(**{**entry, "features": tuple(frozenset(name.split("|")) for name in entry["features"])})
+        KnownFinding(
+            **{
+                **entry,
+                "features": tuple(frozenset(name.split("|")) for name in entry["features"]),
+                "unless": tuple(frozenset(names) for names in entry.get("unless", ())),
+                "setting": tuple(entry.get("setting", {}).items()),
+            }
+        )
         for entry in entries
     )
 

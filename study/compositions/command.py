@@ -48,6 +48,7 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
         help="train combinations that cover all pairs of features, for N minutes; --runs_dir DIR keeps them, and a"
         " later call continues",
     )
+    add("--per_engine", action="store_true", help="of --pairs: cover every pair under every engine")
 
 
 def parse_features(text: str) -> Combination | None:
@@ -76,7 +77,7 @@ def _minutes(text: str) -> float:
 
 def requests_combinations(options: argparse.Namespace) -> bool:
     """Whether the command line asks for combinations."""
-    return hasattr(options, "features") or options.locate or options.pairs is not None
+    return hasattr(options, "features") or options.locate or options.pairs is not None or options.per_engine
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,6 +85,8 @@ def run(options: argparse.Namespace) -> int:
     if hasattr(options, "features") and options.features is None:
         print_page([feature_table()])
         return _PASS
+    if options.per_engine and options.pairs is None:
+        raise UserError("--per_engine is of --pairs", "add --pairs N, or leave it out")
     stack = installed_stack()
     needed = [name for name in ("torch", "transformers") if stack[name] is None]
     if needed:
@@ -186,8 +189,15 @@ def _run_pairs(options: argparse.Namespace, stack: dict[str, str | None]) -> int
                 raise UserError(f"{file} has runs of another stack", "name another folder")
     print_progress = lambda line: print_page([line], sys.stderr)  # noqa: E731
     with CombinationSession() as session:
-        fill(matrix, session, minutes=options.pairs, report=print_progress, file=file)
-    print_result(options.json, matrix.document, matrix_page(matrix))
+        fill(
+            matrix,
+            session,
+            minutes=options.pairs,
+            report=print_progress,
+            file=file,
+            per_engine=options.per_engine,
+        )
+    print_result(options.json, matrix.document, matrix_page(matrix, per_engine=options.per_engine))
     return exit_status([finding for finding in matrix.findings.values() if _counts(finding)])
 
 
@@ -197,13 +207,15 @@ def _counts(finding: CombinationOutcome) -> bool:
     return entry is None or entry.verdict == "wrong"
 
 
-def matrix_page(matrix: Matrix) -> tuple[str | TextTable, ...]:
+def matrix_page(matrix: Matrix, *, per_engine: bool = False) -> tuple[str | TextTable, ...]:
     """Return the coverage and the findings of a matrix."""
-    covered = 1 - len(matrix.open_pairs) / matrix.pairs if matrix.pairs else 0.0
+    total, uncovered = (matrix.triples, matrix.open_triples) if per_engine else (matrix.pairs, matrix.open_pairs)
+    covered = 1 - len(uncovered) / total if total else 0.0
+    what = "pairs under an engine" if per_engine else "pairs"
     equal = sum(outcome.is_equal for outcome in matrix.outcomes.values())
     head = (
         f"{len(matrix.outcomes)} runs in {format_duration(matrix.seconds)}, {equal} equal to one process;"
-        f" {covered:.1%} of {matrix.pairs} pairs covered; {len(matrix.findings)} findings"
+        f" {covered:.1%} of {total} {what} covered; {len(matrix.findings)} findings"
     )
     rows = [[finding.combination.name, finding.kind, finding.says[:90]] for finding in matrix.findings.values()]
     return head, "", TextTable(["smallest combination", "outcome", "what"], rows)

@@ -1,4 +1,4 @@
-"""Designs in which every pair of levels that can meet meets in a run."""
+"""Designs in which every pair of levels that can meet meets in a run, or every pair under every engine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 
 from study.compositions.features import Combination, find_row, make_combination, read_rows, read_rules
 
+# Levels of different rows: two, or an engine with two others.
 Pair = frozenset[str]
 # Combinations that are drawn for each run; the one with the most new pairs is taken.
 _DRAWN: Final = 30
@@ -21,15 +22,18 @@ _COMPANIONS: Final = (("cpu_adam",), ("cpu_adam", "optimizer_cpu"), ("optimizer_
 class Design:
     """Draws combinations until every pair has been covered; findings on the way are left out of the next ones."""
 
-    def __init__(self, seed: int = 0, levels: Collection[str] | None = None):
-        """Levels outside `levels`, if it is given, are not drawn."""
+    def __init__(self, seed: int = 0, levels: Collection[str] | None = None, *, per_engine: bool = False):
+        """Levels outside `levels`, if it is given, are not drawn; `per_engine` covers every pair under every engine."""
         self._random = random.Random(seed)
         self._rows = {
             row.name: [level for level in row.levels if levels is None or level in levels or level == row.default]
             for row in read_rows().values()
         }
         self._forbidden: list[frozenset[str]] = []
-        self.pairs = {pair for pair in self._possible_pairs() if self._completed(pair) is not None}
+        self._list = list_triples if per_engine else list_pairs
+        # Whether a triple can be completed is found when it is drawn, since there are thousands.
+        possible = self._possible_triples() if per_engine else self._possible_pairs()
+        self.pairs = {pair for pair in possible if per_engine or self._completed(pair) is not None}
         self.uncovered = set(self.pairs)
 
     def _possible_pairs(self) -> Iterator[Pair]:
@@ -37,6 +41,14 @@ class Design:
             for first, second in itertools.product(levels, later_levels):
                 if not _conflicts({first}, second):
                     yield frozenset((first, second))
+
+    def _possible_triples(self) -> Iterator[Pair]:
+        engines = self._rows["engine"]
+        for pair in self._possible_pairs():
+            for engine in engines if pair.isdisjoint(engines) else ():
+                first, second = pair
+                if not (_conflicts({engine}, first) or _conflicts({engine, first}, second)):
+                    yield pair | {engine}
 
     def forbid(self, levels: Iterable[str]) -> None:
         """Draw no further combination with all of these levels."""
@@ -50,7 +62,7 @@ class Design:
 
     def cover(self, combination: Combination) -> None:
         """Count the pairs of a run as covered."""
-        self.uncovered -= list_pairs(combination)
+        self.uncovered -= self._list(combination)
 
     def draw(self) -> Combination | None:
         """Return the next combination; None if no uncovered pair can be part of one."""
@@ -60,9 +72,11 @@ class Design:
             drawn = [self._completed(pair) for _ in range(_DRAWN)]
             possible = [combination for combination in drawn if combination is not None]
             if possible:
-                return max(possible, key=lambda combination: len(list_pairs(combination) & self.uncovered))
-            # No combination with this pair is allowed any more.
+                return max(possible, key=lambda combination: len(self._list(combination) & self.uncovered))
+            # No combination with this pair is allowed any more, or any was.
             self.uncovered.discard(pair)
+            if self._completed(pair, without_findings=True) is None:
+                self.pairs.discard(pair)
         return None
 
     def single_features(self) -> list[Combination]:
@@ -82,8 +96,11 @@ class Design:
                 singles += itertools.islice((single for single in tried if single.conflict is None), 1)
         return singles
 
-    def _completed(self, pair: Pair) -> Combination | None:
-        """Return a combination with this pair, drawn at random; None if none was found."""
+    def _completed(self, pair: Pair, *, without_findings: bool = False) -> Combination | None:
+        """Return a combination with this pair, drawn at random; None if none was found.
+
+        Findings do not forbid it `without_findings`.
+        """
         for _ in range(_TRIES_TO_COMPLETE):
             levels = set(pair)
             open_rows = [row for row, names in self._rows.items() if levels.isdisjoint(names)]
@@ -95,13 +112,19 @@ class Design:
                 levels.add(self._random.choice(possible))
             else:
                 chosen = frozenset(levels)
-                if not any(forbidden <= chosen for forbidden in self._forbidden):
+                if without_findings or not any(forbidden <= chosen for forbidden in self._forbidden):
                     return Combination(chosen)
         return None
 
 
 def list_pairs(combination: Combination) -> set[Pair]:
     return {frozenset(pair) for pair in itertools.combinations(combination.levels, 2)}
+
+
+def list_triples(combination: Combination) -> set[Pair]:
+    """Return the pairs of a combination's other levels, each with its engine."""
+    engine = combination.level("engine")
+    return {frozenset((engine, *pair)) for pair in itertools.combinations(combination.levels - {engine}, 2)}
 
 
 def _conflicts(levels: Collection[str], level: str) -> bool:

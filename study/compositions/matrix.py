@@ -21,6 +21,10 @@ _NEEDS_A_GPU = (
 )
 
 
+# What a run that is equal leaves out in a file.
+_EQUAL: dict[str, Any] = {"kind": "equal", "says": "", "line": "", "difference": None}
+
+
 @dataclasses.dataclass
 class Matrix:
     """Outcomes of runs, and the smallest combinations that are not equal."""
@@ -31,6 +35,9 @@ class Matrix:
     # Pairs that can meet, and those that no run of the design has covered.
     pairs: int = 0
     open_pairs: list[list[str]] = dataclasses.field(default_factory=list)
+    # The same for pairs under each engine.
+    triples: int = 0
+    open_triples: list[list[str]] = dataclasses.field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -47,8 +54,10 @@ class Matrix:
             "stack": self.stack,
             "pairs": self.pairs,
             "open_pairs": sorted(map(sorted, self.open_pairs)),
+            "triples": self.triples,
+            "open_triples": sorted(map(sorted, self.open_triples)),
             "findings": [outcome.document() for outcome in self.findings.values()],
-            "runs": [outcome.document() for outcome in self.outcomes.values()],
+            "runs": [_short(outcome) for outcome in self.outcomes.values()],
         }
 
     def write(self, file: Path) -> None:
@@ -68,9 +77,10 @@ class Matrix:
     @classmethod
     def read(cls, file: Path) -> Matrix:
         document = json.loads(file.read_text(encoding="utf-8"))
-        matrix = cls(document["stack"], pairs=document["pairs"], open_pairs=document["open_pairs"])
+        counts = {name: document[name] for name in ("pairs", "open_pairs", "triples", "open_triples")}
+        matrix = cls(document["stack"], **counts)
         for entry in document["runs"]:
-            outcome = CombinationOutcome.read_document(entry)
+            outcome = CombinationOutcome.read_document(_EQUAL | entry)
             matrix.outcomes[outcome.combination] = outcome
         for entry in document["findings"]:
             outcome = CombinationOutcome.read_document(entry)
@@ -86,22 +96,33 @@ def fill(  # noqa: C901
     report: Callable[[str], None],
     file: Path | None = None,
     levels: Collection[str] | None = None,
+    per_engine: bool = False,
     seed: int = 0,
 ) -> None:
-    """Run combinations until every pair is covered or the time is over; `file` keeps the matrix after each run."""
+    """Run combinations until every pair is covered or the time is over; `file` keeps the matrix after each run.
+
+    `per_engine` covers every pair under every engine.
+    """
     deadline = time.monotonic() + 60 * minutes
-    design = Design(seed, levels)
-    matrix.pairs = len(design.pairs)
+    design = Design(seed, levels, per_engine=per_engine)
     for outcome in matrix.outcomes.values():
         session.remember(outcome)
+        if outcome.is_equal:
+            design.cover(outcome.combination)
     for outcome in matrix.findings.values():
         design.forbid(_shown_by(outcome.combination))
-    for combination in matrix.outcomes:
-        design.cover(combination)
+        if _needs_a_gpu(outcome):
+            design.drop(outcome.combination.features[-1])
+
+    def count() -> None:
+        open_pairs = [sorted(pair) for pair in design.uncovered]
+        if per_engine:
+            matrix.triples, matrix.open_triples = len(design.pairs), open_pairs
+        else:
+            matrix.pairs, matrix.open_pairs = len(design.pairs), open_pairs
 
     def keep(outcome: CombinationOutcome) -> None:
         matrix.outcomes[outcome.combination] = outcome
-        matrix.open_pairs = [sorted(pair) for pair in design.uncovered]
         if outcome.is_equal:
             design.cover(outcome.combination)
         if file is not None:
@@ -110,15 +131,14 @@ def fill(  # noqa: C901
     # First each feature alone: what fails alone is not looked for in pairs.
     for combination in design.single_features():
         if time.monotonic() > deadline:
-            return
+            break
         outcome = session.run(combination)
         keep(outcome)
-        if not outcome.is_equal:
+        if not outcome.is_equal and combination not in matrix.findings:
             _note(matrix, design, outcome, report)
             if _needs_a_gpu(outcome):
                 # No other engine can have it here either.
                 design.drop(combination.features[-1])
-    matrix.pairs = len(design.pairs)
     while time.monotonic() < deadline:
         drawn = design.draw()
         if drawn is None:
@@ -126,13 +146,18 @@ def fill(  # noqa: C901
         outcome = session.run(drawn)
         keep(outcome)
         covered = 1 - len(design.uncovered) / len(design.pairs)
-        report(f"{len(matrix.outcomes)} runs, {covered:.1%} of {len(design.pairs)} pairs: {drawn.name} {outcome.kind}")
+        what = "pairs under an engine" if per_engine else "pairs"
+        report(f"{len(matrix.outcomes)} runs, {covered:.1%} of {len(design.pairs)} {what}: {drawn.name} {outcome.kind}")
         if not outcome.is_equal:
             finding = _like_an_earlier_one(matrix, session, outcome, keep) or session.reduce(outcome, keep)
             _note(matrix, design, finding, report)
-    matrix.open_pairs = [sorted(pair) for pair in design.uncovered]
+    count()
     if file is not None:
         matrix.write(file)
+
+
+def _short(outcome: CombinationOutcome) -> dict[str, Any]:
+    return {name: value for name, value in outcome.document().items() if name not in _EQUAL or value != _EQUAL[name]}
 
 
 def _needs_a_gpu(outcome: CombinationOutcome) -> bool:

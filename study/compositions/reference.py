@@ -15,7 +15,7 @@ from study.compositions.trace import FigureTrace, Place, plain_name, watch_modul
 if TYPE_CHECKING:
     import torch
 
-# Copies of the reference whose first weights differ by a rounding error.
+# Copies of the reference whose first weights, and the gradients of whose micro-batches, differ by a rounding error.
 PERTURBED_COPIES = 3
 # A figure may differ from the reference by this multiple of the copies' differences, and at least by these halves of a
 # unit in the last place: sums in another order.
@@ -93,12 +93,10 @@ class _PlainTraining:
         self.traces = {rank: FigureTrace() for rank in range(combination.ranks)}
         self.shares: dict[tuple[int, int], dict[str, np.ndarray[Any, Any]]] = {}
         self._masters = tiny_model.make_model(combination)
-        if perturbation is not None:
-            generator = torch.Generator().manual_seed(perturbation)
-            with torch.no_grad():
-                for weight in self._masters.parameters():
-                    noise = 2 * torch.rand(weight.shape, generator=generator) - 1
-                    weight.mul_(1 + 2 * _rounding(combination) * noise)
+        self._noise = None if perturbation is None else torch.Generator().manual_seed(perturbation)
+        with torch.no_grad():
+            for weight in self._masters.parameters():
+                self._perturb(weight)
         self._weights = self._masters
         if self._dtype is not None:
             self._weights = copy.deepcopy(self._masters).to(self._dtype)
@@ -109,6 +107,14 @@ class _PlainTraining:
         self._place: tuple[int, int] | None = None
         for rank, trace in self.traces.items():
             watch_modules(self._weights, trace, lambda name, rank=rank: self._find_place(rank, name))
+
+    def _perturb(self, tensor: torch.Tensor) -> None:
+        """Move each element of a tensor by up to a unit in its last place, in a perturbed copy."""
+        import torch
+
+        if self._noise is not None:
+            noise = 2 * torch.rand(tensor.shape, generator=self._noise) - 1
+            tensor.mul_(1 + 2 * _rounding(self._combination) * noise)
 
     def _find_place(self, rank: int, module: str) -> Place | None:
         if self._place is None or self._place[1] != rank:
@@ -154,6 +160,8 @@ class _PlainTraining:
                         plain_name(name): gradient.double().numpy() for name, gradient in gradients.items()
                     }
                 for name, gradient in gradients.items():
+                    # Engines add micro-batches in other orders, which matters where they cancel each other.
+                    self._perturb(gradient)
                     mean = gradient / (ranks * micro_steps)
                     total[name] = total[name] + mean if name in total else mean
         return total

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from study.advisor.explain_findings import findings
+from study.advisor.user_settings import Finding
+from study.compositions.answers import read_matrices
 from study.config.errors import UserError
 from study.receipt.document import Fault, ReceiptDocument
 from study.receipt.forecast import config_case, settings_file
 from study.releases.causes import PACKAGES, known_faults
+from study.releases.judge import is_same_release
 
 # Fractions of a step, of the parameters, and of a micro-batch's reductions from which something is a fault.
 WAITING_FRACTION = 0.1
@@ -21,12 +24,14 @@ _WITHOUT_EFFECT = ("ineffective", "ignored")
 
 def find_faults(receipt: ReceiptDocument) -> Iterator[Fault]:
     """Yield the faults that follow from the facts, the worst first."""
+    settings = _setting_findings(receipt)
     yield from _wrong_gradients(receipt)
+    yield from _wrong_combination(receipt, settings)
     yield from _unsharded(receipt)
     yield from _without_engine(receipt)
     yield from _data(receipt)
     yield from _forgotten_no_sync(receipt)
-    yield from _offload_without_effect(receipt)
+    yield from _offload_without_effect(receipt, settings)
     yield from _embedding_in_root(receipt)
 
 
@@ -49,6 +54,29 @@ def _wrong_gradients(receipt: ReceiptDocument) -> Iterator[Fault]:
             )
             says = f"deepspeed {versions['deepspeed']} computes other gradients than DDP here: {cause.title}"
             yield Fault(id="wrong-gradients", says=says, fix=cause.instead or fixed)
+
+
+def _setting_findings(receipt: ReceiptDocument) -> Sequence[Finding]:
+    """Return what `study explain` finds in the engine's settings; nothing without DeepSpeed."""
+    if receipt.engine.engine != "deepspeed":
+        return ()
+    try:
+        return findings(config_case(receipt))
+    except UserError:
+        # A model that is not modelled: the findings of the settings alone.
+        return settings_file(receipt.engine).findings
+
+
+def _wrong_combination(receipt: ReceiptDocument, results: Sequence[Finding]) -> Iterator[Fault]:
+    """Yield combinations of settings that train something else on the release of this run."""
+    tested = next(read_matrices()).stack["deepspeed"]
+    release = receipt.packages.get("deepspeed")
+    if not tested or not release or not is_same_release(tested, release):
+        return
+    for finding in results:
+        if finding.rule == "wrong-training" and finding.kind == "conflict":
+            says = f"{finding.key}: {finding.message}"
+            yield Fault(id="wrong-combination", says=says, fix=finding.fix or "run: study verify --features")
 
 
 def _unsharded(receipt: ReceiptDocument) -> Iterator[Fault]:
@@ -95,14 +123,9 @@ def _forgotten_no_sync(receipt: ReceiptDocument) -> Iterator[Fault]:
         yield Fault(id="forgotten-no-sync", says=says, fix=fix)
 
 
-def _offload_without_effect(receipt: ReceiptDocument) -> Iterator[Fault]:
+def _offload_without_effect(receipt: ReceiptDocument, results: Sequence[Finding]) -> Iterator[Fault]:
     if receipt.engine.engine != "deepspeed":
         return
-    try:
-        results = findings(config_case(receipt))
-    except UserError:
-        # A model that is not modelled: the findings of the settings alone.
-        results = settings_file(receipt.engine).findings
     keys = set()
     for finding in results:
         if finding.kind in _WITHOUT_EFFECT and finding.key.startswith(_OFFLOADS):

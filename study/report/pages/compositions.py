@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -16,6 +16,8 @@ from study.config.places import REPOSITORY
 from study.report.document import render_markdown
 
 PAGE = REPOSITORY / "docs" / "compositions.md"
+# Smallest combinations of one fault in a table.
+_SHOWN = 3
 RECALL = REPOSITORY / "reports" / "compositions" / "replanted.json"
 
 
@@ -31,6 +33,9 @@ def page(matrix: Matrix, recall: dict[str, Any]) -> str:
         equal_runs=sum(outcome.is_equal for outcome in matrix.outcomes.values()),
         findings=len(matrix.findings),
         open_pairs=len(matrix.open_pairs),
+        triples=matrix.triples,
+        open_triples=len(matrix.open_triples),
+        engines=len(read_rows()["engine"].levels),
         features=sum(len(row.levels) for row in read_rows().values()),
         wrong=_table(matrix, "wrong"),
         refused=_table(matrix, "refused"),
@@ -60,7 +65,7 @@ def _table(matrix: Matrix, verdict: Verdict) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "Features": "; ".join(f"`{finding.combination.name}`" for finding in findings),
+                "Features": _examples(findings),
                 "What happens": entry.title,
                 "Why": entry.says + f" ({entry.address})" * bool(entry.address),
                 "Instead": entry.instead or "\N{EN DASH}",
@@ -68,6 +73,13 @@ def _table(matrix: Matrix, verdict: Verdict) -> pd.DataFrame:
             for entry, findings in _rows(matrix, verdict).items()
         ]
     )
+
+
+def _examples(findings: Sequence[CombinationOutcome]) -> str:
+    """Return the smallest combinations, and how many there are."""
+    ordered = sorted(findings, key=lambda finding: len(finding.combination.features))
+    shown = "; ".join(f"`{finding.combination.name}`" for finding in ordered[:_SHOWN])
+    return shown + f"; {len(ordered) - _SHOWN} more" * (len(ordered) > _SHOWN)
 
 
 def _recall_table(faults: Iterable[dict[str, Any]]) -> pd.DataFrame:

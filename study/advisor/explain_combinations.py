@@ -1,0 +1,131 @@
+"""Combinations of settings that silently train something else on the releases that were tested. It imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from study.advisor.explain_case import ConfigCase
+from study.advisor.user_settings import ZERO, Finding
+from study.compositions.answers import KnownFinding, read_known_findings, read_matrices
+
+# Features that only the program has, each with the condition that a finding names.
+_OF_PROGRAM = {
+    "resume": "training is resumed from a checkpoint",
+    "frozen": "weights are frozen",
+    "cpu_adam": "the program creates DeepSpeedCPUAdam",
+}
+# Settings of ZeRO with a feature of their own, by the value that differs from the default.
+_SWITCHES = {
+    "no_reduce_scatter": ("reduce_scatter", False),
+    "no_contiguous": ("contiguous_gradients", False),
+    "round_robin": ("round_robin_gradients", True),
+    "quantized_weights": ("zero_quantized_weights", True),
+    "quantized_gradients": ("zero_quantized_gradients", True),
+}
+
+
+def combination_findings(case: ConfigCase) -> Iterator[Finding]:
+    """Yield what is known to be wrong in the combination of a config's settings, each at a setting to change."""
+    keys = feature_keys(case)
+    matrix = next(read_matrices())
+    releases = f"DeepSpeed {matrix.stack['deepspeed']}, Accelerate {matrix.stack['accelerate']}"
+    for known in read_known_findings():
+        conditions = _conditions(known, keys)
+        if known.verdict != "wrong" or conditions is None or not _has_settings(case, known):
+            continue
+        holds_if = f"if {' and '.join(conditions)}: " if conditions else ""
+        message = f"{holds_if}{known.title}, without an error (tested with {releases})"
+        # A condition may not hold, and a note does not fail a check.
+        kind: Literal["noted", "conflict"] = "noted" if conditions else "conflict"
+        key = known.setting[0][0] if known.setting else _key(known, keys)
+        yield Finding(kind, key, message, known.instead, rule="wrong-training")
+
+
+def feature_keys(case: ConfigCase) -> dict[str, str]:
+    """Return a config's features, under the names of `study verify --features`, each with its setting."""
+    keys = dict(_engine(case))
+    if case.file.launcher == "accelerate" and not case.top.get("optimizer"):
+        keys["accelerate"] = ""
+    if case.request.accumulation > 1:
+        keys["accumulation"] = "gradient_accumulation_steps"
+    if case.shape.lora_rank:
+        keys["lora"] = ""
+    if case.file.deepspeed is not None:
+        keys |= dict(_deepspeed(case))
+    return keys
+
+
+def _engine(case: ConfigCase) -> Iterator[tuple[str, str]]:
+    strategy = case.request.strategy
+    if case.file.deepspeed is not None:
+        yield f"zero{case.stage}", f"{ZERO}.stage"
+    elif strategy.is_fsdp:
+        yield f"fsdp{case.request.fsdp_version}", "fsdp_version"
+    elif case.ranks > 1:
+        yield "ddp", "distributed_type"
+
+
+def _deepspeed(case: ConfigCase) -> Iterator[tuple[str, str]]:
+    top, zero = case.top, case.zero
+    kind = str((top.get("optimizer") or {}).get("type") or case.request.optimizer).lower()
+    if kind == "muon":
+        yield "muon", "optimizer.type"
+    if case.request.precision == "bf16-engine":
+        in_fp32 = case.request.settings.accumulates_in_fp32
+        yield ("fp32_accumulation", "data_types.grad_accum_dtype") if in_fp32 else ("bf16", "bf16.enabled")
+    if "gradient_clipping" not in top:
+        yield "clipping_unset", "gradient_clipping"
+    elif top["gradient_clipping"]:
+        yield "clipping", "gradient_clipping"
+    yield from _offload(case)
+    for feature, (name, value) in _SWITCHES.items():
+        if zero.get(name) is value:
+            yield feature, f"{ZERO}.{name}"
+    if _whole_number(zero.get("zero_hpz_partition_size")) > 1:
+        yield "hpz", f"{ZERO}.zero_hpz_partition_size"
+    if zero.get("zenflow"):
+        yield "zenflow", f"{ZERO}.zenflow"
+    if (case.offload("offload_optimizer") or {}).get("super_offload"):
+        yield "super_offload", f"{ZERO}.offload_optimizer.super_offload"
+
+
+def _offload(case: ConfigCase) -> Iterator[tuple[str, str]]:
+    """Yield the feature of the offloads that this stage performs."""
+    optimizer = case.offload("offload_optimizer") if case.stage else None
+    parameters = case.offload("offload_param") if case.stage == 3 else None
+    if optimizer is not None:
+        what = "all" if parameters is not None else "optimizer"
+        device = "nvme" if optimizer["device"] == "nvme" else "cpu"
+        yield f"{what}_{device}", f"{ZERO}.offload_optimizer.device"
+
+
+def _has_settings(case: ConfigCase, known: KnownFinding) -> bool:
+    """Whether a file has the settings that a finding needs besides its features."""
+    settings = case.file.fsdp or {}
+    return all(str(settings.get(key)).upper() == value for key, value in known.setting)
+
+
+def _whole_number(value: Any) -> int:
+    return value if type(value) is int else 0
+
+
+def _conditions(known: KnownFinding, keys: Mapping[str, str]) -> list[str] | None:
+    """Return the conditions under which a config has a finding; None if its settings exclude it."""
+    if known.is_lifted(keys.keys()):
+        return None
+    conditions = []
+    for alternatives in known.features:
+        if alternatives & keys.keys():
+            continue
+        of_program = sorted(alternatives & _OF_PROGRAM.keys())
+        if not of_program:
+            return None
+        conditions.append(" or ".join(_OF_PROGRAM[name] for name in of_program))
+    return conditions
+
+
+def _key(known: KnownFinding, keys: Mapping[str, str]) -> str:
+    """Return the setting to change: the last of the finding's features that a setting of the file decides."""
+    named = set[str]().union(*known.features)
+    return next((keys[name] for name in reversed(keys) if name in named and keys[name]), "")

@@ -1,0 +1,152 @@
+"""What another stack answers for the combinations of a stored matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from study.compositions.answers import match_known_finding
+from study.compositions.features import Combination
+from study.compositions.matrix import Matrix
+from study.compositions.session import CombinationOutcome, CombinationSession
+
+# What a change is called in the report, the worst first.
+_HEADINGS = {
+    "broken": "Equal before, and not now",
+    "other": "Not equal before, and in another way now",
+    "mended": "Equal now",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A combination whose outcome differs between two stacks."""
+
+    before: CombinationOutcome
+    now: CombinationOutcome
+    # The smallest combination that is known to show `now`; None if that is equal.
+    shown_by: CombinationOutcome | None = None
+
+    @property
+    def kind(self) -> Literal["broken", "other", "mended"]:
+        if self.now.is_equal:
+            return "mended"
+        return "broken" if self.before.is_equal else "other"
+
+
+def combinations_to_repeat(stored: Matrix) -> list[Combination]:
+    """Return the equal runs of a matrix, which cover its pairs, and its findings, without those that need a GPU."""
+    equal = [combination for combination, outcome in stored.outcomes.items() if outcome.is_equal]
+    return equal + [combination for combination, outcome in stored.findings.items() if not _needs_a_gpu(outcome)]
+
+
+def _needs_a_gpu(outcome: CombinationOutcome) -> bool:
+    known = match_known_finding(outcome)
+    return known is not None and known.verdict == "cpu"
+
+
+def repeat(
+    stored: Matrix,
+    matrix: Matrix,
+    session: CombinationSession,
+    *,
+    minutes: float,
+    report: Callable[[str], None],
+    file: Path | None = None,
+) -> bool:
+    """Run a stored matrix's combinations on the installed stack, and return whether all were run in that time.
+
+    What `matrix` has already is not run again. Of a combination that was equal and no longer is, the smallest one that
+    shows it becomes a finding, unless an earlier finding's features explain it.
+    """
+    deadline = time.monotonic() + 60 * minutes
+    for outcome in matrix.outcomes.values():
+        session.remember(outcome)
+
+    def keep(outcome: CombinationOutcome) -> None:
+        matrix.outcomes[outcome.combination] = outcome
+        if file is not None:
+            matrix.write(file)
+
+    combinations = combinations_to_repeat(stored)
+    for number, combination in enumerate(combinations, start=1):
+        if time.monotonic() > deadline:
+            return False
+        outcome = session.run(combination)
+        keep(outcome)
+        before = stored.outcomes.get(combination) or stored.findings[combination]
+        changed = not _is_same(before, outcome)
+        report(f"[{number}/{len(combinations)}] {combination.name}: {outcome.kind}{', a change' * changed}")
+        if changed and not outcome.is_equal and _explanation(matrix, outcome) is None:
+            finding = session.reduce(outcome, keep)
+            matrix.findings[finding.combination] = finding
+            keep(finding)
+    return True
+
+
+def find_changes(stored: Matrix, matrix: Matrix) -> Iterator[Change]:
+    """Yield the combinations of both whose outcomes differ."""
+    for combination in combinations_to_repeat(stored):
+        now = matrix.outcomes.get(combination)
+        before = stored.outcomes.get(combination) or stored.findings[combination]
+        if now is not None and not _is_same(before, now):
+            yield Change(before, now, None if now.is_equal else _explanation(matrix, now))
+
+
+def _is_same(before: CombinationOutcome, now: CombinationOutcome) -> bool:
+    """Whether two stacks answer alike: lines of an engine move from release to release, stages do not."""
+    if before.kind != now.kind:
+        return False
+    if before.difference is None or now.difference is None:
+        return True
+    return bool(before.difference["stage"] == now.difference["stage"])
+
+
+def _explanation(matrix: Matrix, outcome: CombinationOutcome) -> CombinationOutcome | None:
+    """Return the first finding whose features a combination has, and that shows the same kind of outcome."""
+    features = set(outcome.combination.features)
+    for finding in matrix.findings.values():
+        if finding.kind == outcome.kind and features.issuperset(finding.combination.features):
+            return finding
+    return None
+
+
+def changes_page(stored: Matrix, matrix: Matrix, *, is_complete: bool) -> str:
+    """Return the differences between two stacks in Markdown."""
+    changes = list(find_changes(stored, matrix))
+    repeated = [combination for combination in combinations_to_repeat(stored) if combination in matrix.outcomes]
+    counts = {kind: sum(change.kind == kind for change in changes) for kind in _HEADINGS}
+    lines = [
+        f"**{len(repeated)} combinations: {counts['broken']} equal before and not now, {counts['mended']} equal now,"
+        f" {counts['other']} not equal in another way.**",
+        "",
+        "| | before | now |",
+        "| --- | --- | --- |",
+        *(f"| {name} | {stored.stack.get(name)} | {version} |" for name, version in matrix.stack.items()),
+    ]
+    if not is_complete:
+        missing = len(combinations_to_repeat(stored)) - len(repeated)
+        lines += ["", f"{missing} combinations were not run: the time was over."]
+    for kind, heading in _HEADINGS.items():
+        chosen = [change for change in changes if change.kind == kind]
+        if chosen:
+            lines += ["", f"## {heading}", "", "| combination | before | now | smallest |", "| --- | --- | --- | --- |"]
+            lines += [_row(change) for change in chosen]
+    return "\n".join(lines) + "\n"
+
+
+def _row(change: Change) -> str:
+    smallest = f"`{change.shown_by.combination.name}`" if change.shown_by is not None else "-"
+    return f"| `{change.now.combination.name}` | {_cell(change.before)} | {_cell(change.now)} | {smallest} |"
+
+
+def _cell(outcome: CombinationOutcome) -> str:
+    if outcome.is_equal:
+        return "equal"
+    text = f"{outcome.kind}: {outcome.says}" + f" ({outcome.line})" * bool(outcome.line)
+    # An engine's message may have any character.
+    text = " ".join(text.split()).replace("`", "'").replace("|", "/").replace("<", "&lt;")
+    return text if len(text) <= 200 else f"{text[:197]}..."

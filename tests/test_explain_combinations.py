@@ -1,0 +1,159 @@
+"""`study explain` names what a stored run of a combination has wrong, and nothing in those that were equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from study.advisor.explain_case import ProgramSettings, resolve
+from study.advisor.explain_combinations import combination_findings, feature_keys
+from study.advisor.user_settings import Finding, read_user_file
+from study.cli import main
+from study.compositions.answers import match_known_finding, read_matrices
+from study.compositions.engines import deepspeed_settings
+from study.compositions.features import Combination, make_combination
+from study.predictor.shape import model_shape
+
+MATRIX = next(read_matrices())
+# Features that a file does not show: `study explain` names them as conditions, or not at all.
+OF_PROGRAM = {"frozen", "lora", "resume", "cpu_adam", "sgd", "fused_adamw", "tied", "checkpointing", "reentrant"}
+
+
+def find(combination: Combination, folder: Path) -> list[Finding]:
+    """Return what the settings of a combination, as a DeepSpeed file, are found to have wrong."""
+    settings = deepspeed_settings(combination, folder)
+    if combination.has("muon"):
+        settings["optimizer"] = {"type": "Muon", "params": {"lr": 1e-3}}
+    return find_in(settings, folder, combination)
+
+
+def find_in(settings: dict[str, Any], folder: Path, combination: Combination) -> list[Finding]:
+    file = folder / "ds.json"
+    file.write_text(json.dumps(settings))
+    work = ProgramSettings(accumulation=None)
+    case = resolve(read_user_file(str(file)), model_shape("gpt2"), combination.ranks, work)
+    shown = {feature for feature in combination.features if feature in feature_keys(case)}
+    assert combination.level("engine") in shown
+    return list(combination_findings(case))
+
+
+def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_path: Path) -> None:
+    named, conditional = set(), set()
+    for outcome in MATRIX.findings.values():
+        known = match_known_finding(outcome)
+        combination = outcome.combination
+        if known is None or known.verdict != "wrong" or combination.has("accelerate") or combination.stage is None:
+            continue
+        found = [finding for finding in find(combination, tmp_path) if known.title in finding.message]
+        assert len(found) == 1, combination.name
+        assert found[0].fix == known.instead
+        assert found[0].key in str(read_keys(deepspeed_settings(combination, tmp_path))) or combination.has("muon")
+        (conditional if found[0].kind == "noted" else named).add(known.title)
+    assert named == {
+        "the model starts with transposed matrices",
+        "weights become NaN",
+        "stage 0 in bf16 takes a step with gradients of zero before training",
+        "clipping judges by the norm of Muon's updates",
+    }
+    assert conditional == {
+        "the checkpoint does not restore the weights",
+        "after a checkpoint is loaded frozen weights are the old ones",
+    }
+
+
+def read_keys(settings: dict[str, Any], place: str = "") -> list[str]:
+    keys = []
+    for name, value in settings.items():
+        keys += [place + name, *(read_keys(value, f"{place}{name}.") if isinstance(value, dict) else [])]
+    return keys
+
+
+def test_no_combination_that_was_equal_is_called_wrong(tmp_path: Path) -> None:
+    equal = [outcome.combination for outcome in MATRIX.outcomes.values() if outcome.is_equal]
+    checked = [combination for combination in equal if combination.uses_deepspeed]
+    for combination in checked:
+        wrong = [finding for finding in find(combination, tmp_path) if finding.kind != "noted"]
+        assert not wrong, combination.name
+    assert len(checked) > 50
+
+
+def test_features_of_a_file_are_those_of_the_combination_that_it_was_made_from(tmp_path: Path) -> None:
+    hidden = OF_PROGRAM | {"accelerate", "schedule", "evaluation", "uneven", "ep", "no_sync", "persistent"}
+    # Sizes of buckets, zero.Init and the compiler have no finding, so that nothing reads them.
+    hidden |= {"small_buckets", "zero_init", "deepcompile", "overlap", "autocast", "fp16"}
+    for outcome in MATRIX.outcomes.values():
+        combination = outcome.combination
+        if not combination.uses_deepspeed or combination.has("muon"):
+            continue
+        file = tmp_path / "ds.json"
+        file.write_text(json.dumps(deepspeed_settings(combination, tmp_path)))
+        case = resolve(read_user_file(str(file)), model_shape("gpt2"), combination.ranks, ProgramSettings())
+        assert set(feature_keys(case)) == set(combination.features) - hidden, combination.name
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_the_optimizer_of_a_program_is_a_condition_under_accelerate_only_without_one_in_the_file(
+    has_optimizer: bool, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    if has_optimizer:
+        settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    engine = tmp_path / "ds.json"
+    engine.write_text(json.dumps(settings))
+    launch = tmp_path / "accelerate.yaml"
+    launch.write_text(
+        yaml.safe_dump(
+            {
+                "distributed_type": "DEEPSPEED",
+                "num_processes": 2,
+                "deepspeed_config": {"deepspeed_config_file": str(engine)},
+            }
+        )
+    )
+    case = resolve(read_user_file(str(launch)), model_shape("gpt2"), 2, ProgramSettings())
+    messages = [finding.message for finding in combination_findings(case)]
+    expected = [] if has_optimizer else ["if the program creates DeepSpeedCPUAdam: "]
+    assert [message[:41] for message in messages] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_named"),
+    [
+        ({"fsdp_version": 1, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}, True),
+        ({"fsdp_state_dict_type": "sharded_state_dict"}, True),
+        ({"fsdp_version": 1, "fsdp_state_dict_type": "FULL_STATE_DICT"}, False),
+        ({"fsdp_version": 1}, False),
+        ({"fsdp_version": 2, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}, False),
+    ],
+)
+def test_fsdp1_with_sharded_checkpoints_is_named_for_runs_that_resume(
+    settings: dict[str, Any], is_named: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": settings}))
+    case = resolve(read_user_file(str(file)), model_shape("gpt2"), 2, ProgramSettings())
+    found = list(combination_findings(case))
+    assert [(finding.kind, finding.key) for finding in found] == [("noted", "fsdp_state_dict_type")] * is_named
+    if is_named:
+        assert found[0].message.startswith("if training is resumed from a checkpoint: the optimizer's state is not loaded")
+        assert found[0].fix == "set fsdp_version: 2"
+
+
+def test_strict_fails_on_a_wrong_combination_and_names_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = deepspeed_settings(make_combination(["zero2", "zenflow", "optimizer_cpu", "cpu_adam"]), tmp_path)
+    file = tmp_path / "zenflow.json"
+    file.write_text(json.dumps(settings, indent=1))
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "--strict", "--world_size", "2", "zenflow.json", "gpt2"]) == 3
+    line = file.read_text().splitlines().index('  "zenflow": {') + 1
+    assert f"zenflow.json:{line}: " in capsys.readouterr().out
