@@ -219,7 +219,7 @@ def test_activations_of_some_targets_and_their_dropout_are_those_of_the_traced_c
             512,
             4,
             1,
-            precision,
+            precision,  # type: ignore[arg-type]
             checkpointing,
             attention,  # type: ignore[arg-type]
             lora_dropout=dropout,

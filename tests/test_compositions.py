@@ -14,7 +14,7 @@ import pytest
 
 from study.compositions.answers import look_up_answer, match_known_finding, read_known_findings, read_matrices
 from study.compositions.command import exit_status, parse_features
-from study.compositions.covering import Design, list_pairs
+from study.compositions.covering import Design, list_pairs, list_triples
 from study.compositions.features import Combination, find_row, make_combination, read_rows
 from study.compositions.locate import first_difference
 from study.compositions.matrix import Matrix, fill
@@ -66,6 +66,20 @@ def test_a_design_covers_every_pair_that_can_meet_in_about_a_hundred_runs() -> N
     assert all(combination.conflict is None for combination in runs)
     # The same design every time: a matrix can be resumed.
     assert Design().draw() == runs[0]
+
+
+def test_a_design_per_engine_covers_every_pair_under_every_engine() -> None:
+    levels = {"zero1", "zero2", "fsdp2", "muon", "cpu_adam", "optimizer_cpu", "bf16", "accelerate", "accumulation"}
+    design, runs = Design(levels=levels, per_engine=True), list[Combination]()
+    while (combination := design.draw()) is not None:
+        runs.append(combination)
+        design.cover(combination)
+    covered = set[frozenset[str]]().union(*map(list_triples, runs))
+    # What cannot be completed is no longer counted.
+    assert design.pairs <= covered
+    assert frozenset(("zero2", "muon", "bf16")) in covered
+    assert frozenset(("fsdp2", "muon", "bf16")) not in covered
+    assert len(runs) < 60
 
 
 def test_a_design_leaves_out_what_was_found() -> None:
@@ -240,14 +254,25 @@ def test_every_finding_of_a_stored_matrix_is_explained_and_every_explanation_is_
 
 def test_the_features_of_known_findings_exist() -> None:
     for entry in read_known_findings():
-        for level in itertools.chain(*entry.features):
+        for level in itertools.chain(*entry.features, *entry.unless):
             assert find_row(level)
+
+
+def test_a_finding_is_lifted_by_all_features_of_a_list() -> None:
+    clipping = match_known_finding(outcome("zero2,muon,clipping", "differs"))
+    assert clipping is not None
+    assert clipping.title.startswith("clipping judges by the norm of Muon")
+    assert match_known_finding(outcome("zero2,muon,fp32_accumulation,clipping", "differs")) == clipping
+    assert match_known_finding(outcome("zero1,muon,fp32_accumulation,clipping", "differs")) is None
 
 
 def test_a_stored_matrix_covers_nearly_every_pair_that_is_not_a_finding() -> None:
     for matrix in read_matrices():
         assert matrix.pairs > 1300
-        assert len(matrix.open_pairs) < 0.03 * matrix.pairs
+        # The others are in findings alone: ZenFlow, for one, is right in no run.
+        assert len(matrix.open_pairs) < 0.06 * matrix.pairs
+        assert matrix.triples > 4500
+        assert len(matrix.open_triples) < 0.08 * matrix.triples
         # Each run is of a combination that the features still allow.
         assert all(combination.conflict is None for combination in matrix.outcomes)
 

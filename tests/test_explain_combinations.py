@@ -16,7 +16,7 @@ from study.cli import main
 from study.compositions.answers import match_known_finding, read_matrices
 from study.compositions.engines import deepspeed_settings
 from study.compositions.features import Combination, make_combination
-from study.predictor.shape import model_shape
+from study.predictor.shape import model_shape, with_adapters
 
 MATRIX = next(read_matrices())
 # Features that a file does not show: `study explain` names them as conditions, or not at all.
@@ -35,14 +35,17 @@ def find_in(settings: dict[str, Any], folder: Path, combination: Combination) ->
     file = folder / "ds.json"
     file.write_text(json.dumps(settings))
     work = ProgramSettings(accumulation=None)
-    case = resolve(read_user_file(str(file)), model_shape("gpt2"), combination.ranks, work)
+    shape = model_shape("gpt2")
+    if combination.has("lora"):
+        shape = with_adapters(shape, 8)
+    case = resolve(read_user_file(str(file)), shape, combination.ranks, work)
     shown = {feature for feature in combination.features if feature in feature_keys(case)}
     assert combination.level("engine") in shown
     return list(combination_findings(case))
 
 
 def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_path: Path) -> None:
-    named, conditional = set(), set()
+    named, conditional = set[str](), set[str]()
     for outcome in MATRIX.findings.values():
         known = match_known_finding(outcome)
         combination = outcome.combination
@@ -58,6 +61,7 @@ def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_p
         "weights become NaN",
         "stage 0 in bf16 takes a step with gradients of zero before training",
         "clipping judges by the norm of Muon's updates",
+        "gradients of weights that AdamW steps beside Muon are lost",
     }
     assert conditional == {
         "the checkpoint does not restore the weights",
@@ -143,7 +147,9 @@ def test_fsdp1_with_sharded_checkpoints_is_named_for_runs_that_resume(
     found = list(combination_findings(case))
     assert [(finding.kind, finding.key) for finding in found] == [("noted", "fsdp_state_dict_type")] * is_named
     if is_named:
-        assert found[0].message.startswith("if training is resumed from a checkpoint: the optimizer's state is not loaded")
+        assert found[0].message.startswith(
+            "if training is resumed from a checkpoint: the optimizer's state is not loaded"
+        )
         assert found[0].fix == "set fsdp_version: 2"
 
 

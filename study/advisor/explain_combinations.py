@@ -128,4 +128,4 @@ def _conditions(known: KnownFinding, keys: Mapping[str, str]) -> list[str] | Non
 def _key(known: KnownFinding, keys: Mapping[str, str]) -> str:
     """Return the setting to change: the last of the finding's features that a setting of the file decides."""
     named = set[str]().union(*known.features)
-    return next((keys[name] for name in reversed(keys) if name in named and keys[name]), "")
+    return next((keys[name] for name in reversed(list(keys)) if name in named and keys[name]), "")

@@ -34,7 +34,14 @@ class Design:
         # Whether a triple can be completed is found when it is drawn, since there are thousands.
         possible = self._possible_triples() if per_engine else self._possible_pairs()
         self.pairs = {pair for pair in possible if per_engine or self._completed(pair) is not None}
+        # What may still be drawn, and what no run that counts has yet: the difference is in findings.
         self.uncovered = set(self.pairs)
+        self._missing = set(self.pairs)
+
+    @property
+    def missing(self) -> set[Pair]:
+        """The pairs that no covering run has, also those that findings keep from being drawn."""
+        return self._missing & self.pairs
 
     def _possible_pairs(self) -> Iterator[Pair]:
         for levels, later_levels in itertools.combinations(self._rows.values(), 2):
@@ -62,16 +69,19 @@ class Design:
 
     def cover(self, combination: Combination) -> None:
         """Count the pairs of a run as covered."""
-        self.uncovered -= self._list(combination)
+        found = self._list(combination)
+        self.uncovered -= found
+        self._missing -= found
 
     def draw(self) -> Combination | None:
         """Return the next combination; None if no uncovered pair can be part of one."""
         candidates = sorted(self.uncovered, key=sorted)
         self._random.shuffle(candidates)
         for pair in candidates:
-            drawn = [self._completed(pair) for _ in range(_DRAWN)]
-            possible = [combination for combination in drawn if combination is not None]
-            if possible:
+            first = self._completed(pair)
+            if first is not None:
+                others = [self._completed(pair) for _ in range(_DRAWN - 1)]
+                possible = [first, *(combination for combination in others if combination is not None)]
                 return max(possible, key=lambda combination: len(self._list(combination) & self.uncovered))
             # No combination with this pair is allowed any more, or any was.
             self.uncovered.discard(pair)

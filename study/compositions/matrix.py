@@ -32,7 +32,7 @@ class Matrix:
     stack: dict[str, str | None]
     outcomes: dict[Combination, CombinationOutcome] = dataclasses.field(default_factory=dict)
     findings: dict[Combination, CombinationOutcome] = dataclasses.field(default_factory=dict)
-    # Pairs that can meet, and those that no run of the design has covered.
+    # Pairs that can meet, and those that no equal run has.
     pairs: int = 0
     open_pairs: list[list[str]] = dataclasses.field(default_factory=list)
     # The same for pairs under each engine.
@@ -115,7 +115,7 @@ def fill(  # noqa: C901
             design.drop(outcome.combination.features[-1])
 
     def count() -> None:
-        open_pairs = [sorted(pair) for pair in design.uncovered]
+        open_pairs = [sorted(pair) for pair in design.missing]
         if per_engine:
             matrix.triples, matrix.open_triples = len(design.pairs), open_pairs
         else:
