@@ -1,4 +1,4 @@
-"""A newer release against the stored combinations: what is repeated, what counts as a change, and the report."""
+"""A newer release against the stored combinations: repeated combinations, changes, and the report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def outcome(features: str, kind: str = "equal", says: str = "", line: str = "") 
     return CombinationOutcome(make_combination(features.split(",")), kind, says, line, 1.0, difference)
 
 
-def matrix_of(*outcomes: CombinationOutcome, release: str = "99.0") -> Matrix:
+def make_matrix(*outcomes: CombinationOutcome, release: str = "99.0") -> Matrix:
     return Matrix({"deepspeed": release}, {result.combination: result for result in outcomes})
 
 
@@ -48,7 +48,7 @@ def test_everything_that_a_cpu_can_run_of_the_stored_matrix_is_repeated() -> Non
 
 
 def test_a_change_is_another_outcome_or_another_stage_and_not_another_line() -> None:
-    before = matrix_of(
+    before = make_matrix(
         outcome("zero1"),
         outcome("zero2"),
         outcome("zero3,muon,no_reduce_scatter"),
@@ -59,7 +59,7 @@ def test_a_change_is_another_outcome_or_another_stage_and_not_another_line() -> 
     fixed = outcome("zero1,clipping_unset", "differs", "gradient")
     for finding in (refused, different, fixed):
         before.findings[finding.combination] = finding
-    now = matrix_of(
+    now = make_matrix(
         outcome("zero1"),
         outcome("zero2", "crashes", "a `message` with | and <b>"),
         dataclasses.replace(refused, line="engine.py:7"),
@@ -86,7 +86,7 @@ def test_the_stored_matrix_has_no_change_against_itself() -> None:
 @pytest.mark.engine
 def test_a_release_that_brings_a_fault_back_is_reported_with_the_smallest_combination(tmp_path: Path) -> None:
     names = ("ddp", "zero2", "zero2,accumulation,schedule", "zero2,accumulation,evaluation", "zero1,accumulation")
-    stored = matrix_of(*map(outcome, names), release="0.19.8")
+    stored = make_matrix(*map(outcome, names), release="0.19.8")
     now, lines, file = Matrix({"deepspeed": "99.0"}), list[str](), tmp_path / "compositions.json"
     with FaultySession() as session:
         assert repeat(stored, now, session, minutes=5, report=lines.append, file=file)

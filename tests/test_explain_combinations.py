@@ -1,4 +1,4 @@
-"""`study explain` names what a stored run of a combination has wrong, and nothing in those that were equal."""
+"""`study explain` names each wrong combination of the stored runs, and nothing in the equal ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_PROGRAM = {"frozen", "lora", "resume", "cpu_adam", "sgd", "fused_adamw", "tie
 
 
 def find(combination: Combination, folder: Path) -> list[Finding]:
-    """Return what the settings of a combination, as a DeepSpeed file, are found to have wrong."""
+    """Return the findings in the settings of a combination, as a DeepSpeed file."""
     settings = deepspeed_settings(combination, folder)
     if combination.has("muon"):
         settings["optimizer"] = {"type": "Muon", "params": {"lr": 1e-3}}
@@ -39,29 +39,28 @@ def find_in(settings: dict[str, Any], folder: Path, combination: Combination) ->
     if combination.has("lora"):
         shape = with_adapters(shape, 8)
     case = resolve(read_user_file(str(file)), shape, combination.ranks, work)
-    shown = {feature for feature in combination.features if feature in feature_keys(case)}
-    assert combination.level("engine") in shown
+    assert combination.level("engine") in feature_keys(case)
     return list(combination_findings(case))
 
 
 def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_path: Path) -> None:
-    named, conditional = set[str](), set[str]()
+    certain, conditional = set[str](), set[str]()
     for outcome in MATRIX.findings.values():
-        known = match_known_finding(outcome)
+        entry = match_known_finding(outcome)
         combination = outcome.combination
-        if known is None or known.verdict != "wrong" or combination.has("accelerate") or combination.stage is None:
+        if entry is None or entry.verdict != "wrong" or combination.has("accelerate") or combination.stage is None:
             continue
-        found = [finding for finding in find(combination, tmp_path) if known.title in finding.message]
-        assert len(found) == 1, combination.name
-        assert found[0].fix == known.instead
-        assert found[0].key in str(read_keys(deepspeed_settings(combination, tmp_path))) or combination.has("muon")
-        (conditional if found[0].kind == "noted" else named).add(known.title)
-    assert named == {
+        findings = [finding for finding in find(combination, tmp_path) if entry.title in finding.message]
+        assert len(findings) == 1, combination.name
+        assert findings[0].fix == entry.instead
+        assert findings[0].key in str(read_keys(deepspeed_settings(combination, tmp_path))) or combination.has("muon")
+        (conditional if findings[0].kind == "noted" else certain).add(entry.title)
+    assert certain == {
         "the model starts with transposed matrices",
         "weights become NaN",
         "stage 0 in bf16 takes a step with gradients of zero before training",
         "clipping judges by the norm of Muon's updates",
-        "gradients of weights that AdamW steps beside Muon are lost",
+        "gradients of weights that AdamW steps with Muon are lost",
     }
     assert conditional == {
         "the checkpoint does not restore the weights",
@@ -144,13 +143,13 @@ def test_fsdp1_with_sharded_checkpoints_is_named_for_runs_that_resume(
     file = tmp_path / "fsdp.yaml"
     file.write_text(yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": settings}))
     case = resolve(read_user_file(str(file)), model_shape("gpt2"), 2, ProgramSettings())
-    found = list(combination_findings(case))
-    assert [(finding.kind, finding.key) for finding in found] == [("noted", "fsdp_state_dict_type")] * is_named
+    findings = list(combination_findings(case))
+    assert [(finding.kind, finding.key) for finding in findings] == [("noted", "fsdp_state_dict_type")] * is_named
     if is_named:
-        assert found[0].message.startswith(
+        assert findings[0].message.startswith(
             "if training is resumed from a checkpoint: the optimizer's state is not loaded"
         )
-        assert found[0].fix == "set fsdp_version: 2"
+        assert findings[0].fix == "set fsdp_version: 2"
 
 
 def test_strict_fails_on_a_wrong_combination_and_names_its_line(

@@ -10,12 +10,12 @@ from study.advisor.user_settings import ZERO, Finding
 from study.compositions.answers import KnownFinding, read_known_findings, read_matrices
 
 # Features that only the program has, each with the condition that a finding names.
-_OF_PROGRAM = {
+_PROGRAM_FEATURES = {
     "resume": "training is resumed from a checkpoint",
     "frozen": "weights are frozen",
     "cpu_adam": "the program creates DeepSpeedCPUAdam",
 }
-# Settings of ZeRO with a feature of their own, by the value that differs from the default.
+# Boolean settings of ZeRO that are features, with the value other than the default.
 _SWITCHES = {
     "no_reduce_scatter": ("reduce_scatter", False),
     "no_contiguous": ("contiguous_gradients", False),
@@ -26,20 +26,20 @@ _SWITCHES = {
 
 
 def combination_findings(case: ConfigCase) -> Iterator[Finding]:
-    """Yield what is known to be wrong in the combination of a config's settings, each at a setting to change."""
+    """Yield the known faults in the combination of a config's settings, each at a setting to change."""
     keys = feature_keys(case)
     matrix = next(read_matrices())
     releases = f"DeepSpeed {matrix.stack['deepspeed']}, Accelerate {matrix.stack['accelerate']}"
-    for known in read_known_findings():
-        conditions = _conditions(known, keys)
-        if known.verdict != "wrong" or conditions is None or not _has_settings(case, known):
+    for entry in read_known_findings():
+        conditions = _conditions(entry, keys)
+        if entry.verdict != "wrong" or conditions is None or not _has_settings(case, entry):
             continue
         holds_if = f"if {' and '.join(conditions)}: " if conditions else ""
-        message = f"{holds_if}{known.title}, without an error (tested with {releases})"
+        message = f"{holds_if}{entry.title}, without an error (tested with {releases})"
         # A condition may not hold, and a note does not fail a check.
         kind: Literal["noted", "conflict"] = "noted" if conditions else "conflict"
-        key = known.setting[0][0] if known.setting else _key(known, keys)
-        yield Finding(kind, key, message, known.instead, rule="wrong-training")
+        key = entry.setting[0][0] if entry.setting else _key(entry, keys)
+        yield Finding(kind, key, message, entry.instead, rule="wrong-training")
 
 
 def feature_keys(case: ConfigCase) -> dict[str, str]:
@@ -100,32 +100,32 @@ def _offload(case: ConfigCase) -> Iterator[tuple[str, str]]:
         yield f"{what}_{device}", f"{ZERO}.offload_optimizer.device"
 
 
-def _has_settings(case: ConfigCase, known: KnownFinding) -> bool:
+def _has_settings(case: ConfigCase, entry: KnownFinding) -> bool:
     """Whether a file has the settings that a finding needs besides its features."""
     settings = case.file.fsdp or {}
-    return all(str(settings.get(key)).upper() == value for key, value in known.setting)
+    return all(str(settings.get(key)).upper() == value for key, value in entry.setting)
 
 
 def _whole_number(value: Any) -> int:
     return value if type(value) is int else 0
 
 
-def _conditions(known: KnownFinding, keys: Mapping[str, str]) -> list[str] | None:
+def _conditions(entry: KnownFinding, keys: Mapping[str, str]) -> list[str] | None:
     """Return the conditions under which a config has a finding; None if its settings exclude it."""
-    if known.is_lifted(keys.keys()):
+    if entry.is_lifted(keys.keys()):
         return None
     conditions = []
-    for alternatives in known.features:
+    for alternatives in entry.features:
         if alternatives & keys.keys():
             continue
-        of_program = sorted(alternatives & _OF_PROGRAM.keys())
-        if not of_program:
+        program_features = sorted(alternatives & _PROGRAM_FEATURES.keys())
+        if not program_features:
             return None
-        conditions.append(" or ".join(_OF_PROGRAM[name] for name in of_program))
+        conditions.append(" or ".join(_PROGRAM_FEATURES[name] for name in program_features))
     return conditions
 
 
-def _key(known: KnownFinding, keys: Mapping[str, str]) -> str:
+def _key(entry: KnownFinding, keys: Mapping[str, str]) -> str:
     """Return the setting to change: the last of the finding's features that a setting of the file decides."""
-    named = set[str]().union(*known.features)
-    return next((keys[name] for name in reversed(list(keys)) if name in named and keys[name]), "")
+    levels = set[str]().union(*entry.features)
+    return next((keys[name] for name in reversed(list(keys)) if name in levels and keys[name]), "")

@@ -1,4 +1,4 @@
-"""What another stack answers for the combinations of a stored matrix."""
+"""Outcomes of the combinations of a stored matrix on another stack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from study.compositions.features import Combination
 from study.compositions.matrix import Matrix
 from study.compositions.session import CombinationOutcome, CombinationSession
 
-# What a change is called in the report, the worst first.
+# Heading of each kind of change in the report, the worst first.
 _HEADINGS = {
     "broken": "Equal before, and not now",
     "other": "Not equal before, and in another way now",
@@ -22,7 +22,7 @@ _HEADINGS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class OutcomeChange:
     """A combination whose outcome differs between two stacks."""
 
     before: CombinationOutcome
@@ -44,8 +44,8 @@ def combinations_to_repeat(stored: Matrix) -> list[Combination]:
 
 
 def _needs_a_gpu(outcome: CombinationOutcome) -> bool:
-    known = match_known_finding(outcome)
-    return known is not None and known.verdict == "cpu"
+    entry = match_known_finding(outcome)
+    return entry is not None and entry.verdict == "cpu"
 
 
 def repeat(
@@ -87,13 +87,13 @@ def repeat(
     return True
 
 
-def find_changes(stored: Matrix, matrix: Matrix) -> Iterator[Change]:
+def find_changes(stored: Matrix, matrix: Matrix) -> Iterator[OutcomeChange]:
     """Yield the combinations of both whose outcomes differ."""
     for combination in combinations_to_repeat(stored):
         now = matrix.outcomes.get(combination)
         before = stored.outcomes.get(combination) or stored.findings[combination]
         if now is not None and not _is_same(before, now):
-            yield Change(before, now, None if now.is_equal else _explanation(matrix, now))
+            yield OutcomeChange(before, now, None if now.is_equal else _explanation(matrix, now))
 
 
 def _is_same(before: CombinationOutcome, now: CombinationOutcome) -> bool:
@@ -138,7 +138,7 @@ def changes_page(stored: Matrix, matrix: Matrix, *, is_complete: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(change: Change) -> str:
+def _row(change: OutcomeChange) -> str:
     smallest = f"`{change.shown_by.combination.name}`" if change.shown_by is not None else "-"
     return f"| `{change.now.combination.name}` | {_cell(change.before)} | {_cell(change.now)} | {smallest} |"
 

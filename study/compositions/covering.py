@@ -34,7 +34,7 @@ class Design:
         # Whether a triple can be completed is found when it is drawn, since there are thousands.
         possible = self._possible_triples() if per_engine else self._possible_pairs()
         self.pairs = {pair for pair in possible if per_engine or self._completed(pair) is not None}
-        # What may still be drawn, and what no run that counts has yet: the difference is in findings.
+        # Pairs that may still be drawn, and pairs without a covering run: findings make the difference.
         self.uncovered = set(self.pairs)
         self._missing = set(self.pairs)
 
@@ -69,9 +69,9 @@ class Design:
 
     def cover(self, combination: Combination) -> None:
         """Count the pairs of a run as covered."""
-        found = self._list(combination)
-        self.uncovered -= found
-        self._missing -= found
+        covered = self._list(combination)
+        self.uncovered -= covered
+        self._missing -= covered
 
     def draw(self) -> Combination | None:
         """Return the next combination; None if no uncovered pair can be part of one."""
@@ -80,8 +80,8 @@ class Design:
         for pair in candidates:
             first = self._completed(pair)
             if first is not None:
-                others = [self._completed(pair) for _ in range(_DRAWN - 1)]
-                possible = [first, *(combination for combination in others if combination is not None)]
+                drawn = [self._completed(pair) for _ in range(_DRAWN - 1)]
+                possible = [first, *(combination for combination in drawn if combination is not None)]
                 return max(possible, key=lambda combination: len(self._list(combination) & self.uncovered))
             # No combination with this pair is allowed any more, or any was.
             self.uncovered.discard(pair)

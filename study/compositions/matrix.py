@@ -21,7 +21,7 @@ _NEEDS_A_GPU = (
 )
 
 
-# What a run that is equal leaves out in a file.
+# Fields that an equal run leaves out in a file.
 _EQUAL: dict[str, Any] = {"kind": "equal", "says": "", "line": "", "difference": None}
 
 

@@ -160,7 +160,7 @@ class _PlainTraining:
                         plain_name(name): gradient.double().numpy() for name, gradient in gradients.items()
                     }
                 for name, gradient in gradients.items():
-                    # Engines add micro-batches in other orders, which matters where they cancel each other.
+                    # Engines add micro-batches in other orders, which matters if they cancel each other.
                     self._perturb(gradient)
                     mean = gradient / (ranks * micro_steps)
                     total[name] = total[name] + mean if name in total else mean

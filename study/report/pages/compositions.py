@@ -78,8 +78,8 @@ def _table(matrix: Matrix, verdict: Verdict) -> pd.DataFrame:
 def _examples(findings: Sequence[CombinationOutcome]) -> str:
     """Return the smallest combinations, and how many there are."""
     ordered = sorted(findings, key=lambda finding: len(finding.combination.features))
-    shown = "; ".join(f"`{finding.combination.name}`" for finding in ordered[:_SHOWN])
-    return shown + f"; {len(ordered) - _SHOWN} more" * (len(ordered) > _SHOWN)
+    examples = "; ".join(f"`{finding.combination.name}`" for finding in ordered[:_SHOWN])
+    return examples + f"; {len(ordered) - _SHOWN} more" * (len(ordered) > _SHOWN)
 
 
 def _recall_table(faults: Iterable[dict[str, Any]]) -> pd.DataFrame:
