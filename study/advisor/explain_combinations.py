@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from study.advisor.explain_case import ConfigCase
 from study.advisor.user_settings import ZERO, Finding
-from study.compositions.answers import KnownFinding, read_known_findings, read_matrices
+from study.compositions.answers import KnownFinding, newest_tested_stack, read_known_findings
 
 # Features that only the program has, each with the condition that a finding names.
 _PROGRAM_FEATURES = {
@@ -28,8 +28,8 @@ _SWITCHES = {
 def combination_findings(case: ConfigCase) -> Iterator[Finding]:
     """Yield the known faults in the combination of a config's settings, each at a setting to change."""
     keys = feature_keys(case)
-    matrix = next(read_matrices())
-    releases = f"DeepSpeed {matrix.stack['deepspeed']}, Accelerate {matrix.stack['accelerate']}"
+    stack = newest_tested_stack()
+    releases = f"DeepSpeed {stack['deepspeed']}, Accelerate {stack['accelerate']}"
     for entry in read_known_findings():
         conditions = _conditions(entry, keys)
         if entry.verdict != "wrong" or conditions is None or not _has_settings(case, entry):

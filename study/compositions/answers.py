@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Literal
@@ -87,6 +88,15 @@ class CombinationAnswer:
     kind: Literal["right", "wrong", "error", "by_design", "pairs", "untested"]
     text: str
     stack: dict[str, str | None]
+
+
+@functools.cache
+def newest_tested_stack() -> dict[str, str | None]:
+    """Return the releases of the newest stored matrix."""
+    from study.host.stacks import release_key
+
+    stacks = [json.loads(file.read_text(encoding="utf-8"))["stack"] for file in RESULTS.glob("*.json")]
+    return max(stacks, key=lambda stack: release_key(stack["deepspeed"] or "0"))
 
 
 def read_matrices() -> Iterator[Matrix]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import Finding
-from study.compositions.answers import read_matrices
+from study.compositions.answers import newest_tested_stack
 from study.config.errors import UserError
 from study.receipt.document import Fault, ReceiptDocument
 from study.receipt.forecast import config_case, settings_file
@@ -69,7 +69,7 @@ def _setting_findings(receipt: ReceiptDocument) -> Sequence[Finding]:
 
 def _wrong_combination(receipt: ReceiptDocument, results: Sequence[Finding]) -> Iterator[Fault]:
     """Yield combinations of settings that train something else on the release of this run."""
-    tested = next(read_matrices()).stack["deepspeed"]
+    tested = newest_tested_stack()["deepspeed"]
     release = receipt.packages.get("deepspeed")
     if not tested or not release or not is_same_release(tested, release):
         return

@@ -38,7 +38,10 @@ RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.
 # What `study advise` reads.
 MODULES = (
     "study/__init__.py",
-    *(f"study/{room}/" for room in ("config", "host", "records", "workloads", "predictor", "advisor", "releases")),
+    *(
+        f"study/{room}/"
+        for room in ("config", "host", "records", "workloads", "predictor", "advisor", "releases", "compositions")
+    ),
     "accelerate_configs/",
 )
 # What `study explain` reads settings with: pydantic's core is compiled for Pyodide, the others are pure Python. The
