@@ -15,6 +15,8 @@ _PROGRAM_FEATURES = {
     "frozen": "weights are frozen",
     "cpu_adam": "the program creates DeepSpeedCPUAdam",
 }
+# A note that holds under more conditions of the program concerns few of a file's users.
+_MAX_CONDITIONS = 1
 # Boolean settings of ZeRO that are features, with the value other than the default.
 _SWITCHES = {
     "no_reduce_scatter": ("reduce_scatter", False),
@@ -33,6 +35,8 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
     for entry in read_known_findings():
         conditions = _conditions(entry, keys)
         if entry.verdict != "wrong" or conditions is None or not _has_settings(case, entry):
+            continue
+        if len(conditions) > _MAX_CONDITIONS:
             continue
         holds_if = f"if {' and '.join(conditions)}: " if conditions else ""
         message = f"{holds_if}{entry.title}, without an error (tested with {releases})"
