@@ -97,14 +97,13 @@ def fill(  # noqa: C901
     file: Path | None = None,
     levels: Collection[str] | None = None,
     per_engine: bool = False,
-    seed: int = 0,
 ) -> None:
     """Run combinations until every pair is covered or the time is over; `file` keeps the matrix after each run.
 
     `per_engine` covers every pair under every engine.
     """
     deadline = time.monotonic() + 60 * minutes
-    design = Design(seed, levels, per_engine=per_engine)
+    design = Design(levels=levels, per_engine=per_engine)
     for outcome in matrix.outcomes.values():
         session.remember(outcome)
         if outcome.is_equal:

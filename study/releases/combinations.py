@@ -40,7 +40,7 @@ def judge_features(options: argparse.Namespace) -> int:
         versions[name] = versions[name] or package_version(name) or newest.stack[name]
     request = f"{options.features.name} with {', '.join(f'{name} {version}' for name, version in versions.items())}"
     command = f"run: study verify --features {options.features.name}"
-    if causes := _known_causes(options.features, versions):
+    if causes := _known_causes(options.features, versions, newest):
         described = "; ".join(f"{cause.title}{_fixed_in(cause)}" for cause in causes)
         only_errors = all(cause.ends_training for cause in causes)
         outcome = _WORDS["error" if only_errors else "wrong"]
@@ -58,9 +58,9 @@ def judge_features(options: argparse.Namespace) -> int:
     return status
 
 
-def _known_causes(combination: Combination, versions: dict[str, str | None]) -> list[Cause]:
+def _known_causes(combination: Combination, versions: dict[str, str | None], newest: Matrix) -> list[Cause]:
     """Return the causes of wrong gradients that these releases have in the combination, on GPUs."""
-    stack = {**versions, "transformers": package_version("transformers") or next(read_matrices()).stack["transformers"]}
+    stack = {**versions, "transformers": package_version("transformers") or newest.stack["transformers"]}
     optimizer = "muon" if combination.has("muon") else "adamw"
     precision = "bf16-engine" if combination.has("bf16", "fp32_accumulation") else "fp32"
     return [
