@@ -20,7 +20,7 @@ from study.metrics.profiling import check_profiled_steps
 from study.sweep.cell import launch_command
 from study.sweep.command import duration
 from study.sweep.forecast import pending_items
-from study.sweep.plan import missing_requirement, plan_cells, plan_suite
+from study.sweep.plan import missing_requirement, plan_cells, plan_suite, runs_left_out
 from study.sweep.search import Search
 from study.sweep.suite_file import find_suite, read_suite, shrink_suite
 from study.workloads.initial import materialize_initial_weights
@@ -268,3 +268,25 @@ def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_co
     # Each run starts from them.
     configs = [cell.config for cell in plan(file) if not isinstance(cell, Search)]
     assert {materialize_initial_weights(config, cache).path.name for config in configs} == {folders[1]}
+
+
+def test_a_machine_with_too_little_memory_leaves_a_grid_out_and_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "suite.yaml"
+    small = "grids:\n  - fixed: {task: gpt-wikitext}\n    axes: {strategy: [single, ddp]}\n"
+    large = "  - requires: {host_memory_gib: 12}\n    fixed: {task: gpt-wikitext, model_name_or_path: gpt2}\n"
+    large += "    axes: {strategy: [ddp, zero1, zero2]}\n"
+    file.write_text(HEAD + small + large)
+    suite = read_suite(file)
+    assert len(plan_cells(suite, Machine((), 12.0))) == 5
+    assert runs_left_out(suite, Machine((), 12.0)) is None
+    little = Machine((), 7.5)
+    assert len(plan_cells(suite, little)) == 2
+    assert runs_left_out(suite, little) == "3 runs of gpt2 need 12 GiB of host memory, and here are 8: left out"
+    # In a rehearsal the models are small, and both runs of ddp are one.
+    assert len(plan_cells(shrink_suite(suite), little)) == 4
+    file.write_text(HEAD + "grids:\n" + large)
+    with pytest.raises(UserError, match="x needs 12 GiB of host memory, and here are 8"):
+        plan_cells(read_suite(file), little)
+    file.write_text(HEAD + "grids:\n" + large.replace("host_memory_gib", "gpus"))
+    with pytest.raises(UserError, match="gpus"):
+        read_suite(file)

@@ -21,7 +21,7 @@ from study.predictor.hardware import to_box
 from study.sweep.cell import Cell, launch_command
 from study.sweep.execute import run_cells
 from study.sweep.forecast import Forecast, earlier_durations, estimate, oom_warnings, pending_items
-from study.sweep.plan import Plan, Slice, missing_requirement, plan_suite, smallest_machine
+from study.sweep.plan import Plan, Slice, missing_requirement, plan_suite, runs_left_out, smallest_machine
 from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, pending_runs
 from study.sweep.tables import fit_screen, result_tables, status_tables, status_verdict
 
@@ -99,9 +99,7 @@ def run(options: argparse.Namespace) -> int:  # noqa: C901
         passes = list(_passes(parts, options.retry))
         if not passes:
             print_page([status_verdict(plan, options), "", *fit_screen(list(status_tables(plan)), options.details)])
-    for part in {part.root: part for part in parts}.values():
-        if notice := part.runs_of_others():
-            print(f"notice: {notice}", file=sys.stderr)
+    _print_notices(parts, box)
     not_all_was_run = False
     for title, part, cells in passes:
         if title:
@@ -124,6 +122,14 @@ def run(options: argparse.Namespace) -> int:  # noqa: C901
             states = {record.state for _, record in cell_states([cell], part.root)}
             not_all_was_run |= bool(states - {"ok", "unsupported", "to do"} - oom)
     return int(not_all_was_run)
+
+
+def _print_notices(parts: Sequence[Slice], box: machine.Machine) -> None:
+    """Print what is in a suite's folder besides its runs, and the runs that this machine leaves out."""
+    for part in {part.root: part for part in parts}.values():
+        for notice in (part.runs_of_others(), runs_left_out(part.suite, box)):
+            if notice:
+                print(f"notice: {notice}", file=sys.stderr)
 
 
 def _passes(parts: Sequence[Slice], retry: bool) -> Iterator[tuple[str, Slice, list[Cell | Search]]]:

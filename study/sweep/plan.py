@@ -34,6 +34,8 @@ _STRATEGIES: dict[Trainer, Sequence[str]] = {
     "bare_loop": ("single", "ddp"),
 }
 
+_MORE_MEMORY = f"run it on a machine with more, or set {HOST_MEMORY_VARIABLE} to the memory that this one can use"
+
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
@@ -146,7 +148,7 @@ def missing_requirement(suite: Suite, box: Machine, cells: Sequence[Cell | Searc
         lacks = f"GPUs of {requires.gpu_memory_gib:g} GiB, and one here has {smallest_gib:.0f}"
     elif box.host_memory_gib < requires.host_memory_gib:
         lacks = f"{requires.host_memory_gib:g} GiB of host memory, and here are {box.host_memory_gib:.0f}"
-        fix = f"run it on a machine with more, or set {HOST_MEMORY_VARIABLE} to the memory that this one can use"
+        fix = _MORE_MEMORY
     else:
         return None
     return UserError(f"{suite.name} needs {lacks}", fix)
@@ -167,7 +169,11 @@ def plan_cells(suite: Suite, box: Machine) -> list[Cell | Search]:
 
     So a drift of the machine over hours does not favor the strategy that ran first. A cell of two grids is one cell.
     """
-    cells = {cell.id: cell for grid in suite.grids for cell in _grid_cells(suite, grid, box)}
+    left_out = _grids_left_out(suite, box)
+    grids = [grid for grid in suite.grids if grid not in left_out]
+    cells = {cell.id: cell for grid in grids for cell in _grid_cells(suite, grid, box)}
+    if left_out and not cells:
+        raise UserError(f"{suite.name} needs {_lacking_memory(left_out, box)}", _MORE_MEMORY)
     if not cells:
         raise UserError(f"the suite {suite.name} has no cell: its grids exclude all of them", "exclude fewer cells")
     # Virtual ranks have no losses: among real runs they would look like runs whose losses are missing.
@@ -183,6 +189,25 @@ def plan_cells(suite: Suite, box: Machine) -> list[Cell | Search]:
     for block in blocks.values():
         order.shuffle(block)
     return list(itertools.chain.from_iterable(block for _, block in sorted(blocks.items())))
+
+
+def _grids_left_out(suite: Suite, box: Machine) -> list[Grid]:
+    """Return the grids that need more host memory than the machine has; in a rehearsal their models are small."""
+    return [grid for grid in suite.grids if grid.host_memory_gib > box.host_memory_gib and not suite.is_rehearsal]
+
+
+def _lacking_memory(grids: Sequence[Grid], box: Machine) -> str:
+    return f"{min(grid.host_memory_gib for grid in grids):g} GiB of host memory, and here are {box.host_memory_gib:.0f}"
+
+
+def runs_left_out(suite: Suite, box: Machine) -> str | None:
+    """Return which runs of a suite this machine leaves out, and why; None if it runs all."""
+    grids = _grids_left_out(suite, box)
+    if not grids:
+        return None
+    cells = [cell for grid in grids for cell in _grid_cells(suite, grid, box)]
+    models = dict.fromkeys(representative_cell(cell).config.model_name_or_path for cell in cells)
+    return f"{len(cells)} runs of {' and '.join(models)} need {_lacking_memory(grids, box)}: left out"
 
 
 def filter_cells(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Cell | Search]:

@@ -36,7 +36,7 @@ _SETTINGS = (
 _SUITE_KEYS = {"name", "description", "requires", "order_seed", "fixed", "grids"}
 # A series consists only of slices of other suites.
 _SERIES_KEYS = {"name", "description", "slices"}
-_GRID_KEYS = {"fixed", "axes", "repeats", "overrides", "exclude", "search"}
+_GRID_KEYS = {"fixed", "axes", "repeats", "overrides", "exclude", "search", "requires"}
 # Settings that a search varies.
 _SEARCHED_KEYS: dict[str, tuple[str, ...]] = {
     "largest_micro_batch": ("per_device_train_batch_size", "global_batch_size"),
@@ -118,6 +118,8 @@ class Grid:
     overrides: tuple[tuple[Mapping[str, list[Any]], Mapping[str, Any]], ...]
     exclude: tuple[Mapping[str, list[Any]], ...]
     ladder: Ladder | None = None
+    # A machine with less host memory leaves its runs out.
+    host_memory_gib: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +253,7 @@ def _grid(grid: _Section, shared: Mapping[str, Any]) -> Grid:
         overrides=tuple((rule.section("where").choices(), rule.settings("fixed")) for rule in rules),
         exclude=tuple(rule.choices() for rule in grid.sections("exclude")),
         ladder=ladder,
+        host_memory_gib=grid.section("requires", {"host_memory_gib"}).value("host_memory_gib", 0.0),
     )
 
 
