@@ -32,7 +32,7 @@ def few() -> Records:
     """Return laptop records of four strategies, with a baseline and an offload: enough for any report."""
     records = laptop()
     is_included = records.runs["strategy"].isin(["single", "ddp", "zero2", "zero2_cpu"])
-    runs = records.runs[is_included & (records.runs["task"] == "gpt-wikitext")]
+    runs = records.runs[is_included & (records.runs["model_name_or_path"] == "gpt-tiny")]
     return dataclasses.replace(records, runs=runs, steps=records.steps[records.steps["run"].isin(runs["run"])])
 
 

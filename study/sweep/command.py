@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> int:  # noqa: C901
 
 
 def _print_notices(parts: Sequence[Slice], box: machine.Machine) -> None:
-    """Print what is in a suite's folder besides its runs, and the runs that this machine leaves out."""
+    """Print the other runs in a suite's folder, and the runs that this machine leaves out."""
     for part in {part.root: part for part in parts}.values():
         for notice in (part.runs_of_others(), runs_left_out(part.suite, box)):
             if notice:

@@ -23,14 +23,19 @@ TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, tabl
 
 
 def answers(records: Records, claims: Sequence[Row] = (), suite: str = "") -> dict[Question, Answer]:
-    """Return the questions that records, or claims on them, answer; first those in the suite's name, then settings."""
+    """Return the questions that records, or claims on them, answer; first those in the suite's name, then settings.
+
+    Memory comes before the others where model state is most of it.
+    """
     answered = {runs.CLAIMS: runs.claims_answer(claims, suite)}
     questions = QUESTIONS
     if (about_releases := releases.QUESTION.answer(records)) is not None:
         # Each stack is a separate workload, too many for the other questions.
         answered[releases.QUESTION] = about_releases
         questions = (releases.QUESTION, runs.REMAINING, runs.CLAIMS, runs.RUNS)
-    words, settings = {*suite.split("_")}, virtual.SETTINGS if setting_pairs(records) else None
-    ordered = sorted(questions, key=lambda item: (not {item.name, item.notebook} & words, item is not settings))
+    words, first = {*suite.split("_")}, virtual.SETTINGS if setting_pairs(records) else None
+    if memory.find_mostly_state(records):
+        first = memory.MEMORY
+    ordered = sorted(questions, key=lambda item: (not {item.name, item.notebook} & words, item is not first))
     pairs = ((question, answered.get(question) or question.answer(records)) for question in ordered)
     return {question: answer for question, answer in pairs if answer is not None}

@@ -51,6 +51,7 @@ class ReferenceComparison:
     """A figure of the sharding strategies relative to the reference, in the workloads whose reference has it.
 
     `sharding` is of the workloads with most of these strategies and seeds, which come first: answers are about them.
+    A workload that leads comes before these.
     """
 
     workloads: dict[str, list[StrategyRuns]]
@@ -90,13 +91,16 @@ class ReferenceComparison:
 
 
 def compare_with_reference(
-    records: Records, figure: Callable[[StrategyRuns], float], on_any_ranks: bool = False
+    records: Records,
+    figure: Callable[[StrategyRuns], float],
+    on_any_ranks: bool = False,
+    leads: Callable[[StrategyRuns], bool] = lambda base: False,
 ) -> ReferenceComparison | None:
     """Return the comparison with fair DDP on the most ranks, else the baseline; None if no reference has the figure.
 
     Strategies that violate an invariant or offload are excluded, as are other numbers of ranks than the reference's.
     `on_any_ranks` includes these for figures that plain training has equal on any number of ranks. Workloads without
-    plain training are included only if none has it.
+    plain training are included only if none has it. `leads` is whether a workload with this reference comes first.
     """
     grouped, references, sharding = workloads(records), {}, []
     for workload, strategies in grouped.items():
@@ -121,9 +125,9 @@ def compare_with_reference(
     plain = {workload: base for workload, base in references.items() if base.value("strategy") in BASELINES}
     references = plain or references
 
-    def size(workload: str) -> tuple[int, int]:
+    def size(workload: str) -> tuple[bool, int, int]:
         seeds = [len(arm.ok_runs) for arm in sharding if arm.workload == workload]
-        return len(seeds), max(seeds, default=0)
+        return leads(references[workload]), len(seeds), max(seeds, default=0)
 
     ordered = {workload: grouped[workload] for workload in sorted(references, key=size, reverse=True)}
     main = [arm for arm in sharding if arm.workload in references and size(arm.workload) == size(next(iter(ordered)))]
@@ -235,13 +239,19 @@ def by_arms(by_workload: Workloads) -> list[str]:
 
 
 def side_by_side(
-    sentence: str, by_workload: Workloads, columns: Columns, *notes: str, numbers: Sequence[tuple[str, str]] = ()
+    sentence: str,
+    by_workload: Workloads,
+    columns: Columns,
+    *notes: str,
+    numbers: Sequence[tuple[str, str]] = (),
+    only: str = "",
 ) -> Answer:
     """Return an answer with one row per strategy and one column per figure and workload.
 
-    Its notes name the strategies that are not comparable. Of many workloads it has those with most strategies.
+    Its notes name the strategies that are not comparable. Of many workloads it has `only` this one, or those with most
+    strategies.
     """
-    chosen = by_arms(by_workload)[:_MAX_WORKLOADS]
+    chosen = [only] if only else by_arms(by_workload)[:_MAX_WORKLOADS]
     strategies = [arm for workload in chosen for arm in by_workload[workload]]
     places = {arm.name: strategy_order(arm.value("strategy")) for arm in strategies}
     order = sorted(places, key=lambda name: places[name])

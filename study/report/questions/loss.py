@@ -74,6 +74,11 @@ def largest_rerun_difference(runs: pd.DataFrame, steps: Steps) -> StepDifference
     return largest_step_difference((pair for same in reruns for pair in itertools.combinations(same, 2)), steps)
 
 
+def _has_trained(strategies: Iterable[StrategyRuns]) -> bool:
+    runs = pd.concat([arm.ok_runs for arm in strategies])
+    return not (runs["steps"] <= runs["warmup_steps"]).all()
+
+
 def _diverged_seeds(arm: StrategyRuns) -> list[int]:
     """Return the seeds that diverged to NaN while the baseline's run trained to its end."""
     runs = arm.workload_runs
@@ -163,7 +168,9 @@ def _similar(largest: _LossComparison, rows: Iterable[_LossComparison], seed: in
 
 def answer(records: Records) -> Answer | None:  # noqa: PLR0914
     """Return whether the losses differ, per workload; None without a comparison."""
-    steps, grouped = steps_by_run(real_runs(records)), workloads(records)
+    steps = steps_by_run(real_runs(records))
+    # Runs without a step after the warm-up are for memory: their losses have hardly moved.
+    grouped = {workload: group for workload, group in workloads(records).items() if _has_trained(group)}
     by_workload = {workload: _compare_losses(group, steps) for workload, group in grouped.items()}
     comparisons = list(itertools.chain(*by_workload.values()))
     if not comparisons:

@@ -12,13 +12,13 @@ import pandas as pd
 
 from study.config.strategies import WITH_GROUPS, WITH_REPLICAS
 from study.config.text import format_number, percent
-from study.host.memory import MIB
+from study.host.memory import GIB, MIB
 from study.records import strategy_runs
 from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import interval
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, scarce_memory, state_bytes
-from study.records.workloads import BASELINES
+from study.records.workloads import BASELINES, strategy_order
 from study.report import document
 from study.report.document import Answer, Question, format_or_dash, paragraphs, span_text, times_text
 from study.report.questions import comparison
@@ -54,17 +54,56 @@ def format_scope(by_workload: comparison.Workloads) -> str:
     return f" ({', '.join(words)})" if words else ""
 
 
+def _is_mostly_state(base: StrategyRuns) -> bool:
+    """Whether model state is most of the peak of a process without a GPU; with a tiny model, libraries are."""
+    peak, place = base.peak_gib
+    return place == "host process" and _state_gib(base) > peak / 2
+
+
+def _state_gib(arm: StrategyRuns) -> float:
+    return arm.state_mib() * MIB / GIB
+
+
+def _memory_by_strategy(compared: comparison.ReferenceComparison, workload: str, ranks: int) -> dict[str, object]:
+    """Return the state and the peak of each strategy on this many ranks as texts, and their ends; without a workload
+    these are empty."""
+    arms = [compared.references[workload]] if workload else []
+    arms += [arm for arm in compared.sharding if arms and (arm.workload, arm.ranks) == (workload, ranks)]
+    arms.sort(key=lambda arm: strategy_order(arm.value("strategy")))
+    names = [with_settings(arm.name) for arm in arms]
+    states, peaks = ([size(arm) for arm in arms] for size in (_state_gib, lambda arm: arm.peak_gib[0]))
+    texts = (
+        ", ".join(f"{format_number(size)} ({name})" for size, name in zip(sizes, names, strict=True))
+        for sizes in (states, peaks)
+    )
+    ends = {"ends": [states[0], states[-1]], "peak_ends": [min(peaks), max(peaks)]} if arms else {}
+    return {**dict(zip(("states", "all_peaks"), texts, strict=True)), **ends}
+
+
+def _compare_state(records: Records) -> comparison.ReferenceComparison | None:
+    return comparison.compare_with_reference(records, StrategyRuns.state_mib, True, _is_mostly_state)
+
+
+def find_mostly_state(records: Records) -> str:
+    """Return the workload without a GPU whose reference has most model state in its peak; empty if none has."""
+    compared = _compare_state(records)
+    return next((name for name in compared.main if _is_mostly_state(compared.references[name])), "") if compared else ""
+
+
 def _memory_answer(records: Records) -> Answer | None:
-    compared = comparison.compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
+    compared = _compare_state(records)
     if compared is None:
         return None
     columns: comparison.Columns = {
         f"State, % of {compared.plain_names}": compared.cell(percent),
         "Peak, GiB": lambda arm: arm.peak_gib[0],
     }
+    only = find_mostly_state(records)
+    if only:
+        columns = {"State, GiB": _state_gib, **columns}
     if not compared.ratios:
         sentence = f"No sharding strategy here is comparable with {compared.names} in model state."
-        return side_by_side(sentence, without_offload(compared.workloads), columns)
+        return side_by_side(sentence, without_offload(compared.workloads), columns, only=only)
     # ZeRO's own figure, if a stage ran, on the most ranks.
     stages = [pair for pair in compared.ratios if pair[1].value("strategy") in STAGES] or compared.ratios
     leanest = max((arm for _, arm in stages), key=lambda arm: arm.ranks)
@@ -77,6 +116,10 @@ def _memory_answer(records: Records) -> Answer | None:
     sentence, note, *tiles = paragraphs(
         "memory_answer.j2",
         leanest=leanest,
+        **_memory_by_strategy(compared, only, leanest.ranks),
+        gib=format_number,
+        # The buffers of stage 3 are its bucket of gradients, whose default size is that of 500 M elements.
+        has_whole_bucket=leanest.median("buffer_bytes_device") > pairs[0][1].median("params_bytes_device"),
         ratios=ratios,
         names=compared.names,
         versus=document.versus_text,
@@ -90,7 +133,7 @@ def _memory_answer(records: Records) -> Answer | None:
         places=" or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values())),
     )
     numbers = [*zip(tiles[::2], tiles[1::2], strict=True)] if compared.has_largest else []
-    return side_by_side(sentence, without_offload(compared.workloads), columns, note, numbers=numbers)
+    return side_by_side(sentence, without_offload(compared.workloads), columns, note, numbers=numbers, only=only)
 
 
 def _peak_ratio(arm: StrategyRuns, base: StrategyRuns) -> float:
@@ -160,6 +203,7 @@ def _offload_answer(records: Records) -> Answer | None:
     times = Comparison(offloaded, STEP, lambda arm: arm.unoffloaded)
     fair = [arm for arms in offloaded.values() for arm in comparison.fair_arms(arms) if arm.unoffloaded]
     nvme = [_freed(arm) for arm in fair if arm.value("offload_optimizer") == "nvme"]
+    timed = {workload: arms for workload, arms in offloaded.items() if any(step_s(arm) > 0 for arm in arms)}
     no_gpu = any(strategy_runs.has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
     sentence, about, *notes = paragraphs(
         "offload_answer.j2",
@@ -167,7 +211,7 @@ def _offload_answer(records: Records) -> Answer | None:
         no_gpu=no_gpu,
         nvme=nvme,
         span=lambda fractions: span_text(fractions, percent),
-        scope=format_scope(offloaded),
+        scope=format_scope(timed or offloaded),
         times=times.sentence(
             fair,
             lambda ratio: document.change_text(ratio - 1),

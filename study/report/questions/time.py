@@ -246,7 +246,7 @@ def _advice_answer(records: Records) -> Answer | None:  # noqa: PLR0914
         format_names=format_names,
         timed=len(rows),
         unjudged=unjudged,
-        scope=format_scope(by_workload),
+        scope=format_scope({row["Workload"]: by_workload[row["Workload"]] for row in rows}),
         unseen=unseen,
         percent=percent,
     )
