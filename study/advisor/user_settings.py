@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
@@ -187,11 +187,27 @@ def is_json(path: Path, text: str) -> bool:
     return path.suffix == ".json" or text.lstrip().startswith("{")
 
 
-def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:  # noqa: C901, PLR0912
+def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:
     """Read a JSON or YAML mapping; raise UserError if it is unreadable, or outside of the tree."""
-    path = resolve_path(name)
     if tree is not None and not is_inside(name, tree):
         raise UserError(f"{name} {_IS_OUTSIDE}", _INSIDE)
+    path = resolve_path(name)
+    text = _read_text(name, path)
+    if is_json(path, text):
+        # The reader of a Python in a browser does not come back from deep nesting.
+        if _json_depth(text) > _MAX_NESTING:
+            raise _too_deep(name)
+        document = _read_json(name, text, findings)
+    else:
+        document = _read_yaml(path, findings)
+    if not isinstance(document, dict):
+        raise UserError(f"{name} is not a mapping of settings", _EITHER)
+    _check_size(name, document)
+    return document
+
+
+def _read_text(name: str, path: Path) -> str:
+    """Return the text of a file; raise UserError if there is no such file, or if it is too large or empty."""
     try:
         if path.is_dir():
             raise UserError(f"{name} is a folder", "name the file in it")
@@ -207,21 +223,22 @@ def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, An
         raise UserError(f"{name} is not readable ({first_line(error)})", "name a text file") from None
     if not text.strip():
         raise UserError(f"{name} is empty", _EITHER)
-    if is_json(path, text):
-        # The reader of a Python in a browser does not come back from deep nesting.
-        if _json_depth(text) > _MAX_NESTING:
-            raise _too_deep(name)
-        document = _read_json(name, text, findings)
-    else:
+    return text
 
-        class Repeating(Section):
-            def may_repeat(self, key: str) -> bool:
-                findings.append(_set_twice(key))
-                return True
 
-        document = read_document(path, Repeating)
-    if not isinstance(document, dict):
-        raise UserError(f"{name} is not a mapping of settings", _EITHER)
+def _read_yaml(path: Path, findings: list[Finding]) -> Any:
+    """Return the document of a YAML file, and add a finding for each key that is set twice."""
+
+    class Repeating(Section):
+        def may_repeat(self, key: str) -> bool:
+            findings.append(_set_twice(key))
+            return True
+
+    return read_document(path, Repeating)
+
+
+def _check_size(name: str, document: dict[str, Any]) -> None:
+    """Raise UserError if a document has too many keys, or too many levels."""
     level: list[Any] = [document]
     keys = 0
     for _ in range(_MAX_NESTING):
@@ -234,7 +251,6 @@ def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, An
         level = list({id(value): value for value in below}.values())
     if level:
         raise _too_deep(name)
-    return document
 
 
 def _json_depth(text: str) -> int:
@@ -267,7 +283,7 @@ def _json_mistake(text: str, error: json.JSONDecodeError) -> tuple[str, str]:
     return " ".join(error.msg.split())[:120], "make it JSON at that place"
 
 
-def _read_json(name: str, text: str, findings: list[Finding]) -> Any:  # noqa: C901
+def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
     """Read a JSON, or a Hjson, which may have comments and which only DeepSpeed reads by itself."""
     twice, not_finite = set[str](), list[str]()
 
@@ -287,34 +303,44 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:  # noqa: C
     except json.JSONDecodeError as error:
         mistake, fix = _json_mistake(text, error)
         problem = f"{name} is not readable as JSON: line {error.lineno} has {mistake}"
-        try:
-            import hjson
-
-            document = hjson.loads(text, object_pairs_hook=to_mapping)
-            message = (
-                f"is Hjson and not JSON, with {mistake} in line {error.lineno}: DeepSpeed reads it, Accelerate and"
-            )
-            message += " the Trainer end with an error"
-            findings.append(Finding("conflict", name, message, fix, line=error.lineno))
-            for key in (key for key in _BATCH if isinstance(document, dict) and document.get(key) == "auto"):
-                message = "only Accelerate and the Trainer fill in auto, and they do not read Hjson"
-                findings.append(_refused(key, message, "make the file JSON, or set a number"))
-        except ModuleNotFoundError:
-            raise UserError(problem, f"{fix}; or run: pip install hjson, with which DeepSpeed reads comments") from None
-        # An OverflowError is that of an infinite number.
-        except (ValueError, OverflowError):
-            raise UserError(problem, fix) from None
-        except RecursionError:
-            raise _too_deep(name) from None
-    if not_finite and '"auto"' not in text:
+        document = _read_hjson(name, text, to_mapping, UserError(problem, fix))
+        findings += _accelerate_reads_no_hjson(name, document, error.lineno, mistake, fix)
+    # A file with "auto" is one of the Trainer's or Accelerate's, whose reader is Python's.
+    by_python = '"auto"' in text
+    if not_finite and not by_python:
         problem = f"has {not_finite[0]}, which DeepSpeed's reader (Hjson) does not accept"
         findings.append(_refused(name, problem, "write it in digits", "not-finite"))
     fix = "keep one, DeepSpeed refuses such a file"
     for key in sorted(twice):
-        # A file with "auto" is one of the Trainer's or Accelerate's, whose reader is Python's.
-        by_python = '"auto"' in text
         findings.append(_set_twice(key) if by_python else _refused(key, "is set twice", fix, "set-twice"))
     return document
+
+
+def _read_hjson(name: str, text: str, to_mapping: Callable[..., dict[str, Any]], not_json: UserError) -> Any:
+    """Return the document of a text that is not JSON; raise the given error if it is not Hjson either."""
+    try:
+        import hjson
+
+        return hjson.loads(text, object_pairs_hook=to_mapping)
+    except ModuleNotFoundError:
+        fix = f"{not_json.fix}; or run: pip install hjson, with which DeepSpeed reads comments"
+        raise UserError(not_json.problem, fix) from None
+    # An OverflowError is that of an infinite number.
+    except (ValueError, OverflowError):
+        raise not_json from None
+    except RecursionError:
+        raise _too_deep(name) from None
+
+
+def _accelerate_reads_no_hjson(name: str, document: Any, line: int, mistake: str, fix: str) -> Iterator[Finding]:
+    """Yield a finding for a Hjson, and one for each setting that only a reader of JSON would fill in."""
+    message = f"is Hjson and not JSON, with {mistake} in line {line}: DeepSpeed reads it, Accelerate and"
+    message += " the Trainer end with an error"
+    yield Finding("conflict", name, message, fix, line=line)
+    for key in _BATCH:
+        if isinstance(document, dict) and document.get(key) == "auto":
+            message = "only Accelerate and the Trainer fill in auto, and they do not read Hjson"
+            yield _refused(key, message, "make the file JSON, or set a number")
 
 
 def _set_twice(key: str) -> Finding:
@@ -335,38 +361,27 @@ def _explicit_keys(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(key for key in flatten(settings) if key.rpartition(".")[0] in ("", *SECTIONS))
 
 
-def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tree: Path | None) -> UserFile:  # noqa: C901, PLR0914
+def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tree: Path | None) -> UserFile:
     if document.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise UserError(f"{name} is for SageMaker, which is not modelled", "give the DeepSpeed JSON of its program")
     findings += _unknown_keys("", document, known_settings()["accelerate"], "Accelerate")
     # YAML 1.1 reads a bare `no` as false, which Accelerate takes for one process, but for no precision.
     document |= {"distributed_type": "NO"} if document.get("distributed_type") is False else {}
-    types = section_entries("accelerate")["distributed_type"]["type"].rstrip("?").split("|")
-    if (kind := document.get("distributed_type")) in ("XLA", "MEGATRON_LM"):
-        problem = f"{name} has distributed_type: {kind}, which is not modelled"
-        raise UserError(problem, f"modelled are {', '.join(types)}")
-    if kind is None:
-        findings.append(_refused("distributed_type", "is missing", f"supported are {', '.join(types)}"))
+    _check_distributed_type(name, document, findings)
     _read_processes(document, findings)
     findings += _wrong_values("", document, section_entries("accelerate"))
-    precision, processes = document.get("mixed_precision"), document.get("num_processes")
-    kind, gpus, machines = (document.get(key) for key in ("distributed_type", "gpu_ids", "num_machines"))
-    is_one = gpus not in (None, "all") and "," not in gpus and machines in (None, 1)
-    if is_one and str(kind).startswith("MULTI_") and kind != "MULTI_CPU":
-        findings.append(_refused("gpu_ids", f"names one GPU, and {kind} needs more", "name them, or set all"))
-    if kind not in ("NO", "MULTI_CPU"):
-        findings += _wrong_values("", document, {"main_process_port": {"type": "int!#?"}})
-    if kind != "DEEPSPEED":
+    findings += _wrong_launch(document)
+    if document.get("distributed_type") != "DEEPSPEED":
         old_form = {key: value for key, value in document.items() if key == "dynamo_backend"}
         dynamo = {**_section(document, "dynamo_config", findings), **old_form}
         findings += _wrong_values("", dynamo, section_entries("dynamo"))
-    if (kind := document.get("distributed_type")) is None:
-        kind = "DEEPSPEED" if "deepspeed_config" in document else "FSDP" if "fsdp_config" in document else "MULTI_GPU"
     if document.get("megatron_lm_config"):
         findings.append(Finding("noted", "megatron_lm_config", NOT_MODELLED))
+    kind = document.get("distributed_type") or _type_by_sections(document)
     mesh, mesh_ranks = None, 1
     if document.get("parallelism_config"):
         mesh, mesh_ranks = _mesh(_section(document, "parallelism_config", findings), kind, findings)
+    precision, processes = document.get("mixed_precision"), document.get("num_processes")
     if kind == "DEEPSPEED":
         file = _accelerate_deepspeed(name, document, precision, processes, findings, tree)
     else:
@@ -374,6 +389,34 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tr
         file = UserFile(name, "accelerate", kind, None, (), precision, fsdp, processes, mesh, findings)
     file.mesh_ranks = mesh_ranks
     return file
+
+
+def _check_distributed_type(name: str, document: Mapping[str, Any], findings: list[Finding]) -> None:
+    """Raise UserError if the type is not modelled, and add a finding if there is none."""
+    types = section_entries("accelerate")["distributed_type"]["type"].rstrip("?").split("|")
+    kind = document.get("distributed_type")
+    if kind in ("XLA", "MEGATRON_LM"):
+        problem = f"{name} has distributed_type: {kind}, which is not modelled"
+        raise UserError(problem, f"modelled are {', '.join(types)}")
+    if kind is None:
+        findings.append(_refused("distributed_type", "is missing", f"supported are {', '.join(types)}"))
+
+
+def _wrong_launch(document: dict[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for GPUs that are too few for the distributed type, and for a port that is not one."""
+    kind, gpus, machines = (document.get(key) for key in ("distributed_type", "gpu_ids", "num_machines"))
+    is_one = gpus not in (None, "all") and "," not in gpus and machines in (None, 1)
+    if is_one and str(kind).startswith("MULTI_") and kind != "MULTI_CPU":
+        yield _refused("gpu_ids", f"names one GPU, and {kind} needs more", "name them, or set all")
+    if kind not in ("NO", "MULTI_CPU"):
+        yield from _wrong_values("", document, {"main_process_port": {"type": "int!#?"}})
+
+
+def _type_by_sections(document: Mapping[str, Any]) -> str:
+    """Return the distributed type for which a file without a type has settings."""
+    if "deepspeed_config" in document:
+        return "DEEPSPEED"
+    return "FSDP" if "fsdp_config" in document else "MULTI_GPU"
 
 
 def _read_processes(document: dict[str, Any], findings: list[Finding]) -> None:
@@ -444,7 +487,7 @@ def _fsdp(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any
     return settings
 
 
-def _accelerate_deepspeed(  # noqa: C901, PLR0912, PLR0914
+def _accelerate_deepspeed(
     name: str,
     document: dict[str, Any],
     precision: Any,
@@ -452,72 +495,28 @@ def _accelerate_deepspeed(  # noqa: C901, PLR0912, PLR0914
     findings: list[Finding],
     tree: Path | None,
 ) -> UserFile:
-    plugin, reference = _section(document, "deepspeed_config", findings), known_settings()
-    mapped = reference["accelerate_deepspeed"]
+    plugin = _section(document, "deepspeed_config", findings)
+    mapped = known_settings()["accelerate_deepspeed"]
     findings += _wrong_values("", plugin, {"gradient_clipping": {"type": "float/auto?"}})
     plugin_values = {key: value for key, value in plugin.items() if value is not None}
     # The plugin reads it from a variable, with int().
     if not str(plugin_values.get("zero_stage", 2)).isdecimal():
         stage = clip(plugin_values.pop("zero_stage"))
         findings.append(_refused("zero_stage", f"is {stage}", "write a whole number in digits"))
-    for key in plugin:
-        if key not in mapped:
-            message = f"Accelerate drops it silently; {did_you_mean(key, mapped, cutoff=0.75)}".rstrip("; ")
-            if key in reference[ZERO] or key in reference["top"]:
-                message = "an Accelerate file cannot set it, Accelerate drops it silently; a DeepSpeed JSON can"
-            findings.append(Finding("ignored", key, message))
+    findings += _dropped_by_accelerate(plugin)
     inner = plugin.get("deepspeed_config_file")
-    has_json = inner not in (None, "none")
-    if has_json:
-        if isinstance(inner, str) and tree is not None and not is_inside(inner, tree):
-            raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, which {_IS_OUTSIDE}", _INSIDE)
-        if not isinstance(inner, str) or not resolve_path(inner).exists():
-            fix, folders = "name a file that exists", resolve_path(name).resolve().parents
-            if isinstance(inner, str) and not Path(inner).is_absolute():
-                searched = (folder for folder in folders if tree is None or is_inside(str(folder / inner), tree))
-                start = next((f": {folder}" for folder in searched if (folder / inner).is_file()), "")
-                fix = f"run this in the folder at which that path starts{start}"
-            raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, and there is no file of that name", fix)
-        only_deepspeeds = list[Finding]()
-        settings = _read(inner, only_deepspeeds, tree)
-        for finding in only_deepspeeds:
-            # Accelerate's reader takes no comments, and any number. It passes DeepSpeed a mapping.
-            if finding.rule == "set-twice":
-                findings.append(_set_twice(finding.key))
-            elif finding.rule != "not-finite":
-                findings.append(dataclasses.replace(finding, kind="refused"))
-        message, outer_keys = f"Accelerate ends with an error if {inner} is given, too: set it there", set(plugin)
-        outer_keys |= {"mixed_precision"} if precision else set()
-        findings += [Finding("refused", key, message) for key in reference["set_in_json"] if key in outer_keys]
-        # explain_case._auto does this for ZeRO's settings.
-        filled = {f"{place}.{key}" for place in SECTIONS for key in section_entries(place)}
-        filled.update(reference["filled_by_accelerate"])
-        message = "auto: Accelerate does not fill it in, and ends with an error"
-        open_keys = [key for key, value in flatten(settings).items() if value == "auto" and key not in filled]
-        findings += [Finding("refused", key, message) for key in open_keys]
-        explicit_keys = _explicit_keys(settings)
-    else:
-        # Settings that Accelerate creates if the file names no JSON.
-        offloads = {what: {"device": str(plugin_values.get(f"{what}_device") or "none").lower()} for what in OFFLOADS}
-        for section in offloads.values():
-            if section["device"] == "nvme":
-                # The launcher passes no path, and the plugin sets this one (DeepSpeedPlugin.__post_init__).
-                section["nvme_path"] = "none"
-        saves = bool(plugin_values.get("zero3_save_16bit_model", False))
-        steps = str(plugin_values.get("gradient_accumulation_steps", "auto"))
-        settings = {
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            # Read from the text of a variable.
-            "gradient_accumulation_steps": int(steps) if steps.isdecimal() else steps,
-            "gradient_clipping": plugin_values.get("gradient_clipping", "auto"),
-            ZERO: {
-                "stage": plugin_values.get("zero_stage", 2),
-                **offloads,
-                "stage3_gather_16bit_weights_on_model_save": saves,
-            },
-        }
+    if inner in (None, "none"):
+        settings = _settings_of_plugin(plugin_values)
         explicit_keys = tuple(mapped[key] for key in plugin if mapped.get(key))
+    else:
+        inner_name = _inner_name(name, inner, tree)
+        settings = _read_inner(inner_name, findings, tree)
+        message = f"Accelerate ends with an error if {inner_name} is given, too: set it there"
+        outer_keys = {*plugin, "mixed_precision"} if precision else set(plugin)
+        set_in_both = [key for key in known_settings()["set_in_json"] if key in outer_keys]
+        findings += [Finding("refused", key, message) for key in set_in_both]
+        findings += _unfilled(settings)
+        explicit_keys = _explicit_keys(settings)
     file = UserFile(
         name,
         "accelerate",
@@ -533,6 +532,79 @@ def _accelerate_deepspeed(  # noqa: C901, PLR0912, PLR0914
     )
     check_deepspeed(file)
     return file
+
+
+def _dropped_by_accelerate(plugin: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each key of deepspeed_config that Accelerate does not support."""
+    reference = known_settings()
+    mapped = reference["accelerate_deepspeed"]
+    for key in plugin:
+        if key not in mapped:
+            message = f"Accelerate drops it silently; {did_you_mean(key, mapped, cutoff=0.75)}".rstrip("; ")
+            if key in reference[ZERO] or key in reference["top"]:
+                message = "an Accelerate file cannot set it, Accelerate drops it silently; a DeepSpeed JSON can"
+            yield Finding("ignored", key, message)
+
+
+def _settings_of_plugin(plugin_values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that Accelerate creates if the file names no JSON."""
+    offloads = {what: {"device": str(plugin_values.get(f"{what}_device") or "none").lower()} for what in OFFLOADS}
+    for section in offloads.values():
+        if section["device"] == "nvme":
+            # The launcher passes no path, and the plugin sets this one (DeepSpeedPlugin.__post_init__).
+            section["nvme_path"] = "none"
+    saves = bool(plugin_values.get("zero3_save_16bit_model", False))
+    steps = str(plugin_values.get("gradient_accumulation_steps", "auto"))
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        # Read from the text of a variable.
+        "gradient_accumulation_steps": int(steps) if steps.isdecimal() else steps,
+        "gradient_clipping": plugin_values.get("gradient_clipping", "auto"),
+        ZERO: {
+            "stage": plugin_values.get("zero_stage", 2),
+            **offloads,
+            "stage3_gather_16bit_weights_on_model_save": saves,
+        },
+    }
+
+
+def _inner_name(name: str, inner: Any, tree: Path | None) -> str:
+    """Return the value of deepspeed_config_file; raise UserError if it names no file, or one outside of the tree."""
+    if isinstance(inner, str) and tree is not None and not is_inside(inner, tree):
+        raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, which {_IS_OUTSIDE}", _INSIDE)
+    if isinstance(inner, str) and resolve_path(inner).exists():
+        return inner
+    fix = "name a file that exists"
+    if isinstance(inner, str) and not Path(inner).is_absolute():
+        folders = resolve_path(name).resolve().parents
+        searched = (folder for folder in folders if tree is None or is_inside(str(folder / inner), tree))
+        start = next((f": {folder}" for folder in searched if (folder / inner).is_file()), "")
+        fix = f"run this in the folder at which that path starts{start}"
+    raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, and there is no file of that name", fix)
+
+
+def _read_inner(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:
+    """Read the JSON that an Accelerate file names: Accelerate's reader takes no comments, and any number."""
+    only_deepspeeds = list[Finding]()
+    settings = _read(name, only_deepspeeds, tree)
+    for finding in only_deepspeeds:
+        # Accelerate passes DeepSpeed a mapping.
+        if finding.rule == "set-twice":
+            findings.append(_set_twice(finding.key))
+        elif finding.rule != "not-finite":
+            findings.append(dataclasses.replace(finding, kind="refused"))
+    return settings
+
+
+def _unfilled(settings: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each auto of a JSON that Accelerate does not fill in."""
+    # explain_case._auto does this for ZeRO's settings.
+    filled = {f"{place}.{key}" for place in SECTIONS for key in section_entries(place)}
+    filled.update(known_settings()["filled_by_accelerate"])
+    for key, value in flatten(settings).items():
+        if value == "auto" and key not in filled:
+            yield Finding("refused", key, "auto: Accelerate does not fill it in, and ends with an error")
 
 
 def _unknown_keys(place: str, section: dict[str, Any], supported: Iterable[str], owner: str) -> Iterator[Finding]:
@@ -614,23 +686,11 @@ def _hint(kind: str) -> Any:
     return hint | None if marked.endswith("?") else hint
 
 
-def check_deepspeed(file: UserFile) -> None:  # noqa: C901, PLR0912
+def check_deepspeed(file: UserFile) -> None:
     """Add the findings of a file's DeepSpeed settings, and take out those with a wrong key or value."""
-    settings, reference, findings = file.deepspeed, known_settings(), file.findings
+    settings, findings = file.deepspeed, file.findings
     assert settings is not None
-    names = [*reference["top"], *reference["others"]]
-    for key in list(settings):
-        if message := reference["removed"].get(key):
-            del settings[key]
-            findings.append(removed(key, message))
-        # DeepSpeed drops comments, too, as their authors expect.
-        elif key not in (*names, "comment", "comments") and not key.startswith("_"):
-            place = next((section for section in SECTIONS if key in reference[section]), None)
-            hint = did_you_mean(key, names, cutoff=0.75).strip() or (f"it belongs in {place}" if place else "")
-            if name := reference["accelerate_deepspeed"].get(key):
-                hint = f"it is an Accelerate file's name of {name}"
-            message = "DeepSpeed does not support it, and drops it silently"
-            findings.append(Finding("ignored", key, message, hint, "unknown-key"))
+    findings += _dropped_by_deepspeed(settings)
     if isinstance(settings.get(ZERO), bool) and file.launcher == "deepspeed":
         settings[ZERO] = {"stage": int(settings[ZERO])}
         findings.append(Finding("noted", ZERO, f"a deprecated form, read as stage {settings[ZERO]['stage']}"))
@@ -649,21 +709,50 @@ def check_deepspeed(file: UserFile) -> None:  # noqa: C901, PLR0912
         by = "Accelerate makes it" if file.launcher == "accelerate" else "DeepSpeed drops it and uses its default,"
         findings.append(Finding("filled", f"{ZERO}.stage", f"auto: {by} {zero['stage']}"))
     stage = zero.get("stage", 0)
+    findings += _wrong_sections(settings, zero)
+    if "stage" not in zero and stage != 0:
+        zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
+        _add_assumed_stage(zero["stage"], findings)
+    findings += _not_modelled("top", settings, zero)
+
+
+def _dropped_by_deepspeed(settings: dict[str, Any]) -> Iterator[Finding]:
+    """Take the removed keys out of the top level; yield a finding for these, and for keys that were never supported."""
+    reference = known_settings()
+    names = [*reference["top"], *reference["others"]]
+    for key in list(settings):
+        if message := reference["removed"].get(key):
+            del settings[key]
+            yield removed(key, message)
+        # DeepSpeed drops comments, too, as their authors expect.
+        elif key not in (*names, "comment", "comments") and not key.startswith("_"):
+            place = next((section for section in SECTIONS if key in reference[section]), None)
+            hint = did_you_mean(key, names, cutoff=0.75).strip() or (f"it belongs in {place}" if place else "")
+            if name := reference["accelerate_deepspeed"].get(key):
+                hint = f"it is an Accelerate file's name of {name}"
+            message = "DeepSpeed does not support it, and drops it silently"
+            yield Finding("ignored", key, message, hint, "unknown-key")
+
+
+def _wrong_sections(settings: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[Finding]:
+    """Take wrong keys and values out of the sections, and yield the findings of each section."""
+    reference = known_settings()
     for place in (*SECTIONS, *reference["strict_sections"], *reference["sections"]):
         # DeepSpeed reads bfloat16 only if there is no bf16.
         section = None if place == "bfloat16" and settings.get("bf16") is not None else flatten(settings).get(place)
         if isinstance(section, dict):
             if place not in reference["sections"]:
-                findings += _unknown_keys(f"{place}.", section, section_entries(place), "DeepSpeed")
-            findings += _wrong_values(f"{place}.", section, section_entries(place))
-            findings += _not_modelled(place, section, zero)
-    if "stage" not in zero and stage != 0:
-        zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
-        assumed = f"; the figures are those of stage {zero['stage']}"
-        for index, finding in enumerate(findings):
-            if finding.kind == "refused" and finding.key in ("zero_stage", f"{ZERO}.stage"):
-                findings[index] = dataclasses.replace(finding, fix=finding.fix + assumed)
-    findings += _not_modelled("top", settings, zero)
+                yield from _unknown_keys(f"{place}.", section, section_entries(place), "DeepSpeed")
+            yield from _wrong_values(f"{place}.", section, section_entries(place))
+            yield from _not_modelled(place, section, zero)
+
+
+def _add_assumed_stage(stage: int, findings: list[Finding]) -> None:
+    """Add the stage of the prediction to the finding of a wrong stage."""
+    assumed = f"; the figures are those of stage {stage}"
+    for index, finding in enumerate(findings):
+        if finding.kind == "refused" and finding.key in ("zero_stage", f"{ZERO}.stage"):
+            findings[index] = dataclasses.replace(finding, fix=finding.fix + assumed)
 
 
 def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[Finding]:
