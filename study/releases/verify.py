@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compositions.add_arguments(parser.add_argument_group("combinations of features"))
 
 
-def run(options: argparse.Namespace) -> int:  # noqa: C901, PLR0914, PLR0915
+def run(options: argparse.Namespace) -> int:
     """Verify the strategies; return exit status 0 if all that can run here agree, and 1 if one diverges.
 
     It is 2 if no DeepSpeed engine can run here, or if a strategy or an option that the user asked for cannot run.
@@ -158,64 +159,107 @@ def run(options: argparse.Namespace) -> int:  # noqa: C901, PLR0914, PLR0915
     if compositions.requests_combinations(options):
         return compositions.run(options)
     os.environ.update({UNVERIFIED_VARIABLE: "1", ENGINES_ONLY_VARIABLE: "1"})
-    verifiable, started = STUDIED_STRATEGIES[1:], time.monotonic()
-    if unknown := next((name for name in options.only or () if name not in verifiable), None):
-        raise UserError(f"--only: {unknown!r} is not verified", f"use {', '.join(verifiable)}")
-    selected = options.only or (QUICK_STRATEGIES if options.quick else verifiable)
-    strategies = [name for name in verifiable if name in selected]
+    started = time.monotonic()
+    strategies = _selected_strategies(options)
     extras = tuple(cast(Option, option) for option in (options.optimizer, options.peft) if option)
     stack = {name: package_version(name) for name in PACKAGES}
     _check_packages(strategies, stack, extras)
     cache_directory()
     with contextlib.ExitStack() as scope:
         root = options.runs_dir or Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="study-verify-")))
-        box = detect_machine()
-        _check_same_stack(root, stack, box)
-        ranks = options.world_size or box.gpus or RANKS_WITHOUT_A_GPU
-        if box.gpus and ranks > box.gpus:
-            raise UserError(f"--world_size {ranks} exceeds this machine, which has {box}", f"use {box.gpus} or less")
-        precisions = options.precision or (("fp32",) if options.quick else PRECISIONS)
-        matrix = VerifyMatrix(root.absolute(), box, stack, precisions, ranks, chosen=bool(options.only), extras=extras)
-        matrix.is_kept = options.runs_dir is not None
-        cells = [cell for strategy in strategies for cell in matrix.cells(strategy)]
-        if not cells:
-            raise UserError(f"{' and '.join(strategies)} have no {' or '.join(precisions)}", "use fp32")
-        if unsupported := set(extras) - {option for _, _, option in cells}:
-            raise UserError(f"{' and '.join(strategies)} have no {unsupported.pop()}", f"use {QUICK_STRATEGIES[0]}")
-        which = f"{len(strategies)} strategies" if len(strategies) > 3 else ", ".join(strategies)
-        tested = f"{which} on {matrix.where}, with accumulation {' and '.join(map(str, MICRO_STEPS))}"
-        if not box.gpus:
-            tested += f"; about {-(-(_START_S + _CELL_S * len(cells)) // 60)} min on two cores, {_FIRST_TIME}"
-        print_page([f"Testing {_stack_text(stack)}: {tested}"], sys.stderr)
+        matrix = _plan_matrix(options, root, stack, extras)
+        cells = _planned_cells(matrix, strategies)
+        print_page([f"Testing {_stack_text(stack)}: {_tested_text(matrix, strategies, len(cells))}"], sys.stderr)
         _check_imports(min(strategies, key=lambda name: read_strategy(name).deepspeed is None))
         if options.quick:
             matrix.run(strategies)
-        verification = Verification(strategies, ranks)
-        for number, strategy in enumerate(strategies, start=1):
-            rows = list(matrix.rows(strategy))
-            verification.rows += rows
-            wrong = [f"{row.option} {row.place}: {row.says}".lstrip() for row in rows if row.kind != "equal"]
-            outcome = " | ".join(wrong) or "reproduces one process"
-            print_page([f"[{number}/{len(strategies)}] {strategy}: {outcome}"], sys.stderr)
-    untested = [
-        f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
-        for cause in known_faults(stack, box.gpus > 0)
-        if not set(cause.strategies) & set(strategies)
-    ]
-    if box.gpus and not options.quick and not set(ON_REQUEST) & set(precisions):
-        untested.append(f"not tested: fp16 (--precision {' '.join(ON_REQUEST)} tests it)")
+        verification = _verification(matrix, strategies)
+    untested = _not_tested(options, matrix, strategies)
     answer = f"{verification.answer} ({format_duration(time.monotonic() - started)})"
-    places = list(dict.fromkeys(row.place for row in verification.rows))
-    kinds = {(row.name, row.place): row.kind for row in verification.rows}
-    lines = [[name, *(kinds.get((name, place), "-") for place in places)] for name in verification.names]
-    table = TextTable(["strategy", *places], lines)
-    page: tuple[str | TextTable, ...] = (answer, f"tested: {_stack_text(stack)}", *untested, "", table)
+    page: tuple[str | TextTable, ...] = (answer, f"tested: {_stack_text(stack)}", *untested, "", _table(verification))
     print_result(options.json, lambda: _document(stack, matrix, verification) | {"not_tested": untested}, page)
     if verification.agrees is False:
         return 1
     # A strategy or an option that the user asked for, and that cannot run here, is not verified.
     unverified = [name for name in verification.unverified if options.only or name not in strategies]
     return 2 if verification.agrees is None or unverified else 0
+
+
+def _selected_strategies(options: argparse.Namespace) -> list[str]:
+    """Return the requested strategies in the study's order; raise UserError if one is not verified."""
+    verifiable = STUDIED_STRATEGIES[1:]
+    if unknown := next((name for name in options.only or () if name not in verifiable), None):
+        raise UserError(f"--only: {unknown!r} is not verified", f"use {', '.join(verifiable)}")
+    selected = options.only or (QUICK_STRATEGIES if options.quick else verifiable)
+    return [name for name in verifiable if name in selected]
+
+
+def _plan_matrix(
+    options: argparse.Namespace, root: Path, stack: dict[str, str | None], extras: Sequence[Option]
+) -> VerifyMatrix:
+    """Return the matrix for this machine; raise UserError if the folder or the number of ranks does not suit it."""
+    box = detect_machine()
+    _check_same_stack(root, stack, box)
+    ranks = options.world_size or box.gpus or RANKS_WITHOUT_A_GPU
+    if box.gpus and ranks > box.gpus:
+        raise UserError(f"--world_size {ranks} exceeds this machine, which has {box}", f"use {box.gpus} or less")
+    precisions = options.precision or (("fp32",) if options.quick else PRECISIONS)
+    matrix = VerifyMatrix(root.absolute(), box, stack, precisions, ranks, chosen=bool(options.only), extras=extras)
+    matrix.is_kept = options.runs_dir is not None
+    return matrix
+
+
+def _planned_cells(matrix: VerifyMatrix, strategies: Sequence[str]) -> list[tuple[Precision, int, Option]]:
+    """Return the cells of the strategies; raise UserError if there are none, or none with a requested option."""
+    cells = [cell for strategy in strategies for cell in matrix.cells(strategy)]
+    if not cells:
+        raise UserError(f"{' and '.join(strategies)} have no {' or '.join(matrix.precisions)}", "use fp32")
+    if unsupported := set(matrix.extras) - {option for _, _, option in cells}:
+        raise UserError(f"{' and '.join(strategies)} have no {unsupported.pop()}", f"use {QUICK_STRATEGIES[0]}")
+    return cells
+
+
+def _tested_text(matrix: VerifyMatrix, strategies: Sequence[str], cells: int) -> str:
+    """Return the strategies, ranks and accumulation of a call, and its duration without a GPU."""
+    which = f"{len(strategies)} strategies" if len(strategies) > 3 else ", ".join(strategies)
+    tested = f"{which} on {matrix.where}, with accumulation {' and '.join(map(str, MICRO_STEPS))}"
+    if not matrix.box.gpus:
+        minutes = math.ceil((_START_S + _CELL_S * cells) / 60)
+        tested += f"; about {minutes} min on two cores, {_FIRST_TIME}"
+    return tested
+
+
+def _verification(matrix: VerifyMatrix, strategies: Sequence[str]) -> Verification:
+    """Return the verdicts on the strategies, and print those of each one as soon as it has run."""
+    verification = Verification(strategies, matrix.ranks)
+    for number, strategy in enumerate(strategies, start=1):
+        rows = list(matrix.rows(strategy))
+        verification.rows += rows
+        wrong = [f"{row.option} {row.place}: {row.says}".lstrip() for row in rows if row.kind != "equal"]
+        outcome = " | ".join(wrong) or "reproduces one process"
+        print_page([f"[{number}/{len(strategies)}] {strategy}: {outcome}"], sys.stderr)
+    return verification
+
+
+def _not_tested(options: argparse.Namespace, matrix: VerifyMatrix, strategies: Sequence[str]) -> list[str]:
+    """Return a line for each known fault of other strategies, and one for the precisions that only a request tests."""
+    on_gpu = matrix.box.gpus > 0
+    lines = [
+        f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
+        for cause in known_faults(matrix.stack, on_gpu)
+        if not set(cause.strategies) & set(strategies)
+    ]
+    if on_gpu and not options.quick and not set(ON_REQUEST) & set(matrix.precisions):
+        lines.append(f"not tested: fp16 (--precision {' '.join(ON_REQUEST)} tests it)")
+    return lines
+
+
+def _table(verification: Verification) -> TextTable:
+    """Return the verdicts by strategy and place."""
+    places = list(dict.fromkeys(row.place for row in verification.rows))
+    kinds = {(row.name, row.place): row.kind for row in verification.rows}
+    lines = [[name, *(kinds.get((name, place), "-") for place in places)] for name in verification.names]
+    return TextTable(["strategy", *places], lines)
 
 
 def _check_packages(strategies: Sequence[str], stack: Mapping[str, str | None], extras: Sequence[Option]) -> None:
@@ -324,7 +368,8 @@ class VerifyMatrix:
     ):
         """Plan the cells; `chosen` strategies, which the user named, run in every precision that they support."""
         self.root, self.box, self.ranks = root, box, ranks
-        self._stack, self._precisions, self._chosen, self._extras = stack, precisions, chosen, extras
+        self.stack, self.precisions, self.extras = stack, precisions, extras
+        self._chosen = chosen
         self.is_kept = True
         self._asked = set[str]()
         self.references: dict[tuple[Precision, Option], Reference] = {}
@@ -358,21 +403,21 @@ class VerifyMatrix:
             if reference.single.state != "ok":
                 verdict = Verdict("not judged", reason=f"the run of one process failed: {reference.single.reason}")
             optimizer = "muon" if option == "muon" else "adamw"
-            causes = find_causes(self._stack, strategy, micro_steps, precision, verdict.differs, optimizer)
+            causes = find_causes(self.stack, strategy, micro_steps, precision, verdict.differs, optimizer)
             if verdict.kind == "equal":
-                causes = find_races(self._stack, strategy, micro_steps, precision, self.box.gpus > 0)
+                causes = find_races(self.stack, strategy, micro_steps, precision, self.box.gpus > 0)
             yield VerifyRow(strategy, precision, micro_steps, verdict, causes, option)
 
     def cells(self, strategy: str) -> list[tuple[Precision, int, Option]]:
         """Return precision, accumulation and option of each cell; half precision only with accumulation."""
-        options = [option for option in self._extras if _supports(strategy, **_FLAGS[option])]
+        options = [option for option in self.extras if _supports(strategy, **_FLAGS[option])]
         half = [
             name
-            for name in self._precisions
+            for name in self.precisions
             if name in _HALF and (_supports(strategy, precision=name) if self._chosen else strategy in _HALF[name])
         ]
         return [
-            *(("fp32", steps, "") for steps in MICRO_STEPS if "fp32" in self._precisions),
+            *(("fp32", steps, "") for steps in MICRO_STEPS if "fp32" in self.precisions),
             *(("fp32", steps, option) for option in options for steps in MICRO_STEPS),
             *((precision, MICRO_STEPS[-1], "") for precision in half),
         ]

@@ -83,7 +83,7 @@ def _plan(options: argparse.Namespace, box: machine.Machine) -> Plan:
     return plan_suite(options.suite, box, options.runs_dir, options.only, rehearse=options.rehearse)
 
 
-def run(options: argparse.Namespace) -> int:  # noqa: C901
+def run(options: argparse.Namespace) -> int:
     """Run the cells of the suite or series; return 1 if some did not run or failed, else 0."""
     if options.hardware is not None and not options.dry_run:
         raise UserError("--hardware is only for predictions", "add --dry_run, or leave --hardware out")
@@ -104,9 +104,7 @@ def run(options: argparse.Namespace) -> int:  # noqa: C901
     for title, part, cells in passes:
         if title:
             print(f"{title}:", file=sys.stderr, flush=True)
-        runs = [cell for cell in cells if isinstance(cell, Cell)]
-        for warning in oom_warnings([cell for cell in runs if any(pending_runs(cell, part.root, options.retry))], box):
-            print(warning, file=sys.stderr, flush=True)
+        _print_oom_warnings(part, cells, options.retry, box)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
         sweep = run_cells(
             cells, part.root, box, retry=options.retry, time_budget_s=budget, time_limit_s=options.time_limit
@@ -115,13 +113,25 @@ def run(options: argparse.Namespace) -> int:  # noqa: C901
         not_all_was_run |= sweep.stopped or sweep.refused > 0
         if sweep.pending:
             break
-    for part in plan.slices:
-        for cell in part.cells:
-            # For a probe, or a cell that demonstrates it, out of memory is an answer.
-            oom = {"oom"} if isinstance(cell, Search) or cell.expect == "oom" else set[str]()
-            states = {record.state for _, record in cell_states([cell], part.root)}
-            not_all_was_run |= bool(states - {"ok", "unsupported", "to do"} - oom)
-    return int(not_all_was_run)
+    return int(not_all_was_run or any(map(_has_failures, plan.slices)))
+
+
+def _print_oom_warnings(part: Slice, cells: Sequence[Cell | Search], retry: bool, box: machine.Machine) -> None:
+    """Print a warning for each pending cell for which the machine's memory may not suffice."""
+    pending = [cell for cell in cells if isinstance(cell, Cell) and any(pending_runs(cell, part.root, retry))]
+    for warning in oom_warnings(pending, box):
+        print(warning, file=sys.stderr, flush=True)
+
+
+def _has_failures(part: Slice) -> bool:
+    """Whether a cell of the slice ended in a state that is neither a result nor an expected one."""
+    for cell in part.cells:
+        # For a probe, or a cell that demonstrates it, out of memory is an answer.
+        oom = {"oom"} if isinstance(cell, Search) or cell.expect == "oom" else set[str]()
+        states = {record.state for _, record in cell_states([cell], part.root)}
+        if states - {"ok", "unsupported", "to do"} - oom:
+            return True
+    return False
 
 
 def _print_notices(parts: Sequence[Slice], box: machine.Machine) -> None:
@@ -155,25 +165,19 @@ def _runnable(plan: Plan, box: machine.Machine) -> list[Slice]:
     return [part for part, refusal in zip(plan.slices, refusals, strict=True) if refusal is None]
 
 
-def _dry_run(plan: Plan, options: argparse.Namespace, box: machine.Machine) -> int:  # noqa: C901, PLR0914
+def _dry_run(plan: Plan, options: argparse.Namespace, box: machine.Machine) -> int:
     """Print each cell's command and forecast; on a terminal without --details, forecasts that fit a screen."""
     name = options.hardware or ("this" if box.gpus else None)
     predicted_for = None if name is None else to_box(name)
+    is_short = sys.stdout.isatty() and not options.details
     remaining: list[tuple[Cell | Search, float]] = []
     parts: list[tuple[str, ...]] = []
     cells: list[tuple[str, ...]] = []
-    training_s, is_short = 0.0, sys.stdout.isatty() and not options.details
+    training_s = 0.0
     slices, limit = plan.slices, ""
     if options.time_budget is not None:
-        started = {(item.id, root) for item, root in in_order(plan.slices, options.time_budget, options.retry)}
-        slices = []
-        for part in plan.slices:
-            if items := [item for item in part.cells if (item.id, part.root) in started]:
-                slices.append(dataclasses.replace(part, cells=items))
-        counts = [sum(len(part.cells) for part in group) for group in (slices, plan.slices)]
-        limit = f"within {format_duration(options.time_budget)} {counts[0]} of {counts[1]} would start: "
-        if not any(seconds for part in slices for _, seconds in pending_items(part.cells, part.root, options.retry)):
-            limit = f"how many start within {format_duration(options.time_budget)} is unknown until a cell has run: "
+        slices = _slices_in_time(plan, options.time_budget, options.retry)
+        limit = _limit_text(plan, slices, options.time_budget, options.retry)
     for part in slices:
         remaining_of_slice = list(pending_items(part.cells, part.root, options.retry))
         remaining += remaining_of_slice
@@ -181,20 +185,11 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: machine.Machine) -> i
         forecast = Forecast(smallest_machine(part.suite, box), earlier_durations(part.root), predicted_for)
         if plan.is_series and not is_short:
             print(f"# {': '.join(parts[-1])}")
+        if not is_short:
+            _print_commands(part, forecast, options.retry)
         # A screen has only the parts of a series.
-        for cell, note in () if plan.is_series and is_short else _next_runs(part, options.retry):
-            texts = [] if cell is None else forecast.describe(cell)
-            if is_short:
-                run = ("-", "-", "-") if cell is None else (cell.arm, cell.config.model_name, str(cell.ranks))
-                # The outcome first, because a long text is cut.
-                cells.append((*run, ", ".join([*texts[-1:], *texts[:-1]]) or note))
-                continue
-            if note:
-                print(f"# {note}")
-            if cell is not None:
-                expected = "  # expected to run out of memory" if cell.expect == "oom" else ""
-                command = shlex.join(launch_command(cell, part.root / cell.id))
-                print(f"{command}  # predicted: {', '.join(texts)}{expected}")
+        elif not plan.is_series:
+            cells += _forecast_rows(part, forecast, options.retry)
         training_s += sum(forecast.training_s(cell) or 0.0 for cell, _ in remaining_of_slice if isinstance(cell, Cell))
     if is_short:
         columns = ("part", "cells") if plan.is_series else ("strategy", "model", "world", "predicted")
@@ -204,6 +199,48 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: machine.Machine) -> i
         total += f"; predicted training steps: {format_duration(training_s)}, plus start-up and evaluation of each cell"
     print_page([f"# {total}"], sys.stderr)
     return 0
+
+
+def _slices_in_time(plan: Plan, time_budget_s: float, retry: bool) -> list[Slice]:
+    """Return the slices with the cells that `study run` would start within this time."""
+    started = {(item.id, root) for item, root in in_order(plan.slices, time_budget_s, retry)}
+    slices = []
+    for part in plan.slices:
+        if items := [item for item in part.cells if (item.id, part.root) in started]:
+            slices.append(dataclasses.replace(part, cells=items))
+    return slices
+
+
+def _limit_text(plan: Plan, slices: Sequence[Slice], time_budget_s: float, retry: bool) -> str:
+    """Return how many cells of the plan start within this time, or that it is unknown."""
+    budget = format_duration(time_budget_s)
+    if not any(seconds for part in slices for _, seconds in pending_items(part.cells, part.root, retry)):
+        return f"how many start within {budget} is unknown until a cell has run: "
+    started, planned = (sum(len(part.cells) for part in group) for group in (slices, plan.slices))
+    return f"within {budget} {started} of {planned} would start: "
+
+
+def _print_commands(part: Slice, forecast: Forecast, retry: bool) -> None:
+    """Print the command of each cell and of each search's next probe, with its forecast."""
+    for cell, note in _next_runs(part, retry):
+        texts = [] if cell is None else forecast.describe(cell)
+        if note:
+            print(f"# {note}")
+        if cell is not None:
+            expected = "  # expected to run out of memory" if cell.expect == "oom" else ""
+            command = shlex.join(launch_command(cell, part.root / cell.id))
+            print(f"{command}  # predicted: {', '.join(texts)}{expected}")
+
+
+def _forecast_rows(part: Slice, forecast: Forecast, retry: bool) -> Iterator[tuple[str, ...]]:
+    """Yield strategy, model, ranks and forecast of each cell and of each search's next probe."""
+    for cell, note in _next_runs(part, retry):
+        if cell is None:
+            yield "-", "-", "-", note
+        else:
+            *figures, outcome = forecast.describe(cell)
+            # The outcome first, because a long text is cut.
+            yield cell.arm, cell.config.model_name, str(cell.ranks), ", ".join([outcome, *figures])
 
 
 def _next_runs(part: Slice, retry: bool) -> Iterator[tuple[Cell | None, str]]:
