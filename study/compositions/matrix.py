@@ -88,7 +88,7 @@ class Matrix:
         return matrix
 
 
-def fill(  # noqa: C901
+def fill(
     matrix: Matrix,
     session: CombinationSession,
     *,
@@ -104,21 +104,7 @@ def fill(  # noqa: C901
     """
     deadline = time.monotonic() + 60 * minutes
     design = Design(levels=levels, per_engine=per_engine)
-    for outcome in matrix.outcomes.values():
-        session.remember(outcome)
-        if outcome.is_equal:
-            design.cover(outcome.combination)
-    for outcome in matrix.findings.values():
-        design.forbid(_shown_by(outcome.combination))
-        if _needs_a_gpu(outcome):
-            design.drop(outcome.combination.features[-1])
-
-    def count() -> None:
-        open_pairs = [sorted(pair) for pair in design.missing]
-        if per_engine:
-            matrix.triples, matrix.open_triples = len(design.pairs), open_pairs
-        else:
-            matrix.pairs, matrix.open_pairs = len(design.pairs), open_pairs
+    _add_earlier_outcomes(matrix, session, design)
 
     def keep(outcome: CombinationOutcome) -> None:
         matrix.outcomes[outcome.combination] = outcome
@@ -128,16 +114,7 @@ def fill(  # noqa: C901
             matrix.write(file)
 
     # First each feature alone: what fails alone is not looked for in pairs.
-    for combination in design.single_features():
-        if time.monotonic() > deadline:
-            break
-        outcome = session.run(combination)
-        keep(outcome)
-        if not outcome.is_equal and combination not in matrix.findings:
-            _note(matrix, design, outcome, report)
-            if _needs_a_gpu(outcome):
-                # No other engine can have it here either.
-                design.drop(combination.features[-1])
+    _run_single_features(matrix, session, design, keep, report, deadline)
     while time.monotonic() < deadline:
         drawn = design.draw()
         if drawn is None:
@@ -150,9 +127,54 @@ def fill(  # noqa: C901
         if not outcome.is_equal:
             finding = _like_an_earlier_one(matrix, session, outcome, keep) or session.reduce(outcome, keep)
             _note(matrix, design, finding, report)
-    count()
+    _count_pairs(matrix, design, per_engine)
     if file is not None:
         matrix.write(file)
+
+
+def _run_single_features(
+    matrix: Matrix,
+    session: CombinationSession,
+    design: Design,
+    keep: Callable[[CombinationOutcome], None],
+    report: Callable[[str], None],
+    deadline: float,
+) -> None:
+    """Run each feature alone until the deadline, and note those that fail."""
+    for combination in design.single_features():
+        if time.monotonic() > deadline:
+            break
+        outcome = session.run(combination)
+        keep(outcome)
+        if not outcome.is_equal and combination not in matrix.findings:
+            _note(matrix, design, outcome, report)
+            _drop_if_it_needs_a_gpu(design, outcome)
+
+
+def _count_pairs(matrix: Matrix, design: Design, per_engine: bool) -> None:
+    """Write the number of pairs and those that are not covered into the matrix."""
+    open_pairs = [sorted(pair) for pair in design.missing]
+    if per_engine:
+        matrix.triples, matrix.open_triples = len(design.pairs), open_pairs
+    else:
+        matrix.pairs, matrix.open_pairs = len(design.pairs), open_pairs
+
+
+def _add_earlier_outcomes(matrix: Matrix, session: CombinationSession, design: Design) -> None:
+    """Cover, forbid and drop in the design the outcomes of earlier calls, which the session does not run again."""
+    for outcome in matrix.outcomes.values():
+        session.remember(outcome)
+        if outcome.is_equal:
+            design.cover(outcome.combination)
+    for outcome in matrix.findings.values():
+        design.forbid(_shown_by(outcome.combination))
+        _drop_if_it_needs_a_gpu(design, outcome)
+
+
+def _drop_if_it_needs_a_gpu(design: Design, outcome: CombinationOutcome) -> None:
+    """Drop a feature that lacks a GPU here: no other engine can have it either."""
+    if _needs_a_gpu(outcome):
+        design.drop(outcome.combination.features[-1])
 
 
 def _short(outcome: CombinationOutcome) -> dict[str, Any]:

@@ -35,23 +35,10 @@ MAX_WORLD_SIZE = 1024
 MAX_EXACT_INT = 2**53
 
 
-def check_values(config: RunConfig) -> None:  # noqa: C901, PLR0912
+def check_values(config: RunConfig) -> None:
     """Raise if a value that is set is invalid, whether or not the config is resolved."""
     for field in dataclasses.fields(config):
-        value, least = getattr(config, field.name), field.metadata["at_least"]
-        if value == "":
-            # Usually an unset variable of a shell; as a path it would be the working directory.
-            raise UserError(f"--{field.name} is empty", "set a value, or leave it out")
-        if isinstance(value, str) and not value.isprintable():
-            problem = f"--{field.name} {value!r} has characters that cannot be printed on one line"
-            raise UserError(problem, "use another name")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise _out_of_range(field.name, value, "use a finite number")
-        if value is not None and least is not None and value < least:
-            raise _out_of_range(field.name, value, f"use {least} or more")
-        if isinstance(value, int) and value > MAX_EXACT_INT:
-            problem = f"use {MAX_EXACT_INT} or less, the largest integer that a table stores exactly"
-            raise _out_of_range(field.name, value, problem)
+        _check_value(field.name, getattr(config, field.name), field.metadata["at_least"])
     if config.seed >= 2**32:
         raise _out_of_range("seed", config.seed, f"use {2**32 - 1} or less, the largest seed of numpy")
     cap, dropout = config.device_memory_cap_gib, config.dropout
@@ -65,6 +52,28 @@ def check_values(config: RunConfig) -> None:  # noqa: C901, PLR0912
     if dropout is not None and not (0 <= dropout < 1 or dropout == -1):
         raise _out_of_range("dropout", dropout, "use at least 0 and less than 1, or -1 for the model's own values")
     parse_overrides(config.engine_override)
+    _check_flags_together(config)
+
+
+def _check_value(flag: str, value: Any, least: float | None) -> None:
+    """Raise if a value is empty, cannot be printed or stored, or is less than the least one."""
+    if value == "":
+        # Usually an unset variable of a shell; as a path it would be the working directory.
+        raise UserError(f"--{flag} is empty", "set a value, or leave it out")
+    if isinstance(value, str) and not value.isprintable():
+        problem = f"--{flag} {value!r} has characters that cannot be printed on one line"
+        raise UserError(problem, "use another name")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _out_of_range(flag, value, "use a finite number")
+    if value is not None and least is not None and value < least:
+        raise _out_of_range(flag, value, f"use {least} or more")
+    if isinstance(value, int) and value > MAX_EXACT_INT:
+        problem = f"use {MAX_EXACT_INT} or less, the largest integer that a table stores exactly"
+        raise _out_of_range(flag, value, problem)
+
+
+def _check_flags_together(config: RunConfig) -> None:
+    """Raise if two flags exclude each other, or if one lacks the other that it needs."""
     if config.bf16_states and config.precision not in (None, "bf16-engine"):
         raise UserError(f"--bf16_states does not support --precision {config.precision}", "use --precision bf16-engine")
     if config.optimizer == "muon" and config.max_grad_norm:

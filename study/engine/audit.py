@@ -6,7 +6,7 @@ recorded as warnings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -107,43 +107,49 @@ def audit(
     }
 
 
-def _warnings(run: TrainingRun, live: Mapping[str, Any], model: Any) -> list[str]:  # noqa: C901
+def _warnings(run: TrainingRun, live: Mapping[str, Any], model: Any) -> list[str]:
     """Return warnings about settings that the engine changed and about emulated parts of this run."""
-    import torch
+    return [*_warnings_of_engine(run, live, model), *_warnings_of_run(run)]
 
-    config, launch = run.config, run.launch
-    warnings = []
+
+def _warnings_of_engine(run: TrainingRun, live: Mapping[str, Any], model: Any) -> Iterator[str]:
+    launch = run.launch
     if launch.strategy.deepspeed is not None and (pair := unverified_pair()):
-        warnings.append(f"experiment: {pair}, which has not been shown to train as DDP does")
+        yield f"experiment: {pair}, which has not been shown to train as DDP does"
     if "DeepSpeedCPUAdam" in live["optimizer_class"]:
-        warnings.append("DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded")
+        yield "DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded"
     if launch.strategy.offload_device("param") == "nvme":
         swappers = [getattr(parameter, "nvme_swapper", None) for parameter in model.module.parameters()]
         swapped = dtype_name(next(swapper.dtype for swapper in swappers if swapper is not None))
         if swapped != live["param_dtype"]:
-            warnings.append(f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step")
+            yield f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step"
     if live["zero_stage"] and live.get("model_parallel_group", {}).get("state_over", live["world_size"]) == 1:
         unit = "model-parallel group" if "model_parallel_group" in live else "rank"
-        warnings.append(f"with one {unit} stage {live['zero_stage']} shards nothing")
-    if config.optimizer == "muon" and live["zero_stage"]:
-        warnings.append("DeepSpeed reports the gradient norm after Muon has orthogonalized the gradients")
+        yield f"with one {unit} stage {live['zero_stage']} shards nothing"
+    if run.config.optimizer == "muon" and live["zero_stage"]:
+        yield "DeepSpeed reports the gradient norm after Muon has orthogonalized the gradients"
+
+
+def _warnings_of_run(run: TrainingRun) -> Iterator[str]:
+    import torch
+
+    config, launch = run.config, run.launch
     if launch.virtual:
-        warnings.append(
+        yield (
             f"virtual: rank {launch.rank} of {launch.world_size} without the others; all its weights start from one"
             " constant, and collectives return its own data"
         )
         if torch.cuda.is_available():
-            warnings.append("virtual: the device's peaks exclude the communicators and buffers of NCCL")
+            yield "virtual: the device's peaks exclude the communicators and buffers of NCCL"
     if run.checkpoint and (saved_by := run.checkpoint[1]["world_size"]) != launch.world_size:
-        warnings.append(f"resumed: the steps up to {run.first_step} ran on {saved_by} ranks")
+        yield f"resumed: the steps up to {run.first_step} ran on {saved_by} ranks"
     if run.checkpoint:
-        warnings.append(f"resumed: the run's time, energy and peaks exclude the steps up to {run.first_step}")
+        yield f"resumed: the run's time, energy and peaks exclude the steps up to {run.first_step}"
     if config.device_memory_cap_gib is not None:
-        warnings.append(
+        yield (
             f"emulated: torch's allocations on {torch.cuda.get_device_name()} are capped at"
             f" {config.device_memory_cap_gib} GiB, which excludes the context and communicators"
         )
-    return warnings
 
 
 def _expected_settings(run: TrainingRun, accelerator: Accelerator, plan: BatchPlan) -> dict[str, Any]:

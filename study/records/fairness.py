@@ -179,7 +179,12 @@ def _run_reasons(run: Row) -> Iterator[str]:
             yield f"precision: {warning}"
 
 
-def _differences(run: Row, baseline: Row, same_seed: bool) -> Iterator[str]:  # noqa: C901
+def _differences(run: Row, baseline: Row, same_seed: bool) -> Iterator[str]:
+    yield from _differences_by_column(run, baseline, same_seed)
+    yield from _differences_of_optimizers(run, baseline)
+
+
+def _differences_by_column(run: Row, baseline: Row, same_seed: bool) -> Iterator[str]:
     for name, column, form in _BY_COLUMN:
         value, baseline_value = run[column], baseline[column]
         if column == "initial_weights_sha256" and not same_seed:
@@ -194,6 +199,10 @@ def _differences(run: Row, baseline: Row, same_seed: bool) -> Iterator[str]:  # 
                 yield f"{name}: not recorded"
         elif value != baseline_value:
             yield name if form is None else f"{name}: {form.format(value)}, baseline {form.format(baseline_value)}"
+
+
+def _differences_of_optimizers(run: Row, baseline: Row) -> Iterator[str]:
+    """Yield differences in the optimizer's settings, and in its class if the settings cannot be compared."""
     name, baseline_name = run["optimizer_class"], baseline["optimizer_class"]
     if name is None or baseline_name is None:
         return

@@ -106,7 +106,7 @@ class Keys(NamedTuple):
     may_be_null: bool = False
 
 
-def _check(kind: Any, value: Any, where: str) -> None:  # noqa: C901
+def _check(kind: Any, value: Any, where: str) -> None:
     """Raise ValueError if a value is not of a kind: a name in _KINDS, a tuple of choices, a list [kind], or Keys."""
     if isinstance(kind, list):
         if not isinstance(value, list):
@@ -114,23 +114,27 @@ def _check(kind: Any, value: Any, where: str) -> None:  # noqa: C901
         for number, entry in enumerate(value):
             _check(kind[0], entry, f"{where}.{number}")
     elif isinstance(kind, Keys):
-        if value is None and kind.may_be_null:
-            return
-        _check("object", value, where)
-        inside = f"{where}." if where else ""
-        if missing := [key for key in kind.required if key not in value]:
-            raise ValueError(f"{inside}lacks {', '.join(missing)}")
-        for key, entry in value.items():
-            entry_kind = kind.required.get(key) or kind.optional.get(key) or kind.others
-            if entry_kind is None:
-                raise ValueError(f"{inside}has the unknown key {key!r}")
-            _check(entry_kind, entry, f"{inside}{key}")
+        if value is not None or not kind.may_be_null:
+            _check_keys(kind, value, where)
     elif isinstance(kind, str):
         words, is_valid = _KINDS[kind.rstrip("?")]
         if not (value is None and kind.endswith("?")) and not is_valid(value):
             raise ValueError(f"{where} is {value!r:.200}, not {words}")
     elif not any(type(value) is type(choice) and value == choice for choice in kind):
         raise ValueError(f"{where} is {value!r:.200}, not one of {', '.join(map(str, kind))}")
+
+
+def _check_keys(kind: Keys, value: Any, where: str) -> None:
+    """Raise ValueError if a value is not an object, or if a key of it is missing, unknown or has a wrong value."""
+    _check("object", value, where)
+    inside = f"{where}." if where else ""
+    if missing := [key for key in kind.required if key not in value]:
+        raise ValueError(f"{inside}lacks {', '.join(missing)}")
+    for key, entry in value.items():
+        entry_kind = kind.required.get(key) or kind.optional.get(key) or kind.others
+        if entry_kind is None:
+            raise ValueError(f"{inside}has the unknown key {key!r}")
+        _check(entry_kind, entry, f"{inside}{key}")
 
 
 SEAL = {"files_sha256": "object", "status_sha256": "sha256"}

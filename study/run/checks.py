@@ -146,7 +146,7 @@ def check_devices(launch: Launch, gpus: int) -> str | None:
     return None
 
 
-def check_request(config: RunConfig, launch: Launch) -> None:  # noqa: C901
+def check_request(config: RunConfig, launch: Launch) -> None:
     """Raise UserError if this machine or this strategy does not support the request."""
     import torch
 
@@ -160,34 +160,50 @@ def check_request(config: RunConfig, launch: Launch) -> None:  # noqa: C901
     has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
     if config.precision in ("bf16", "bf16-engine") and not has_bf16:
         raise Unsupported(f"{torch.cuda.get_device_name()} has no bf16", "use --precision fp16 or --precision fp32")
-    if (cap_gib := config.device_memory_cap_gib) is not None:
-        if not on_gpu:
-            raise Unsupported("--device_memory_cap_gib caps a GPU's memory; no GPU is visible", "leave the flag out")
-        total_gib = torch.cuda.get_device_properties(launch.local_rank).total_memory / 2**30
-        if cap_gib > total_gib:
-            problem = f"--device_memory_cap_gib {cap_gib} is more than the GPU's {total_gib:.0f} GiB"
-            raise Unsupported(problem, "use a smaller cap")
+    if config.device_memory_cap_gib is not None:
+        _check_memory_cap(config.device_memory_cap_gib, launch.local_rank)
     if config.report_to != "none":
-        from accelerate.tracking import get_available_trackers
-
-        available = [tracker.value for tracker in get_available_trackers()]
-        if config.report_to not in available:
-            problem = f"--report_to {config.report_to}: no such tracker is installed"
-            raise UserError(problem, f"install it, or use one of: {', '.join(['none', *available])}")
+        _check_tracker(config.report_to)
     if strategy.uses_nvme:
-        if not operators.is_libaio_installed():
-            problem = "DeepSpeed cannot build its asynchronous I/O: libaio is missing"
-            raise Unsupported(problem, "run: apt-get install libaio-dev")
-        locked = memory.required_pinned_bytes(strategy)
-        if not memory.can_lock(locked):
-            # Without this check DeepSpeed would abort the process.
-            raise Unsupported(
-                f"{strategy.name} locks at least {locked / 2**20:.0f} MiB of memory per rank, and `ulimit -l` allows"
-                " less",
-                "run: ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)",
-            )
-        folder = folders.resolve_path(config.nvme_path)
-        folders.check_writable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")
+        _check_nvme(strategy, config.nvme_path)
+
+
+def _check_memory_cap(cap_gib: float, local_rank: int) -> None:
+    """Raise Unsupported if there is no GPU to cap, or if it has less memory than the cap."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Unsupported("--device_memory_cap_gib caps a GPU's memory; no GPU is visible", "leave the flag out")
+    total_gib = torch.cuda.get_device_properties(local_rank).total_memory / 2**30
+    if cap_gib > total_gib:
+        problem = f"--device_memory_cap_gib {cap_gib} is more than the GPU's {total_gib:.0f} GiB"
+        raise Unsupported(problem, "use a smaller cap")
+
+
+def _check_tracker(name: str) -> None:
+    """Raise UserError if Accelerate finds no such tracker."""
+    from accelerate.tracking import get_available_trackers
+
+    available = [tracker.value for tracker in get_available_trackers()]
+    if name not in available:
+        problem = f"--report_to {name}: no such tracker is installed"
+        raise UserError(problem, f"install it, or use one of: {', '.join(['none', *available])}")
+
+
+def _check_nvme(strategy: Strategy, nvme_path: str) -> None:
+    """Raise if DeepSpeed cannot offload to NVMe here: it lacks a library, locked memory, or a writable folder."""
+    if not operators.is_libaio_installed():
+        problem = "DeepSpeed cannot build its asynchronous I/O: libaio is missing"
+        raise Unsupported(problem, "run: apt-get install libaio-dev")
+    locked = memory.required_pinned_bytes(strategy)
+    if not memory.can_lock(locked):
+        # Without this check DeepSpeed would abort the process.
+        raise Unsupported(
+            f"{strategy.name} locks at least {locked / 2**20:.0f} MiB of memory per rank, and `ulimit -l` allows less",
+            "run: ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)",
+        )
+    folder = folders.resolve_path(nvme_path)
+    folders.check_writable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")
 
 
 _OVERRULED_BY_DEEPSPEEDS_FILE = {

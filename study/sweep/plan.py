@@ -238,10 +238,9 @@ def filter_cells(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Ce
     return chosen
 
 
-def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Search]:  # noqa: C901, PLR0912
+def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Search]:
     # Positions of the rules that matched a run; a rule without a match has a typo.
-    rules, matched = [where for where, _ in grid.overrides], set[int]()
-    grid_keys = {**grid.fixed, **grid.axes}
+    matched = set[int]()
     for combination in itertools.product(*grid.axes.values()):
         values = {**grid.fixed, **dict(zip(grid.axes, combination, strict=True))}
         if "strategy" not in values:
@@ -253,28 +252,49 @@ def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Searc
                 matched.add(number)
                 values |= fixed
         if values.get("virtual_world_size"):
-            if grid_keys.get("world_size", 1) not in (1, [1]):
-                raise UserError(f"{grid.place}: world_size and virtual_world_size are both set", "keep one of the two")
-            if values["strategy"] == "single":
-                raise UserError(f"{grid.place}: single has one rank, and cannot be a virtual rank", "leave it out")
+            _check_virtual_run(grid, values["strategy"])
         if values["strategy"] == "single" or values.get("virtual_world_size"):
             values["world_size"] = 1
         excluding = [_matches(values, rule, grid.place) for rule in grid.exclude]
-        matched.update(len(rules) + number for number, is_met in enumerate(excluding) if is_met)
+        matched.update(len(grid.overrides) + number for number, is_met in enumerate(excluding) if is_met)
         if any(excluding):
             continue
         if suite.is_rehearsal:
             # The number of ranks that the machine decides stays.
-            default_size = {} if "world_size" in grid_keys else {"world_size": values["world_size"]}
+            default_size = {} if _sets_world_size(grid) else {"world_size": values["world_size"]}
             values = suite_file.shrink_run(values, grid) | default_size
-        for repeat in range(1, grid.repeats + 1):
-            if grid.ladder is None:
-                yield _cell(values, repeat, box, grid.place)
-            else:
-                yield _search(values, list(grid.axes), grid.ladder, repeat, box, grid.place)
+        yield from _repeated(values, grid, box)
+    _check_rules(grid, matched)
+
+
+def _repeated(values: dict[str, Any], grid: Grid, box: Machine) -> Iterator[Cell | Search]:
+    """Yield a cell for each repeat of a run; a search if the grid has a ladder."""
+    for repeat in range(1, grid.repeats + 1):
+        if grid.ladder is None:
+            yield _cell(values, repeat, box, grid.place)
+        else:
+            yield _search(values, list(grid.axes), grid.ladder, repeat, box, grid.place)
+
+
+def _sets_world_size(grid: Grid) -> bool:
+    """Whether the grid sets the number of ranks, which otherwise the machine decides."""
+    return "world_size" in grid.fixed or "world_size" in grid.axes
+
+
+def _check_virtual_run(grid: Grid, strategy: str) -> None:
+    """Raise UserError if the grid also sets a number of real ranks, or if the strategy has one rank only."""
+    if {**grid.fixed, **grid.axes}.get("world_size", 1) not in (1, [1]):
+        raise UserError(f"{grid.place}: world_size and virtual_world_size are both set", "keep one of the two")
+    if strategy == "single":
+        raise UserError(f"{grid.place}: single has one rank, and cannot be a virtual rank", "leave it out")
+
+
+def _check_rules(grid: Grid, matched: set[int]) -> None:
+    """Raise UserError for the first override or exclusion that matched no run, by position."""
+    rules = [where for where, _ in grid.overrides]
     for number, rule in enumerate([*rules, *grid.exclude]):
         # The machine may decide the number of ranks.
-        if number not in matched and ("world_size" not in rule or "world_size" in grid_keys):
+        if number not in matched and ("world_size" not in rule or _sets_world_size(grid)):
             conditions = ", ".join(f"{key}: {' or '.join(map(str, options))}" for key, options in rule.items())
             raise UserError(f"{grid.place}: no run of the grid has {conditions}", "correct the rule, or remove it")
 
