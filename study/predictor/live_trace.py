@@ -240,7 +240,7 @@ def _config_class(document: Mapping[str, Any]) -> Any:
     raise UserError(f"transformers {transformers.__version__} has no model_type {kind!s:.40}{code}", fix)
 
 
-def build_model(  # noqa: C901
+def build_model(
     document: Mapping[str, Any],
     rank: int | None,
     attention: str,
@@ -252,19 +252,7 @@ def build_model(  # noqa: C901
     """Create the model; UserError if transformers does not support the config. No code of the model runs."""
     try:
         model_class, is_language_model = _head(document)
-        config = _config_class(document).from_dict(dict(document))
-        if model_class in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.values():
-            config.num_labels = 2
-        if attention == _FUSED and not model_class._supports_attention_backend:
-            attention = "sdpa"
-        config._attn_implementation = attention
-        for part in filter(None, [config, *(getattr(config, name, None) for name in config.sub_configs)]):
-            part.use_cache = False
-            for name, value in vars(part).items() if not dropout else ():
-                if "drop" in name and isinstance(value, float):
-                    setattr(part, name, 0.0)
-        for name in ("pad_token_id", "decoder_start_token_id") if config.is_encoder_decoder else ():
-            setattr(config, name, getattr(config, name, None) or 0)
+        config = _config(document, model_class, attention, dropout)
         # Weights without data cannot be drawn.
         with no_init_weights():
             model = _create(model_class, config).train()
@@ -286,6 +274,24 @@ def build_model(  # noqa: C901
     if rank is not None:
         add_fake_adapters(model, rank, is_language_model, targets, lora_dropout)
     return model
+
+
+def _config(document: Mapping[str, Any], model_class: Any, attention: str, dropout: bool) -> Any:
+    """Return the config of transformers for a training step."""
+    config = _config_class(document).from_dict(dict(document))
+    if model_class in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.values():
+        config.num_labels = 2
+    if attention == _FUSED and not model_class._supports_attention_backend:
+        attention = "sdpa"
+    config._attn_implementation = attention
+    for part in filter(None, [config, *(getattr(config, name, None) for name in config.sub_configs)]):
+        part.use_cache = False
+        for name, value in vars(part).items() if not dropout else ():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+    for name in ("pad_token_id", "decoder_start_token_id") if config.is_encoder_decoder else ():
+        setattr(config, name, getattr(config, name, None) or 0)
+    return config
 
 
 def _create(model_class: Any, config: Any) -> Any:

@@ -37,78 +37,100 @@ def pinned_bytes(size: float) -> float:
 
 
 @cache_by_request
-def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:  # noqa: C901, PLR0912, PLR0914, PLR0915
+def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
     """Return host bytes per node by part, and NVMe bytes per node."""
-    state, shape, strategy = model_state.predict_state(request), request.shape, request.strategy
-    ranks, weight, stage = request.box.gpus_per_node, request.weight_bytes, request.strategy.zero_stage
-    buffers, pinned, saved = 0.0, 0.0, 0.0
-    libraries = libraries_bytes(strategy.deepspeed is not None)
-    if request.box.is_cpu_only:
-        hooked = module_call_order(shape, recomputes=False)[0] if stage == 3 else ()
-        libraries = CPU_LIBRARIES_BYTES + (CPU_ENGINE_BYTES if strategy.deepspeed else 0.0)
-        libraries += len(hooked) * HOOKED_MODULE_BYTES
-    if stage:
-        settings = request.settings
-        optimizer, parameters = settings.optimizer, settings.parameters
-        if stage == 3 and settings.stage3_gather_16bit_weights_on_model_save:
-            # Without this setting Accelerate raises, and the engine saves shards, as this study's checkpoints do.
-            saved = weight * float(request.stored.parameters)
-        # DeepSpeed's buffers for swapped state are locked page by page (page_alloc.cpp), and not rounded.
-        locked, swapped = list[float](), 0.0
-        if optimizer is not None and stage < 3:
-            part, staged = -(-shape.trained_parameters // request.box.ranks), shape.largest_trained * weight
-            locked += [part * 4.0, part * 4.0, float(part * weight), float(staged)]
-            buffers += part * weight + staged
-        elif optimizer is not None:
-            locked.append(model_state.shards_of_model(shape, request.box.ranks)[1] * float(weight))
-            groups = model_state.sub_groups(request)
-            if optimizer.device == "cpu":
-                locked += [group * 4.0 for group in groups]
-            else:
-                swapped += optimizer.buffers * 4.0 * max(groups)
-        if parameters is not None:
-            locked.append(state.params_host)
-            if parameters.device == "cpu" and parameters.pinned and not request.box.is_cpu_only:
-                # zero.Init pins each shard separately. The shards are copied into one buffer and freed, but torch's
-                # pinned pool keeps the blocks.
-                retained = [
-                    pinned_bytes(-(-param.elements // request.box.ranks) * weight) for param in shape.trained_params
-                ]
-                locked += retained
-                buffers += sum(retained)
-            if parameters.device == "nvme":
-                swapped += float(parameters.buffers * parameters.buffer_size * weight)
-        buffers += swapped
-        pins = any(offload.pinned for offload in (optimizer, parameters) if offload is not None)
-        if pins and not request.box.is_cpu_only:
-            rounded = sum(map(pinned_bytes, locked))
-            pinned = rounded + swapped
-            buffers += rounded - sum(locked)
-    # Other than in stage 3, every process creates the full model in fp32, and then 16-bit weights tensor by tensor.
-    # Stage 3 creates one tensor at a time, and rank 0 has a second one, read from the file.
-    loaded, read = 4.0 * shape.parameters + (shape.largest * weight if weight < FP32_BYTES else 0), 0.0
-    if stage == 3:
-        loaded = read = 4.0 * shape.largest
-    read -= request.idle_loaders * loaded
-    load = ranks * (libraries + loaded + state.host) + read
-    if not request.box.is_cpu_only:
-        # The engine creates its optimizer after the weights have left the host (_configure_distributed_model), or are
-        # in stage 3's host buffers.
-        before = libraries_bytes(strategy.deepspeed is not None, before_steps=True)
-        weights = ranks * (before + loaded + state.params_host) + read
-        load = max(weights, ranks * (before + state.host))
+    state, ranks = model_state.predict_state(request), request.box.gpus_per_node
+    libraries = _libraries_of_a_rank(request)
+    buffers, pinned = _offload_buffers(request, state.params_host)
     train = ranks * (libraries + state.host + buffers)
+    saved = 0.0
+    if request.strategy.zero_stage == 3 and request.settings.stage3_gather_16bit_weights_on_model_save:
+        # Without this setting Accelerate raises, and the engine saves shards, as this study's checkpoints do.
+        saved = request.weight_bytes * float(request.stored.parameters)
     parts = {
         "state": ranks * state.host,
         "buffers": ranks * buffers,
         "libraries": ranks * libraries,
         "pinned": ranks * pinned,
-        "load": load,
+        "load": _load_bytes(request, state, libraries),
         "train": train,
         "rank": train / ranks,
         "save": train + saved,
     }
     return parts, ranks * state.nvme
+
+
+def _libraries_of_a_rank(request: Request) -> float:
+    """Return the bytes of imported libraries and of the engine's objects per rank."""
+    strategy = request.strategy
+    if not request.box.is_cpu_only:
+        return libraries_bytes(strategy.deepspeed is not None)
+    hooked = module_call_order(request.shape, recomputes=False)[0] if strategy.zero_stage == 3 else ()
+    libraries = CPU_LIBRARIES_BYTES + (CPU_ENGINE_BYTES if strategy.deepspeed else 0.0)
+    return libraries + len(hooked) * HOOKED_MODULE_BYTES
+
+
+def _offload_buffers(request: Request, params_host: float) -> tuple[float, float]:
+    """Return a rank's bytes of buffers for offloaded state, and the pinned ones among all of its host memory."""
+    if not request.strategy.zero_stage:
+        return 0.0, 0.0
+    optimizer, parameters = request.settings.optimizer, request.settings.parameters
+    locked, buffers, swapped = _optimizer_buffers(request)
+    if parameters is not None:
+        locked.append(params_host)
+        if parameters.device == "cpu" and parameters.pinned and not request.box.is_cpu_only:
+            retained = _retained_shards(request)
+            locked += retained
+            buffers += sum(retained)
+        if parameters.device == "nvme":
+            swapped += float(parameters.buffers * parameters.buffer_size * request.weight_bytes)
+    buffers += swapped
+    pins = any(offload.pinned for offload in (optimizer, parameters) if offload is not None)
+    if not pins or request.box.is_cpu_only:
+        return buffers, 0.0
+    # DeepSpeed's buffers for swapped state are locked page by page (page_alloc.cpp), and not rounded.
+    rounded = sum(map(pinned_bytes, locked))
+    return buffers + (rounded - sum(locked)), rounded + swapped
+
+
+def _optimizer_buffers(request: Request) -> tuple[list[float], float, float]:
+    """Return the bytes of each locked allocation of an offloaded optimizer, of its buffers, and of swapped state."""
+    shape, weight, optimizer = request.shape, request.weight_bytes, request.settings.optimizer
+    if optimizer is None:
+        return [], 0.0, 0.0
+    if request.strategy.zero_stage != 3:
+        part, staged = -(-shape.trained_parameters // request.box.ranks), shape.largest_trained * weight
+        return [part * 4.0, part * 4.0, float(part * weight), float(staged)], float(part * weight + staged), 0.0
+    locked = [model_state.shards_of_model(shape, request.box.ranks)[1] * float(weight)]
+    groups = model_state.sub_groups(request)
+    if optimizer.device == "cpu":
+        return [*locked, *(group * 4.0 for group in groups)], 0.0, 0.0
+    return locked, 0.0, optimizer.buffers * 4.0 * max(groups)
+
+
+def _retained_shards(request: Request) -> list[float]:
+    """Return the bytes of each shard that torch's pinned pool keeps: zero.Init pins each one separately. The shards are
+    copied into one buffer and freed, but the pool keeps the blocks."""
+    ranks, weight = request.box.ranks, request.weight_bytes
+    return [pinned_bytes(-(-param.elements // ranks) * weight) for param in request.shape.trained_params]
+
+
+def _load_bytes(request: Request, state: model_state.State, libraries: float) -> float:
+    """Return a node's host bytes while weights are loaded and the engine is created."""
+    shape, weight, ranks = request.shape, request.weight_bytes, request.box.gpus_per_node
+    # Other than in stage 3, every process creates the full model in fp32, and then 16-bit weights tensor by tensor.
+    # Stage 3 creates one tensor at a time, and rank 0 has a second one, read from the file.
+    loaded, read = 4.0 * shape.parameters + (shape.largest * weight if weight < FP32_BYTES else 0), 0.0
+    if request.strategy.zero_stage == 3:
+        loaded = read = 4.0 * shape.largest
+    read -= request.idle_loaders * loaded
+    if request.box.is_cpu_only:
+        return ranks * (libraries + loaded + state.host) + read
+    # The engine creates its optimizer after the weights have left the host (_configure_distributed_model), or are
+    # in stage 3's host buffers.
+    before = libraries_bytes(request.strategy.deepspeed is not None, before_steps=True)
+    weights = ranks * (before + loaded + state.params_host) + read
+    return max(weights, ranks * (before + state.host))
 
 
 # Freed blocks that malloc retains in a process without a GPU: runs set this for stable times
@@ -458,11 +480,10 @@ def _gradient_strategy(strategy: Strategy, ranks: int) -> Strategy:
 
 
 @cache_by_request
-def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]:  # noqa: C901, PLR0914
+def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]:
     """Return the snapshots that can be the peak, with all buffers: those with the most gradients, buffers, or both, per
     part of a layer and for the optimizer step. All other memory is equal in the snapshots of a part, which are many."""
-    standing, weight, shape = _static_buffer_bytes(request), request.weight_bytes, request.shape
-    layers = shape.layers
+    standing, shape = _static_buffer_bytes(request), request.shape
     request = dataclasses.replace(request, gradient_checkpointing=recomputes)
     gathers = simulate_gathers(request) if request.strategy.zero_stage == 3 else GatherTrace()
     phases = _phases(shape)
@@ -485,27 +506,34 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
         name = ""
         if param is not None:
             live = gathers.live_at.get(param.index, live)
-            name = phases[param.index] if 0 <= at < layers else ""
+            name = phases[param.index] if 0 <= at < shape.layers else ""
         part = (None if snapshot.step else at, snapshot.between, name)
-        consider(snapshot, part, snapshot.grads, buffers + live * weight)
+        consider(snapshot, part, snapshot.grads, buffers + live * request.weight_bytes)
         if snapshot.arrival and param is not None and param.index in gathers.live_before:
             # A tied embedding has both gradients and their sum; before that, only the head's.
             count = 2 if param.index == shape.embedding.index and has_tied_gradients(shape) else 1
-            grads = snapshot.grads - float(count * param.elements * weight)
-            consider(snapshot, part, grads, buffers + gathers.live_before[param.index] * weight)
+            grads = snapshot.grads - float(count * param.elements * request.weight_bytes)
+            consider(snapshot, part, grads, buffers + gathers.live_before[param.index] * request.weight_bytes)
+    decisive = _without_inner_layers(largest, shape.layers)
+    return [snapshot._replace(grads=grads, buffers=buffers) for (_, grads, buffers), snapshot in decisive]
+
+
+def _without_inner_layers(
+    largest: Mapping[tuple[int | None, bool, str], Sequence[_Candidate]], layers: int
+) -> list[_Candidate]:
+    """Return the candidates without those of layers that cannot be the peak, whatever grows or falls by layer."""
     chosen = [(part, criterion, row) for part, rows in largest.items() for criterion, row in enumerate(rows)]
     # The same part of all layers.
     by_part = defaultdict[tuple[bool, str, int], list[tuple[int, float, int]]](list)
     decisive_indexes = set[int]()
     for index, ((place, between, name), criterion, row) in enumerate(chosen):
-        if place is not None and 0 <= place < shape.layers:
+        if place is not None and 0 <= place < layers:
             by_part[between, name, criterion].append((place, row[0][criterion], index))
         else:
             decisive_indexes.add(index)
     for points in by_part.values():
         decisive_indexes.update(_upper_hull(points))
-    decisive = [row for index, (_, _, row) in enumerate(chosen) if index in decisive_indexes]
-    return [snapshot._replace(grads=grads, buffers=buffers) for (_, grads, buffers), snapshot in decisive]
+    return [row for index, (_, _, row) in enumerate(chosen) if index in decisive_indexes]
 
 
 @functools.lru_cache(maxsize=64)

@@ -356,7 +356,7 @@ def _gathers(
 
 
 @functools.lru_cache(maxsize=512)
-def _simulated(  # noqa: PLR0914
+def _simulated(
     shape: ModelShape,
     trains: bool,
     recomputes: bool,
@@ -389,14 +389,26 @@ def _simulated(  # noqa: PLR0914
                     live_before[param.index] = most
                     live_at[param.index] = settled
         coordinator.release(at)
-    # Saved activations only grow, so a place with no more than a later one cannot be the peak.
+    simulated = GatherTrace(
+        0,
+        _without_earlier_smaller(live_forward),
+        live_backward,
+        at_end,
+        live_before,
+        live_at,
+        coordinator.gathered_at_once,
+    )
+    return simulated, dict(coordinator.counts)
+
+
+def _without_earlier_smaller(live_forward: Mapping[int, int]) -> dict[int, int]:
+    """Return the places that can be the peak: saved activations only grow, so that a place with no more than a later
+    one cannot be it."""
     decisive, most = dict[int, int](), -1
     for place in sorted(live_forward, reverse=True):
         if live_forward[place] > most:
             decisive[place] = most = live_forward[place]
-    at_once = coordinator.gathered_at_once
-    simulated = GatherTrace(0, decisive, live_backward, at_end, live_before, live_at, at_once)
-    return simulated, dict(coordinator.counts)
+    return decisive
 
 
 def reference_gathers(request: Request) -> GatherTrace:
