@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -298,7 +298,7 @@ def start_up_table(timed: dict[str, list[float]]) -> TextTable:
     return TextTable([START_UP, "CPU, s"], rows)
 
 
-def main(arguments: list[str] | None = None) -> int:  # noqa: C901
+def main(arguments: list[str] | None = None) -> int:
     """Run the cases and print their comparison; return exit status 1 if a target is missed or a run fails."""
     parser = argparse.ArgumentParser(prog="python tools/bench.py", description=(__doc__ or "").split("\n")[0])
     names = [*(case.name for case in CASES), START_UP]
@@ -334,11 +334,16 @@ def main(arguments: list[str] | None = None) -> int:  # noqa: C901
             print_page([table(results), "", f"Seconds {CLOCKS[clock]}; {WINDOW}.", *[""] * bool(timed)])
         if timed:
             print_page([start_up_table(timed)])
+    _print_targets(results)
+    return 1 if any(result["missed"] for result in results) else 0
+
+
+def _print_targets(results: Sequence[Mapping[str, Any]]) -> None:
+    """Print the targets that the cases missed, or did not decide."""
     for result in results:
         for word in ("missed", "undecided"):
             for line in result[word]:
                 print(f"{word}: {line}", file=sys.stderr)
-    return 1 if any(result["missed"] for result in results) else 0
 
 
 if __name__ == "__main__":

@@ -113,7 +113,13 @@ def _read(file: Path) -> Iterator[Text]:
         line += paragraph.count("\n")
 
 
-def _read_python(source: str) -> Iterator[Text]:  # noqa: C901
+def _read_python(source: str) -> Iterator[Text]:
+    yield from _read_comments(source)
+    yield from _read_code(ast.parse(source))
+
+
+def _read_comments(source: str) -> Iterator[Text]:
+    """Yield the comments; those on consecutive lines are one text."""
     comments: list[tokenize.TokenInfo] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -123,7 +129,10 @@ def _read_python(source: str) -> Iterator[Text]:  # noqa: C901
             comments.append(token)
     if comments:
         yield _join_comments(comments)
-    tree = ast.parse(source)
+
+
+def _read_code(tree: ast.Module) -> Iterator[Text]:
+    """Yield the strings, names and docstrings."""
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         match node:

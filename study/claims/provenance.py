@@ -42,7 +42,7 @@ _LABELS = {"shows", "tests", "reading", "decides", "necessary", "internal", "pro
 Written = Mapping[str, list[Any]]
 
 
-def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]:  # noqa: PLR0914
+def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]:
     """Return pairs of a subject and a sentence; none for a verdict without records."""
     reports = sorted({report for result in judged.results for report in result.reports})
     if not reports:
@@ -56,30 +56,38 @@ def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]
         runs = f"{len(used)} of {len(total)}, which ended as: {ended}"
         if report not in NOT_OF_RUNS:
             runs += f"; {len(evidence.records(report).refused)} unreadable or inconsistent records were left out"
-        if used["virtual"].all():
-            starts = "None are needed: bytes of one virtual rank are counted, and no loss is trained."
-        elif used["initial_weights_sha256"].isna().all():
-            starts = "None are needed: the engine's settings are read, and nothing is trained."
-        else:
-            seeds, weights = used["seed"].nunique(), used["initial_weights_sha256"].nunique()
-            repeats = int(used.duplicated(["workload_key", "arm", "seed"]).sum())
-            starts = f"{_many(weights, 'initialization')} from {_many(seeds, 'seed')}; repeats of a seed: {repeats}."
         versions = [f"{name} {_list(used[column])}" for name, column in _VERSIONS.items() if used[column].notna().any()]
         devices = {str(name) for text in used["devices"].dropna() for name in json.loads(text)}
         box = f"{_list(used['cpu'])}, {', '.join(sorted(devices)) or 'no GPU'}"
-        command = NOT_OF_RUNS.get(report)
-        if command is None and (PACKAGE / "suites" / f"{report}.yaml").is_file():
-            command = f"study run {report}"
-        rerun = "how long it takes was not recorded."
-        if used["status_ended_at"].notna().any():
-            rerun = f"these runs took {_minutes(used):.1f} minutes, all of {report} {_minutes(total):.1f}."
         facts += [
             (f"Runs in {report}", f"{runs}."),
-            ("Independent starts", starts),
+            ("Independent starts", _starts_text(used)),
             ("Made with", f"{', '.join(versions)}; on {box}; commit {_list(used['git_commit'].str[:7])}."),
-            ("Rerun", f"`{command}`: {rerun}" if command else rerun),
+            ("Rerun", _rerun_text(report, used, total)),
         ]
     return facts
+
+
+def _starts_text(used: pd.DataFrame) -> str:
+    """Return the number of initializations, seeds and repeats of the runs, or why they need none."""
+    if used["virtual"].all():
+        return "None are needed: bytes of one virtual rank are counted, and no loss is trained."
+    if used["initial_weights_sha256"].isna().all():
+        return "None are needed: the engine's settings are read, and nothing is trained."
+    seeds, weights = used["seed"].nunique(), used["initial_weights_sha256"].nunique()
+    repeats = int(used.duplicated(["workload_key", "arm", "seed"]).sum())
+    return f"{_many(weights, 'initialization')} from {_many(seeds, 'seed')}; repeats of a seed: {repeats}."
+
+
+def _rerun_text(report: str, used: pd.DataFrame, total: pd.DataFrame) -> str:
+    """Return the command that reproduces the records, and the minutes that it took."""
+    command = NOT_OF_RUNS.get(report)
+    if command is None and (PACKAGE / "suites" / f"{report}.yaml").is_file():
+        command = f"study run {report}"
+    rerun = "how long it takes was not recorded."
+    if used["status_ended_at"].notna().any():
+        rerun = f"these runs took {_minutes(used):.1f} minutes, all of {report} {_minutes(total):.1f}."
+    return f"`{command}`: {rerun}" if command else rerun
 
 
 def source_runs(evidence: Evidence, report: str) -> pd.DataFrame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -173,7 +174,7 @@ class _PlainTraining:
             loss: torch.Tensor = self._weights(**batch).loss
         return loss
 
-    def _update(self, step: int, gradients: dict[str, torch.Tensor]) -> None:  # noqa: C901
+    def _update(self, step: int, gradients: dict[str, torch.Tensor]) -> None:
         import torch
 
         norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients.values()]))
@@ -192,13 +193,17 @@ class _PlainTraining:
             for name, gradient in gradients.items():
                 trace.note(Place(step, "gradient", plain_name(name)), gradient)
             trace.note(Place(step, "norm"), norm)
-            for name, master in self._masters.named_parameters():
-                if master.requires_grad:
-                    trace.note(Place(step, "update", plain_name(name)), master - before[name])
-            for name, weight in self._weights.named_parameters():
-                trace.note(Place(step, "weight", plain_name(name)), weight)
-                if step == tiny_model.RESUMED_AFTER:
-                    trace.note(Place(step, "resumed", plain_name(name)), weight)
+            self._note_weights(trace, step, before)
+
+    def _note_weights(self, trace: FigureTrace, step: int, before: Mapping[str, torch.Tensor]) -> None:
+        """Note each update, as the difference to the weights before the step, and each weight after it."""
+        for name, master in self._masters.named_parameters():
+            if master.requires_grad:
+                trace.note(Place(step, "update", plain_name(name)), master - before[name])
+        for name, weight in self._weights.named_parameters():
+            trace.note(Place(step, "weight", plain_name(name)), weight)
+            if step == tiny_model.RESUMED_AFTER:
+                trace.note(Place(step, "resumed", plain_name(name)), weight)
 
     def _evaluate(self, step: int) -> None:
         import torch

@@ -67,32 +67,17 @@ def deepspeed_settings(run: TrainingRun) -> dict[str, Any]:
     return apply_overrides(settings, config.engine_override)
 
 
-def make_accelerator(run: TrainingRun) -> Accelerator:  # noqa: C901
+def make_accelerator(run: TrainingRun) -> Accelerator:
     """Return the Accelerator that the launched file describes, with or without a GPU."""
     import torch
-    from accelerate import Accelerator, DistributedType, PartialState
+    from accelerate import Accelerator
     from accelerate.utils import GradScalerKwargs
 
     config, launch = run.config, run.launch
     if launch.virtual:
         join_virtual_group(launch)
     if not torch.cuda.is_available():
-        # Without this line Accelerate finds no backend for a GPU strategy on a machine without a GPU, and every rank
-        # would run as if it were alone.
-        state = PartialState(cpu=True)
-        if launch.strategy.is_fsdp or is_sharded_on_load(launch.strategy):
-            # Accelerate turns MULTI_GPU into FSDP, but not MULTI_CPU: it would silently train DDP here, and reject a
-            # parallelism_config.
-            state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        if launch.strategy.deepspeed is not None and launch.world_size > 1:
-            import deepspeed
-
-            # On a GPU Accelerate does this. Without it zero.Init uses a world size of one while weights are loaded.
-            deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-            # DeepSpeed's launcher sets this too. Otherwise releases before 0.16 call `numactl`, which few machines
-            # have. If it is set before ranks join the group, each rank leaves 64 MiB in /dev/shm.
-            if deepspeed.__version__.startswith(("0.14.", "0.15.")):
-                os.environ.setdefault("LOCAL_SIZE", str(launch.local_world_size))
+        _join_cpu_group(launch)
     cap_device_memory(config, launch)
     arguments: dict[str, Any] = {
         "gradient_accumulation_steps": run.plan.gradient_accumulation_steps,
@@ -132,6 +117,28 @@ def make_accelerator(run: TrainingRun) -> Accelerator:  # noqa: C901
         unset_hf_deepspeed_config()
     correct_precision(accelerator, config)
     return accelerator
+
+
+def _join_cpu_group(launch: Launch) -> None:
+    """Join the ranks of a machine without a GPU, as Accelerate itself does on GPUs alone."""
+    from accelerate import DistributedType, PartialState
+
+    # Without this line Accelerate finds no backend for a GPU strategy on a machine without a GPU, and every rank
+    # would run as if it were alone.
+    state = PartialState(cpu=True)
+    if launch.strategy.is_fsdp or is_sharded_on_load(launch.strategy):
+        # Accelerate turns MULTI_GPU into FSDP, but not MULTI_CPU: it would silently train DDP here, and reject a
+        # parallelism_config.
+        state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if launch.strategy.deepspeed is not None and launch.world_size > 1:
+        import deepspeed
+
+        # On a GPU Accelerate does this. Without it zero.Init uses a world size of one while weights are loaded.
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        # DeepSpeed's launcher sets this too. Otherwise releases before 0.16 call `numactl`, which few machines
+        # have. If it is set before ranks join the group, each rank leaves 64 MiB in /dev/shm.
+        if deepspeed.__version__.startswith(("0.14.", "0.15.")):
+            os.environ.setdefault("LOCAL_SIZE", str(launch.local_world_size))
 
 
 def _parallelism_sizes(run: TrainingRun) -> dict[str, Any]:

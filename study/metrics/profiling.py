@@ -368,7 +368,7 @@ def _clip(event: Any, windows: Sequence[tuple[int, int]]) -> Span | None:
     return Span(event.name(), start, min(event.end_ns(), end))
 
 
-def _operators(host: Sequence[Any], windows: Sequence[tuple[int, int]]) -> tuple[list[Span], dict[int, Span]]:  # noqa: C901
+def _operators(host: Sequence[Any], windows: Sequence[tuple[int, int]]) -> tuple[list[Span], dict[int, Span]]:
     """Return the host's operators and annotations with their callers, and a map by the id that kernels refer to."""
     spans_on_host: list[Span] = []
     by_id: dict[int, Span] = {}
@@ -387,18 +387,23 @@ def _operators(host: Sequence[Any], windows: Sequence[tuple[int, int]]) -> tuple
         if not event.is_async() and event.start_thread_id() == event.end_thread_id():
             threads[event.start_thread_id()].append(span)
     for spans in threads.values():
-        open_spans: list[Span] = []
-        for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-            while open_spans and open_spans[-1].end <= span.start:
-                open_spans.pop()
-            if open_spans:
-                span.parent = open_spans[-1]
-                span.end = min(span.end, span.parent.end)
-            caller = next((around for around in span.callers() if around.is_work), None)
-            if span.is_work and caller is not None:
-                caller.child_ns += span.end - span.start
-            open_spans.append(span)
+        _set_callers(spans)
     return spans_on_host, by_id
+
+
+def _set_callers(spans: Sequence[Span]) -> None:
+    """Set the parent of each span of one thread, and add the time of work to the work that called it."""
+    open_spans: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        while open_spans and open_spans[-1].end <= span.start:
+            open_spans.pop()
+        if open_spans:
+            span.parent = open_spans[-1]
+            span.end = min(span.end, span.parent.end)
+        caller = next((around for around in span.callers() if around.is_work), None)
+        if span.is_work and caller is not None:
+            caller.child_ns += span.end - span.start
+        open_spans.append(span)
 
 
 def _document(work: Sequence[Span], wall: int, steps: range, device: str) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def read_pins() -> Pins:
     return dict(read_json(LOCK_FILE)) if LOCK_FILE.exists() else {}
 
 
-def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> dict[str, str]:  # noqa: PLR0914
+def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> dict[str, str]:
     """Install one layer; return the digests of the archives that pip used, by `name==version`."""
     package, _, version = layer.partition("-")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -125,15 +125,7 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
         environment = os.environ | {name: value}
         result = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, check=False)
         if result.returncode:
-            if _NO_NETWORK.search(result.stderr):
-                problem = f"{layer} cannot be installed: pip does not reach its index"
-                raise UserError(problem, "run it on a machine with a network")
-            if fault := _OF_THE_BOX.search(result.stderr):
-                line = next(line for line in result.stderr.splitlines() if fault[0] in line)
-                problem = f"{layer} cannot be installed: {line[:200]}"
-                raise UserError(problem, "fix this problem, then run `study prepare` again")
-            errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: pip failed"]
-            raise NotInstallable(errors[-1].removeprefix("ERROR: ")[:300])
+            raise _failure(layer, result.stderr)
         archives = json.loads(report.read_text())["install"]
         digests = {
             f"{archive['metadata']['name']}=={archive['metadata']['version']}": archive["download_info"][
@@ -146,6 +138,19 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
         shutil.rmtree(folder, ignore_errors=True)
         target.replace(folder)
     return digests
+
+
+def _failure(layer: str, stderr: str) -> UserError | NotInstallable:
+    """Return the error of a layer that pip did not install: a UserError if it is the machine's."""
+    if _NO_NETWORK.search(stderr):
+        problem = f"{layer} cannot be installed: pip does not reach its index"
+        return UserError(problem, "run it on a machine with a network")
+    if fault := _OF_THE_BOX.search(stderr):
+        line = next(line for line in stderr.splitlines() if fault[0] in line)
+        problem = f"{layer} cannot be installed: {line[:200]}"
+        return UserError(problem, "fix this problem, then run `study prepare` again")
+    errors = [line for line in stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: pip failed"]
+    return NotInstallable(errors[-1].removeprefix("ERROR: ")[:300])
 
 
 def build_operators(stack: stacks.Stack, cells: Iterable[Cell]) -> None:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     only_records.add_argument("--keep_missing", action="store_true", help="keep runs that only the report contains")
 
 
-def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequence[Row]]) -> int:  # noqa: PLR0914
+def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequence[Row]]) -> int:
     """Build the report; `claims` returns the published claims that depend on a report's records, given its folder."""
     with require_extra("report"):
         from study.records import frames
@@ -58,14 +58,8 @@ def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequ
         records = frames.read_parquet(report_folder)
     elif has_runs or plan or roots[0].is_dir():
         records = frames.read_runs(runs_dir if plan else roots[0], roots, remaining)
-        if report_folder == output and (lost := frames.runs_only_in(output, records)):
-            missing = f"{len(lost)} runs of the report in {output} are not below {runs_dir} ({lost[0]})"
-            if not (options.drop_missing or options.keep_missing):
-                fix = "add --keep_missing or --drop_missing, or name another --output"
-                raise UserError(f"{missing}: the report has their only records", fix)
-            print_line(f"notice: {missing}: {'kept' if options.keep_missing else 'dropped'}")
-            if options.keep_missing:
-                records = frames.merge_earlier_runs(frames.read_parquet(output), records)
+        if report_folder == output:
+            records = _with_missing_runs(records, output, runs_dir, options)
     else:
         parquet = Path(REPORTS) / name / frames.RUNS_FILE
         problem = f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there"
@@ -88,6 +82,21 @@ def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequ
         print_line(f"records excluded: {len(records.refused)}; the report lists them with the reasons")
     print(output / "index.html")
     return 1 if failures else 0
+
+
+def _with_missing_runs(records: Records, output: Path, runs_dir: Path, options: argparse.Namespace) -> Records:
+    """Return the records with the earlier report's only runs, if the user keeps them; UserError without a choice."""
+    from study.records import frames
+
+    lost = frames.runs_only_in(output, records)
+    if not lost:
+        return records
+    missing = f"{len(lost)} runs of the report in {output} are not below {runs_dir} ({lost[0]})"
+    if not (options.drop_missing or options.keep_missing):
+        fix = "add --keep_missing or --drop_missing, or name another --output"
+        raise UserError(f"{missing}: the report has their only records", fix)
+    print_line(f"notice: {missing}: {'kept' if options.keep_missing else 'dropped'}")
+    return frames.merge_earlier_runs(frames.read_parquet(output), records) if options.keep_missing else records
 
 
 def print_line(line: str) -> None:
