@@ -386,9 +386,12 @@ def test_an_answer_follows_the_runs(full_board, claim, form, change, answer):
     "flags",
     [("--finding", "undecided"), ("--evidence", "published"), ("--finding", "holds-in-part", "--evidence", "at scale")],
 )
-def test_claims_are_chosen_by_finding_and_strongest_evidence_as_the_scoreboard_counts_them(flags, capsys):
+def test_claims_are_chosen_by_finding_and_strongest_evidence_as_the_scoreboard_counts_them(
+    flags, full_board, capsys, monkeypatch
+):
     from study.cli import main
 
+    monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
     assert main(["claims", *flags, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     chosen = dict(zip(flags[::2], (text.replace("-", " ") for text in flags[1::2]), strict=True))
