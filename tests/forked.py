@@ -36,7 +36,7 @@ def fork_ranks(
     file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     launched = ["--config_file", str(file), "--num_processes", str(ranks)]
     return _ask(
-        _server(),
+        _server(()),
         timeout,
         command=[str(script), *args],
         launch=launched,
@@ -92,8 +92,9 @@ def _ask(address: str, timeout: float, **request: Any) -> subprocess.CompletedPr
 
 
 @functools.cache
-def _server(read_at_import: tuple[tuple[str, str], ...] = ()) -> str:
+def _server(read_at_import: tuple[tuple[str, str], ...]) -> str:
     """Return the address of a server whose libraries were imported with these variables."""
+    # No default: the cache would hold the default and an empty tuple apart, each with a server.
     folder = tempfile.TemporaryDirectory()
     address = str(Path(folder.name) / "socket")
     process = subprocess.Popen(
