@@ -771,7 +771,8 @@ def _wrong_values(place: str, section: dict[str, Any], entries: Mapping[str, Any
     """Take the settings with a wrong value out of a section, convert the others, and yield a finding for each."""
     from pydantic import ValidationError
 
-    is_model = place and place.removesuffix(".") not in known_settings()["sections"]
+    sections = (*known_settings()["sections"], "parallelism_config")
+    is_model = place and place.removesuffix(".") not in sections
     for key, value in list(section.items()):
         # The engine's models drop "auto".
         if key not in entries or (value == "auto" and is_model):
