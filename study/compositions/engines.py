@@ -18,18 +18,25 @@ from study.compositions.trace import FigureTrace, Place, plain_name, watch_modul
 if TYPE_CHECKING:
     import torch
 
-# Elements of a bucket: more than the model has, and fewer than a matrix has.
-_BUCKET, _SMALL_BUCKET = 100_000, 700
+# Elements of a small bucket: fewer than a matrix has.
+_SMALL_BUCKET = 700
 
 
 def run_rank(combination: Combination, rank: int, folder: Path) -> FigureTrace:
     """Train the combination as one rank of the process group that the environment describes."""
+    return make_loop(combination, rank, folder).train()
+
+
+def make_loop(
+    combination: Combination, rank: int, folder: Path, size: tiny_model.DecoderSize = tiny_model.TINY
+) -> Loop:
+    """Return the combination's training on this rank, not started."""
     import torch
 
     torch.set_num_threads(1)
     if combination.has("muon"):
         _run_muon_in_fp32()
-    return _choose_loop(combination)(combination, rank, folder).train()
+    return _choose_loop(combination)(combination, rank, folder, size)
 
 
 def _choose_loop(combination: Combination) -> type[Loop]:
@@ -52,9 +59,11 @@ class Loop(abc.ABC):
 
     model: torch.nn.Module
 
-    def __init__(self, combination: Combination, rank: int, folder: Path):
-        self.combination, self.rank, self.folder = combination, rank, folder
+    def __init__(self, combination: Combination, rank: int, folder: Path, size: tiny_model.DecoderSize):
+        self.combination, self.rank, self.folder, self.size = combination, rank, folder, size
         self.trace = FigureTrace()
+        # Off where only the cost of a step counts: reading a figure may gather it.
+        self.notes_figures = True
         self._noting: int | None = None
         self._before: dict[str, torch.Tensor] = {}
 
@@ -76,7 +85,7 @@ class Loop(abc.ABC):
     def start(self, seed: int) -> None:
         """Make new objects; the seed is that of the initial weights."""
         self.discard()
-        plain = tiny_model.make_model(self.combination, seed)
+        plain = tiny_model.make_model(self.combination, seed, self.size)
         self._enable_checkpointing(plain)
         if self.combination.has("ep"):
             replace_experts(plain, self.rank)
@@ -96,21 +105,26 @@ class Loop(abc.ABC):
         return None if self._noting is None else Place(self._noting, "forward", module)
 
     def batch(self, step: int, micro_step: int) -> dict[str, torch.Tensor]:
-        return tiny_model.make_batch(self.combination, step, micro_step, self.rank, self.combination.ranks)
+        return tiny_model.make_batch(self.combination, step, micro_step, self.rank, self.combination.ranks, self.size)
 
     def loss(self, step: int, micro_step: int) -> torch.Tensor:
         """Return the loss of a micro-batch, with its figures noted."""
-        self._noting = step if micro_step == 0 else None
+        self._noting = step if self.notes_figures and micro_step == 0 else None
         loss = self.forward(self.batch(step, micro_step))
         self._noting = None
-        self.trace.note(Place(step, "loss", f"micro-batch {micro_step + 1}"), loss)
+        if self.notes_figures:
+            self.trace.note(Place(step, "loss", f"micro-batch {micro_step + 1}"), loss)
         return loss
 
     def note_gradients(self, step: int) -> None:
+        if not self.notes_figures:
+            return
         for name, gradient in self.read("gradient").items():
             self.trace.note(Place(step, "gradient", name), gradient)
 
     def note_update(self, step: int, norm: torch.Tensor | float | None) -> None:
+        if not self.notes_figures:
+            return
         # At DeepSpeed's stages this norm is that of Muon's updates, and clipping judges by it.
         if not (self.combination.has("muon") and self.combination.stage):
             self.trace.note(Place(step, "norm"), norm)
@@ -172,7 +186,7 @@ class DeepSpeedLoop(Loop):
             model=plain,
             optimizer=optimizer,
             lr_scheduler=schedule,
-            config=deepspeed_settings(self.combination, self.folder),
+            config=deepspeed_settings(self.combination, self.folder, self.size),
         )
         self.model = self.engine
 
@@ -483,7 +497,7 @@ class AccelerateDeepSpeedLoop(_AccelerateLoop):
         PartialState(cpu=True)
         # On a GPU Accelerate does this.
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-        settings = deepspeed_settings(self.combination, self.folder)
+        settings = deepspeed_settings(self.combination, self.folder, self.size)
         return Accelerator(
             mixed_precision={"bf16": "bf16", "fp32_accumulation": "bf16", "fp16": "fp16"}.get(
                 self.combination.level("precision"), "no"
@@ -525,16 +539,21 @@ class AccelerateDeepSpeedLoop(_AccelerateLoop):
     _master_of_stage_0 = DeepSpeedLoop._master_of_stage_0
 
 
-def deepspeed_settings(combination: Combination, folder: Path) -> dict[str, Any]:
+def deepspeed_settings(
+    combination: Combination, folder: Path, size: tiny_model.DecoderSize = tiny_model.TINY
+) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a combination, as its file has it."""
+    bucket = _SMALL_BUCKET if combination.has("small_buckets") else size.bucket
     zero: dict[str, Any] = {
         "stage": combination.stage,
-        "reduce_bucket_size": _SMALL_BUCKET if combination.has("small_buckets") else _BUCKET,
-        "allgather_bucket_size": _SMALL_BUCKET if combination.has("small_buckets") else _BUCKET,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
     }
     if combination.has("zero3"):
         zero["stage3_prefetch_bucket_size"] = zero["reduce_bucket_size"]
         zero["stage3_param_persistence_threshold"] = 100 if combination.has("persistent") else 0
+        if size.live is not None:
+            zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = size.live
     if combination.has("optimizer_cpu", "all_cpu"):
         zero["offload_optimizer"] = {"device": "cpu"}
     if combination.has("optimizer_nvme", "all_nvme"):
@@ -542,7 +561,7 @@ def deepspeed_settings(combination: Combination, folder: Path) -> dict[str, Any]
     if combination.has("all_cpu"):
         zero["offload_param"] = {"device": "cpu"}
     if combination.has("all_nvme"):
-        zero["offload_param"] = {"device": "nvme", "nvme_path": str(folder / "nvme"), "buffer_size": _BUCKET}
+        zero["offload_param"] = {"device": "nvme", "nvme_path": str(folder / "nvme"), "buffer_size": size.bucket}
     zero |= _ZERO_OPTIONS.get(combination.level("zero"), {})
     if combination.has("super_offload"):
         zero["offload_optimizer"] |= {"super_offload": True}

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,22 +54,31 @@ _STRATEGIES_WITH_OPERATORS = ("zero2", "zero2_cpu", "zero3_nvme")
 
 
 def serve(folder: Path) -> None:
-    """CombinationAnswer requests until standard input closes."""
+    """Answer requests for outcomes until standard input closes."""
+    references = _References(folder / "references")
+    answer_requests(lambda request: _outcome(request, folder / "run", references))
+
+
+def answer_requests(
+    answer: Callable[[dict[str, Any]], dict[str, Any]], strategies: Sequence[str] = _STRATEGIES_WITH_OPERATORS
+) -> None:
+    """Import the engines, then answer each line of standard input by one of standard output, until it closes.
+
+    The operators of some strategies are compiled first.
+    """
     # What imports print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    _import_engines()
-    references = _References(folder / "references")
+    _import_engines(strategies)
     for line in sys.stdin:
-        request = json.loads(line)
         started = time.monotonic()
-        outcome = _outcome(request, folder / "run", references)
-        outcome["seconds"] = round(time.monotonic() - started, 2)
-        answers.write(json.dumps(outcome) + "\n")
+        document = answer(json.loads(line))
+        document["seconds"] = round(time.monotonic() - started, 2)
+        answers.write(json.dumps(document) + "\n")
         answers.flush()
 
 
-def _import_engines() -> None:
+def _import_engines(strategies: Sequence[str]) -> None:
     # Read at import. Functions that DeepSpeed decorates with torch.compile run uncompiled.
     os.environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     for name in _IMPORTED:
@@ -78,7 +87,7 @@ def _import_engines() -> None:
         except ImportError:
             # Older releases lack some; a combination that needs one fails with the message of its import.
             continue
-    for name in _STRATEGIES_WITH_OPERATORS:
+    for name in strategies:
         # In this process, so that no fork compiles or waits for another's compilation.
         with contextlib.suppress(Unsupported, ImportError):
             build_operators(read_strategy(name), cache_directory(), say=lambda line: print(line, file=sys.stderr))
@@ -86,30 +95,39 @@ def _import_engines() -> None:
 
 def _outcome(request: dict[str, Any], folder: Path, references: _References) -> dict[str, Any]:
     combination = make_combination(request["features"])
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     outcome: dict[str, Any] = {"combination": combination.name}
     reference = references.get(combination)
     if reference is None:
         return outcome | {"kind": "no reference", "says": references.failure}
+    failure = run_ranks(_trace_rank, combination, folder, request.get("fault"))
+    if failure is not None:
+        return outcome | failure
+    traces = {rank: FigureTrace.load(folder / f"trace-{rank}.npz") for rank in range(combination.ranks)}
+    mismatch = first_difference(traces, reference)
+    if mismatch is None:
+        return outcome | {"kind": "equal", "says": ""}
+    return outcome | {"kind": "differs", "says": mismatch.describe, "difference": dataclasses.asdict(mismatch)}
+
+
+def run_ranks(
+    work: Callable[..., None], combination: Combination, folder: Path, *arguments: Any, limit_s: float = TIME_LIMIT_S
+) -> dict[str, Any] | None:
+    """Call work(combination, rank, folder, *arguments) in a fork for each rank; return what failed, or None."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ranks = combination.ranks
-    forked = [_fork(_run_rank, combination, rank, port, folder, request.get("fault")) for rank in range(ranks)]
-    timed_out = not _wait(forked, TIME_LIMIT_S, folder)
+    ranks = range(combination.ranks)
+    forked = [_fork(_run_rank, work, combination, rank, port, folder, *arguments) for rank in ranks]
+    timed_out = not _wait(forked, limit_s, folder)
     errors = [json.loads(file.read_text()) for file in sorted(folder.glob("error-*.json"))]
     if errors:
         # A rank whose peer has died reports that; the first error is the cause.
         first = min(errors, key=lambda error: error["at"])
-        return outcome | {"kind": first["kind"], **{key: first[key] for key in ("says", "line")}}
-    files = {rank: folder / f"trace-{rank}.npz" for rank in range(ranks)}
-    if timed_out or not all(file.exists() for file in files.values()):
-        kind = "hangs" if timed_out else "crashes"
-        return outcome | {"kind": kind, "says": _last_line(folder), "line": ""}
-    mismatch = first_difference({rank: FigureTrace.load(file) for rank, file in files.items()}, reference)
-    if mismatch is None:
-        return outcome | {"kind": "equal", "says": ""}
-    return outcome | {"kind": "differs", "says": mismatch.describe, "difference": dataclasses.asdict(mismatch)}
+        return {key: first[key] for key in ("kind", "says", "line")}
+    if timed_out or not all((folder / f"done-{rank}").exists() for rank in ranks):
+        return {"kind": "hangs" if timed_out else "crashes", "says": _last_line(folder), "line": ""}
+    return None
 
 
 class _References:
@@ -167,7 +185,17 @@ def load_reference(folder: Path, ranks: int) -> PlainReference:
     return PlainReference(traces, allowed, shares)
 
 
-def _run_rank(combination: Combination, rank: int, port: int, folder: Path, fault: str | None) -> None:
+def _trace_rank(combination: Combination, rank: int, folder: Path, fault: str | None) -> None:
+    from study.compositions.engines import run_rank
+
+    if fault is not None:
+        plant_fault(*fault.rsplit(":", 1))
+    run_rank(combination, rank, folder).save(folder / f"trace-{rank}.npz")
+
+
+def _run_rank(
+    work: Callable[..., None], combination: Combination, rank: int, port: int, folder: Path, *arguments: Any
+) -> None:
     ranks = str(combination.ranks)
     os.environ.update(
         {
@@ -183,11 +211,8 @@ def _run_rank(combination: Combination, rank: int, port: int, folder: Path, faul
         engine = "DEEPSPEED" if combination.uses_deepspeed else "FSDP"
         os.environ[f"ACCELERATE_USE_{engine}"] = "true"
     try:
-        from study.compositions.engines import run_rank
-
-        if fault is not None:
-            plant_fault(*fault.rsplit(":", 1))
-        run_rank(combination, rank, folder).save(folder / f"trace-{rank}.npz")
+        work(combination, rank, folder, *arguments)
+        (folder / f"done-{rank}").touch()
     except BaseException as error:
         (folder / f"error-{rank}.json").write_text(json.dumps(_described(error)))
         raise

@@ -7,10 +7,10 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from study.compositions.features import Combination, make_combination, read_rows
 from study.config.errors import UserError
@@ -57,18 +57,22 @@ class CombinationOutcome:
         return cls(make_combination(document["features"]), **values)
 
 
-class CombinationSession:
-    """A server that runs combinations on the installed engines; a context manager."""
+ServerT = TypeVar("ServerT", bound="RankServer")
 
-    def __init__(self) -> None:
-        self._known: dict[Combination, CombinationOutcome] = {}
 
-    def __enter__(self) -> CombinationSession:
-        self._folder = tempfile.TemporaryDirectory(prefix="compositions-")
+class RankServer:
+    """A process that has imported the engines and answers requests in forks of itself; a context manager."""
+
+    def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:
+        self._module, self._environment = module, environment
+
+    def __enter__(self: ServerT) -> ServerT:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._log = Path(self._folder.name) / "server.txt"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "study.compositions.forks", self._folder.name],
+            [sys.executable, "-m", self._module, self._folder.name],
             cwd=IMPORT_ROOT,
+            env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log.open("w"),
@@ -86,6 +90,33 @@ class CombinationSession:
         self._process.wait()
         self._folder.cleanup()
 
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request; UserError if the engines cannot be imported."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        answer = self._process.stdout.readline()
+        if not answer:
+            lines = self._log.read_text(errors="replace").strip().splitlines()
+            raise UserError(
+                f"the engines cannot be imported together: {lines[-1] if lines else 'no message'}",
+                "install releases that support each other",
+            )
+        document: dict[str, Any] = json.loads(answer)
+        return document
+
+
+class CombinationSession(RankServer):
+    """Runs combinations on the installed engines, and compares them with plain training."""
+
+    def __init__(self) -> None:
+        super().__init__("study.compositions.forks")
+        self._known: dict[Combination, CombinationOutcome] = {}
+
     def run(self, combination: Combination) -> CombinationOutcome:
         """Run a combination, once per session."""
         if combination not in self._known:
@@ -101,22 +132,7 @@ class CombinationSession:
         self._known[outcome.combination] = outcome
 
     def _ask(self, combination: Combination, fault: str | None) -> CombinationOutcome:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        request = {"features": list(combination.features), "fault": fault}
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
-        answer = self._process.stdout.readline()
-        if not answer:
-            lines = self._log.read_text(errors="replace").strip().splitlines()
-            raise UserError(
-                f"the engines cannot be imported together: {lines[-1] if lines else 'no message'}",
-                "install releases that support each other",
-            )
-        fields = json.loads(answer)
+        fields = self.ask({"features": list(combination.features), "fault": fault})
         return CombinationOutcome(
             combination,
             fields["kind"],

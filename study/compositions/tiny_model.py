@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from study.compositions.features import Combination
@@ -22,24 +23,42 @@ MUON_MOMENTUM = 0.95
 # Less than the norm of any step.
 MAX_NORM = 0.25
 LOSS_SCALE = 256.0
-_VOCABULARY, _LENGTH, _SAMPLES = 96, 12, 2
-_WIDTH, _HEADS, _LAYERS = 32, 4, 3
+_SAMPLES = 2
 
 
-def make_model(combination: Combination, seed: int = 0) -> torch.nn.Module:
+@dataclasses.dataclass(frozen=True)
+class DecoderSize:
+    """Sizes of the decoder, and of its samples."""
+
+    vocabulary: int
+    length: int
+    width: int
+    heads: int
+    layers: int
+    # Elements of a bucket.
+    bucket: int
+    # Elements that stage 3 keeps gathered; None: DeepSpeed's default, which is more than the model has.
+    live: int | None = None
+
+
+# With one bucket for all.
+TINY = DecoderSize(vocabulary=96, length=12, width=32, heads=4, layers=3, bucket=100_000)
+
+
+def make_model(combination: Combination, seed: int = 0, size: DecoderSize = TINY) -> torch.nn.Module:
     """Return the plain model; equal seeds give equal weights in every process."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 
     torch.manual_seed(seed)
     config = OPTConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=_WIDTH,
-        word_embed_proj_dim=_WIDTH,
-        ffn_dim=2 * _WIDTH,
-        num_hidden_layers=_LAYERS,
-        num_attention_heads=_HEADS,
-        max_position_embeddings=2 * _LENGTH,
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        word_embed_proj_dim=size.width,
+        ffn_dim=2 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        max_position_embeddings=2 * size.length,
         dropout=0.0,
         attention_dropout=0.0,
         layerdrop=0.0,
@@ -55,7 +74,7 @@ def make_model(combination: Combination, seed: int = 0) -> torch.nn.Module:
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     if combination.has("ep"):
-        _add_experts(model)
+        _add_experts(model, size.width)
     if combination.has("frozen"):
         decoder = model.model.decoder
         for module in (decoder.embed_tokens, decoder.embed_positions, decoder.layers[0]):
@@ -80,14 +99,14 @@ def _with_adapters(model: Any) -> Any:
     return model
 
 
-def _add_experts(model: Any) -> None:
+def _add_experts(model: Any, width: int) -> None:
     import torch
 
     from study.compositions.experts import PlainExperts
 
     layer = model.model.decoder.layers[-1]
-    layer.fc1 = PlainExperts(_WIDTH)
-    layer.fc2 = torch.nn.Linear(_WIDTH, _WIDTH)
+    layer.fc1 = PlainExperts(width)
+    layer.fc2 = torch.nn.Linear(width, width)
 
 
 def is_hidden_matrix(name: str) -> bool:
@@ -95,13 +114,15 @@ def is_hidden_matrix(name: str) -> bool:
     return ".layers." in name and name.endswith(".weight") and "norm" not in name
 
 
-def make_batch(combination: Combination, step: int, micro_step: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+def make_batch(
+    combination: Combination, step: int, micro_step: int, rank: int, ranks: int, size: DecoderSize = TINY
+) -> dict[str, torch.Tensor]:
     """Return the samples of one micro-batch on one rank; step 0 is the evaluation's."""
     import torch
 
     generator = torch.Generator().manual_seed(1 + rank + 10 * micro_step + 1000 * step)
     samples = 1 if combination.has("uneven") and rank == ranks - 1 else _SAMPLES
-    tokens = torch.randint(0, _VOCABULARY, (samples, _LENGTH), generator=generator)
+    tokens = torch.randint(0, size.vocabulary, (samples, size.length), generator=generator)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 

@@ -121,6 +121,7 @@ _NOT_RUN = (
     "claims",
     "cli.py",
     "compositions",
+    "costs",
     "receipt",
     "releases",
     "report",

@@ -14,7 +14,7 @@ from typing import Any
 from study.compositions.command import parse_features
 from study.config.printing import TextTable, print_page
 from study.host.stacks import release_key
-from study.releases import bisect, combinations
+from study.releases import bisect, combinations, costs
 from study.releases.causes import Cause, read_causes
 from study.releases.judge import (
     DAGGER,
@@ -33,8 +33,9 @@ LATEST_RELEASES = 8
 # Rows around a release on the command line, with its own.
 _NEAREST_RELEASES = 5
 EPILOG = """\
-`study releases bisect STRATEGY` finds the release that introduced or fixed a fault, by training. The exit status is 0
-if no fault was found, 1 with a known fault, and 3 if this was not tested.
+`study releases bisect STRATEGY` finds the release that introduced or fixed a fault, by training. `study releases costs
+[--features A,B,...]` prints memory, communication and host time of a step by release, with all changes. The exit status
+is 0 if no fault was found, 1 with a known fault, and 3 if this was not tested.
 """
 
 
@@ -49,12 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="judge a combination such as zero2,muon,accumulation; `--features list` prints all features",
     )
     bisect.add_arguments(parser.add_argument_group("options of bisect"))
+    costs.add_arguments(parser.add_argument_group("options of costs"))
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the verdict, the grid and the causes, and return the verdict's exit status; or bisect."""
     if options.release == "bisect":
         return bisect.run(options)
+    if options.release == "costs":
+        return costs.run(options)
     if hasattr(options, "features"):
         return combinations.judge_features(options)
     document, stack, verdict = judge_request(options)

@@ -16,6 +16,7 @@ from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import GRID, PACKAGES
 from study.releases.command import LATEST_RELEASES
+from study.releases.costs import CostTable, find_changes, group_changes, read_costs
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import render_markdown
 from study.report.questions import releases
@@ -64,6 +65,21 @@ def page(records: Records) -> str:
         causes=releases.cause_table(),
         by_release=by_release.groupby([*by_release][1:], sort=False).agg(", ".join).reset_index()[[*by_release]],
         muon=_grid(muon) if muon else None,
+        costs=_cost_changes(read_costs()),
+        cost_releases=read_costs().names,
+    )
+
+
+def _cost_changes(table: CostTable) -> pd.DataFrame:
+    """Return what changed of a step's costs, a row per release and cause."""
+    return pd.DataFrame(
+        {
+            "Since": change.release,
+            "Change": change.text,
+            "Combinations": " ".join(f"`{name}`" for name in change.features),
+            "Why": change.reason,
+        }
+        for change in group_changes(find_changes(table))
     )
 
 

@@ -1,0 +1,1 @@
+"""Memory, communication and host time of a training step on the installed engines."""

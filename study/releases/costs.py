@@ -1,0 +1,398 @@
+"""`study releases costs`: memory, communication and host time of a step under each release, with causes of changes.
+
+It reads the document that tools/release_costs.py writes, and starts the engines only for --measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from study.compositions.features import Combination, make_combination
+from study.compositions.session import RankServer
+from study.config.errors import UserError
+from study.config.printing import TextTable, print_page
+from study.host.stacks import package_version, release_key
+
+COSTS = Path(__file__).with_name("costs.json")
+_CAUSES = Path(__file__).with_name("cost_causes.yaml")
+_SERVER = "study.costs.server"
+# Packages besides DeepSpeed that are the same under every measured release.
+OTHER_PACKAGES = ("torch", "accelerate", "transformers", "peft")
+# Repetitions of a measurement: state, bytes and collectives are equal in all of them.
+_REPEATS = 2
+# Its step is the unit of host time.
+_UNIT = "ddp"
+# Combinations between two measurements of the unit, since the machine's speed drifts.
+_UNIT_EVERY = 6
+FIGURES = ("state", "peak", "sent", "collectives", "host_time")
+_LABELS = {
+    "state": "state\nB/param",
+    "peak": "peak\nB/param",
+    "sent": "sent\nB/param",
+    "collectives": "collectives",
+    "host_time": "host time\n(ddp = 1)",
+}
+# Relative differences of figures up to which two releases count as equal. Tensors at the peak are the same to a byte if
+# it is at the same operation; gloo's copies may move it to one with 7 % less. Host times, measured while other things
+# ran, differ by up to a third.
+_SAME = {"state": 0.001, "peak": 0.08, "sent": 0.001, "collectives": 0.0, "host_time": 0.5}
+# Of the heap at its peak, with gloo's copies, which vary by 10 %.
+_SAME_HEAP = 0.15
+_SAME_COSTS, _OTHER_COSTS, _NOT_STORED = 0, 1, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class CombinationCost:
+    """Cost of one step on rank 0; without figures, why there are none."""
+
+    kind: str
+    says: str = ""
+    parameters: int = 0
+    state_bytes: int = 0
+    # Of the heap, with the copies of gloo's threads, which are freed some time after a collective.
+    peak_bytes: int = 0
+    peak_moment: str = ""
+    # Bytes of tensors at that moment.
+    peak_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    sent_bytes: int = 0
+    collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # Time of the process's threads, in steps of DDP under the same release.
+    host_time: float = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        return self.kind == "measured"
+
+    def figure(self, name: str) -> float:
+        if name == "collectives":
+            return float(sum(self.collectives.values()))
+        if name == "host_time":
+            return self.host_time
+        if name == "peak":
+            return sum(self.peak_parts.values()) / self.parameters
+        return float(getattr(self, f"{name}_bytes")) / self.parameters
+
+    def document(self) -> dict[str, Any]:
+        """Return the fields that are not empty."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value}
+
+
+@dataclasses.dataclass
+class CostTable:
+    """Costs by release of DeepSpeed and by combination."""
+
+    packages: dict[str, str]
+    releases: dict[str, dict[str, CombinationCost]]
+
+    @property
+    def names(self) -> list[str]:
+        """The measured releases, the oldest first."""
+        return sorted(self.releases, key=release_key)
+
+    @classmethod
+    def read(cls, file: Path) -> CostTable:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        releases = {
+            release: {name: CombinationCost(**fields) for name, fields in costs.items()}
+            for release, costs in document["releases"].items()
+        }
+        return cls(document["packages"], releases)
+
+    def write(self, file: Path) -> None:
+        releases = {
+            release: {name: cost.document() for name, cost in self.releases[release].items()} for release in self.names
+        }
+        lines = json.dumps({"packages": self.packages, "releases": releases}, indent=1)
+        file.write_text(lines + "\n", encoding="utf-8")
+
+
+@functools.cache
+def read_costs() -> CostTable:
+    return CostTable.read(COSTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class CostCause:
+    """One entry of cost_causes.yaml: why figures change in a release."""
+
+    title: str
+    # Releases between which it came.
+    after: str
+    by: str
+    figures: tuple[str, ...]
+    # Every one of these features, or one of each list of alternatives.
+    features: tuple[frozenset[str], ...]
+    without: frozenset[str]
+    change: str
+
+    def explains(self, change: CostChange) -> bool:
+        levels = change.combination.levels
+        return (
+            change.figure in self.figures
+            and release_key(self.after) <= release_key(change.before)
+            and release_key(change.release) <= release_key(self.by)
+            and all(levels & alternatives for alternatives in self.features)
+            and not levels & self.without
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CostChange:
+    """A figure that differs between two measured releases that follow each other."""
+
+    combination: Combination
+    figure: str
+    # The last release with the old figure, and the first one with the new one.
+    before: str
+    release: str
+    old: float
+    new: float
+
+    @property
+    def factor(self) -> float:
+        return self.new / self.old if self.old else float("inf")
+
+    @property
+    def cause(self) -> CostCause | None:
+        return next((cause for cause in read_cost_causes() if cause.explains(self)), None)
+
+
+@functools.cache
+def read_cost_causes() -> tuple[CostCause, ...]:
+    entries = yaml.safe_load(_CAUSES.read_text(encoding="utf-8"))
+    return tuple(
+        CostCause(
+            title=entry["title"],
+            after=entry["after"],
+            by=entry["by"],
+            figures=tuple(entry["figures"]),
+            features=tuple(
+                frozenset([feature] if isinstance(feature, str) else feature) for feature in entry["features"]
+            ),
+            without=frozenset(entry.get("without", ())),
+            change=entry["change"],
+        )
+        for entry in entries["causes"]
+    )
+
+
+def read_list() -> list[str]:
+    """Return the combinations that tools/release_costs.py measures."""
+    return list(yaml.safe_load(_CAUSES.read_text(encoding="utf-8"))["measured"])
+
+
+def find_changes(table: CostTable) -> Iterator[CostChange]:
+    """Yield every changed figure, in the order of releases."""
+    for before, release in itertools.pairwise(table.names):
+        for name, cost in table.releases[release].items():
+            earlier = table.releases[before].get(name)
+            if earlier is None or not (earlier.is_measured and cost.is_measured):
+                continue
+            for figure in changed_figures(earlier, cost):
+                combination = make_combination(name.split(","))
+                yield CostChange(combination, figure, before, release, earlier.figure(figure), cost.figure(figure))
+
+
+def changed_figures(earlier: CombinationCost, later: CombinationCost) -> list[str]:
+    """Return the figures that differ by more than repeated measurements do."""
+    return [figure for figure in FIGURES if _is_changed(figure, earlier, later)]
+
+
+def _is_changed(figure: str, earlier: CombinationCost, later: CombinationCost) -> bool:
+    old, new, same = earlier.figure(figure), later.figure(figure), _SAME[figure]
+    if figure == "peak" and earlier.peak_moment != later.peak_moment:
+        # The tensors of two moments are not compared, but the bytes by which these are the fullest.
+        old, new, same = float(earlier.peak_bytes), float(later.peak_bytes), _SAME_HEAP
+    return abs(new - old) > same * max(abs(old), abs(new))
+
+
+def measure_costs(
+    combinations: Iterable[Combination],
+    *,
+    environment: Mapping[str, str] | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> dict[str, CombinationCost]:
+    """Measure combinations in one process with the engines; the environment is that of a stack, or this process's."""
+    costs: dict[str, CombinationCost] = {}
+    unit = make_combination([_UNIT])
+    unit_s = 0.0
+    with RankServer(_SERVER, environment) as server:
+        for place, combination in enumerate(combinations):
+            if place % _UNIT_EVERY == 0:
+                unit_s = min(answer["host_s"] for answer in _ask_repeatedly(unit, server))
+            cost = costs[combination.name] = _cost(_ask_repeatedly(combination, server), unit_s)
+            if cost.is_measured:
+                figures = ", ".join(f"{name} {cost.figure(name):.2f}" for name in FIGURES)
+                report(f"{combination.name}: {figures}")
+            else:
+                report(f"{combination.name}: {cost.kind}: {cost.says}")
+    return costs
+
+
+def _ask_repeatedly(combination: Combination, server: RankServer) -> list[dict[str, Any]]:
+    """Return the answers of repeated measurements; that of the first one that fails alone."""
+    answers = []
+    for _ in range(_REPEATS):
+        answers.append(server.ask({"features": list(combination.features)}))
+        if answers[-1]["kind"] != "measured":
+            return answers[-1:]
+    return answers
+
+
+def _cost(answers: list[dict[str, Any]], unit_s: float) -> CombinationCost:
+    """Return the figures of the highest peak, and the shortest time."""
+    highest = max(answers, key=lambda answer: int(answer.get("peak_bytes", 0)))
+    names = [field.name for field in dataclasses.fields(CombinationCost) if field.name in highest]
+    cost = CombinationCost(**{name: highest[name] for name in names})
+    if not cost.is_measured:
+        return cost
+    return dataclasses.replace(cost, host_time=round(min(answer["host_s"] for answer in answers) / unit_s, 2))
+
+
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of `study releases costs`."""
+    group.add_argument("--measure", action="store_true", help="measure the installed release, and compare it")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the costs of the stored releases, or compare the installed one with them; return the exit status."""
+    if options.strategy is not None:
+        raise UserError(f"costs takes no {options.strategy!r}", "name a combination: --features zero3,accumulation")
+    combination: Combination | None = getattr(options, "features", None)
+    if options.measure:
+        return _compare_installed(
+            [combination] if combination else [make_combination(name.split(",")) for name in read_list()]
+        )
+    table = read_costs()
+    if combination is None:
+        print_page(overview(table))
+        return _SAME_COSTS
+    if not any(combination.name in costs for costs in table.releases.values()):
+        print_page(
+            [f"{combination.name}: not measured; run: study releases costs --measure --features {combination.name}"]
+        )
+        return _NOT_STORED
+    print_page(history(table, combination))
+    return _SAME_COSTS
+
+
+def overview(table: CostTable) -> list[str | TextTable]:
+    """Return the newest release's costs, and every change of an earlier one."""
+    newest = table.names[-1]
+    rows = [[name, *_texts(cost)] for name, cost in table.releases[newest].items()]
+    page: list[str | TextTable] = [
+        f"one training step with deepspeed {newest}: rank 0 of 2 on CPUs; {_packages(table)}",
+        "",
+        TextTable(["combination", *_LABELS.values()], rows),
+        "",
+        f"what changed in {len(table.names)} releases from {table.names[0]} on:",
+    ]
+    for change in group_changes(find_changes(table)):
+        page.append(f"  since {change.release}: {change.text}: {change.reason}")
+        page.append(f"    {' '.join(change.features)}")
+    return [*page, "", *_NOTES]
+
+
+_NOTES = (
+    "in bytes for each of the 0.67 M parameters; buckets of 0.2 M elements; peak: all tensors at the fullest moment",
+    "host time: CPU time of the process, in steps of ddp; only differences above 50 % count as changes",
+)
+
+
+def history(table: CostTable, combination: Combination) -> list[str | TextTable]:
+    """Return one combination's costs under every release, and why they changed."""
+    name = combination.name
+    measured = [(release, table.releases[release][name]) for release in table.names if name in table.releases[release]]
+    rows = [[release, *_texts(cost)] for release, cost in reversed(measured)]
+    page: list[str | TextTable] = [
+        f"one training step of {name}: rank 0 of 2 on CPUs; {_packages(table)}",
+        "",
+        TextTable(["deepspeed", *_LABELS.values()], rows),
+    ]
+    page += [f"{release}: {cost.kind}: {cost.says}" for release, cost in measured if not cost.is_measured]
+    changes = group_changes(change for change in find_changes(table) if change.combination == combination)
+    page += [f"since {change.release}: {change.text}: {change.reason}" for change in changes]
+    return [*page, *_NOTES]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangeGroup:
+    """Changes of one release by one cause."""
+
+    release: str
+    reason: str
+    features: tuple[str, ...]
+    # Of each figure, as text.
+    text: str
+
+
+def group_changes(changes: Iterable[CostChange]) -> list[ChangeGroup]:
+    """Return the changes by release and cause, the newest release first."""
+    groups: dict[tuple[str, str], list[CostChange]] = {}
+    for change in changes:
+        reason = f"{change.cause.title} ({change.cause.change})" if change.cause else "no cause found"
+        groups.setdefault((change.release, reason), []).append(change)
+    grouped = []
+    for (release, reason), members in groups.items():
+        features = tuple(dict.fromkeys(change.combination.name for change in members))
+        spans = [_span(figure, [change for change in members if change.figure == figure]) for figure in FIGURES]
+        grouped.append(ChangeGroup(release, reason, features, ", ".join(filter(None, spans))))
+    return sorted(grouped, key=lambda group: release_key(group.release), reverse=True)
+
+
+def _span(figure: str, changes: list[CostChange]) -> str:
+    """Return the change of one combination as figures, or the range of several as percentages; empty without one."""
+    if not changes:
+        return ""
+    name = figure.replace("_", " ")
+    if len(changes) == 1:
+        digits = 0 if figure == "collectives" else 1
+        return f"{name} {changes[0].old:.{digits}f} to {changes[0].new:.{digits}f}"
+    factors = sorted(change.factor - 1 for change in changes)
+    ends = dict.fromkeys(f"{factor:+.0%}" for factor in (factors[0], factors[-1]))
+    return f"{name} {' to '.join(ends)}"
+
+
+def _texts(cost: CombinationCost) -> list[str]:
+    if not cost.is_measured:
+        return ["-"] * len(FIGURES)
+    digits = {"collectives": 0, "host_time": 1}
+    return [f"{cost.figure(name):.{digits.get(name, 1)}f}" for name in FIGURES]
+
+
+def _packages(table: CostTable) -> str:
+    return ", ".join(f"{name} {version}" for name, version in table.packages.items())
+
+
+def _compare_installed(combinations: list[Combination]) -> int:
+    """Measure the installed release, and print its figures next to those of the newest stored release."""
+    installed = package_version("deepspeed")
+    if installed is None or package_version("torch") is None:
+        raise UserError("not installed here: torch or deepspeed", "install the release to measure")
+    table = read_costs()
+    release = installed if installed in table.releases else table.names[-1]
+    measured = measure_costs(combinations, report=lambda line: print_page([line], sys.stderr))
+    rows, status = list[list[str]](), _SAME_COSTS
+    for name, cost in measured.items():
+        stored = table.releases[release].get(name)
+        if stored is None or not (stored.is_measured and cost.is_measured):
+            status = max(status, _NOT_STORED if stored is None else _OTHER_COSTS)
+            rows.append([name, cost.says or "measured", "", *_texts(cost)])
+            continue
+        changed = changed_figures(stored, cost)
+        # A machine's speed is not the release's.
+        status = max(status, _OTHER_COSTS if set(changed) - {"host_time"} else _SAME_COSTS)
+        rows.append([name, "here", ", ".join(changed), *_texts(cost)])
+        rows.append(["", release, "", *_texts(stored)])
+    print_page([TextTable(["combination", "deepspeed", "differs in", *_LABELS.values()], rows)])
+    return status
