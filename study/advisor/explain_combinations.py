@@ -72,9 +72,7 @@ def _engine(case: ConfigCase) -> Iterator[tuple[str, str]]:
 
 def _deepspeed(case: ConfigCase) -> Iterator[tuple[str, str]]:
     top, zero = case.top, case.zero
-    kind = str((top.get("optimizer") or {}).get("type") or case.request.optimizer).lower()
-    if kind == "muon":
-        yield "muon", "optimizer.type"
+    yield from _muon(case)
     if case.request.precision == "bf16-engine":
         in_fp32 = case.request.settings.accumulates_in_fp32
         yield ("fp32_accumulation", "data_types.grad_accum_dtype") if in_fp32 else ("bf16", "bf16.enabled")
@@ -92,6 +90,15 @@ def _deepspeed(case: ConfigCase) -> Iterator[tuple[str, str]]:
         yield "zenflow", f"{ZERO}.zenflow"
     if (case.offload("offload_optimizer") or {}).get("super_offload"):
         yield "super_offload", f"{ZERO}.offload_optimizer.super_offload"
+
+
+def _muon(case: ConfigCase) -> Iterator[tuple[str, str]]:
+    section = case.top.get("optimizer")
+    if section:
+        if str(section.get("type")).lower() == "muon":
+            yield "config_muon", "optimizer.type"
+    elif str(case.request.optimizer).lower() == "muon":
+        yield "muon", "optimizer.type"
 
 
 def _offload(case: ConfigCase) -> Iterator[tuple[str, str]]:

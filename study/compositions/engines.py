@@ -34,7 +34,7 @@ def make_loop(
     import torch
 
     torch.set_num_threads(1)
-    if combination.has("muon"):
+    if combination.has("muon", "config_muon"):
         _run_muon_in_fp32()
     return _choose_loop(combination)(combination, rank, folder, size)
 
@@ -126,7 +126,7 @@ class Loop(abc.ABC):
         if not self.notes_figures:
             return
         # At DeepSpeed's stages this norm is that of Muon's updates, and clipping judges by it.
-        if not (self.combination.has("muon") and self.combination.stage):
+        if not (self.combination.has("muon", "config_muon") and self.combination.stage):
             self.trace.note(Place(step, "norm"), norm)
         for name, master in self.read("master").items():
             self.trace.note(Place(step, "update", name), master - self._before[name])
@@ -180,7 +180,8 @@ class DeepSpeedLoop(Loop):
         import deepspeed
 
         # ZenFlow takes no optimizer of the user's.
-        optimizer = None if self.combination.has("zenflow") else make_optimizer(self.combination, plain)
+        names_optimizer = self.combination.has("zenflow", "config_muon")
+        optimizer = None if names_optimizer else make_optimizer(self.combination, plain)
         schedule = tiny_model.make_schedule if self.combination.has("schedule") else None
         self.engine, *_ = deepspeed.initialize(
             model=plain,
@@ -259,7 +260,7 @@ class DeepSpeedLoop(Loop):
 
         if self.combination.has("round_robin"):
             # This function, too, returns another weight.
-            return weight.detach().clone() if self.combination.has("fp32", "autocast") else None
+            return weight.detach().clone() if self.combination.has("fp32", "autocast", "autocast_modules") else None
         master: torch.Tensor | None = safe_get_full_fp32_param(weight)
         if master is None:
             master = self._master_of_stage_0(weight)
@@ -465,6 +466,7 @@ class AccelerateTorchLoop(_AccelerateLoop):
             transformer_cls_names_to_wrap=["OPTDecoderLayer"],
             cpu_offload=self.combination.has("all_cpu"),
             state_dict_type="SHARDED_STATE_DICT",
+            cpu_ram_efficient_loading=self.combination.has("ram_efficient"),
             **arguments,
         )
 
@@ -498,12 +500,15 @@ class AccelerateDeepSpeedLoop(_AccelerateLoop):
         # On a GPU Accelerate does this.
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
         settings = deepspeed_settings(self.combination, self.folder, self.size)
+        accumulation: dict[str, Any] = {"gradient_accumulation_steps": self.combination.micro_steps}
+        if self.combination.has("config_accumulation"):
+            accumulation = {}
         return Accelerator(
             mixed_precision={"bf16": "bf16", "fp32_accumulation": "bf16", "fp16": "fp16"}.get(
                 self.combination.level("precision"), "no"
             ),
-            gradient_accumulation_steps=self.combination.micro_steps,
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings),
+            **accumulation,
         )
 
     def train_step(self, step: int) -> None:
@@ -543,6 +548,25 @@ def deepspeed_settings(
     combination: Combination, folder: Path, size: tiny_model.DecoderSize = tiny_model.TINY
 ) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a combination, as its file has it."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1 if combination.has("no_sync") else combination.micro_steps,
+        "zero_optimization": _zero_settings(combination, folder, size),
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    if not combination.has("clipping_unset"):
+        settings["gradient_clipping"] = tiny_model.MAX_NORM if combination.has("clipping") else 0.0
+    settings |= json.loads(json.dumps(_PRECISIONS.get(combination.level("precision"), {})))
+    if (optimizer := _named_optimizer(combination)) is not None:
+        settings["optimizer"] = optimizer
+    settings |= tiny_model.schedule_settings(combination)
+    if combination.has("deepcompile"):
+        settings["compile"] = {"deepcompile": True}
+    return settings
+
+
+def _zero_settings(combination: Combination, folder: Path, size: tiny_model.DecoderSize) -> dict[str, Any]:
     bucket = _SMALL_BUCKET if combination.has("small_buckets") else size.bucket
     zero: dict[str, Any] = {
         "stage": combination.stage,
@@ -550,43 +574,42 @@ def deepspeed_settings(
         "allgather_bucket_size": bucket,
     }
     if combination.has("zero3"):
-        zero["stage3_prefetch_bucket_size"] = zero["reduce_bucket_size"]
+        zero["stage3_prefetch_bucket_size"] = bucket
         zero["stage3_param_persistence_threshold"] = 100 if combination.has("persistent") else 0
         if size.live is not None:
             zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = size.live
+    nvme = {"device": "nvme", "nvme_path": str(folder / "nvme")}
     if combination.has("optimizer_cpu", "all_cpu"):
         zero["offload_optimizer"] = {"device": "cpu"}
     if combination.has("optimizer_nvme", "all_nvme"):
-        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+        zero["offload_optimizer"] = dict(nvme)
     if combination.has("all_cpu"):
         zero["offload_param"] = {"device": "cpu"}
     if combination.has("all_nvme"):
-        zero["offload_param"] = {"device": "nvme", "nvme_path": str(folder / "nvme"), "buffer_size": size.bucket}
+        zero["offload_param"] = {**nvme, "buffer_size": size.bucket}
     zero |= _ZERO_OPTIONS.get(combination.level("zero"), {})
     if combination.has("super_offload"):
         zero["offload_optimizer"] |= {"super_offload": True}
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1 if combination.has("no_sync") else combination.micro_steps,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
+    return zero
+
+
+def _named_optimizer(combination: Combination) -> dict[str, Any] | None:
+    """Return the optimizer section of a configuration that names one."""
+    params: dict[str, Any] = {
+        "lr": tiny_model.LEARNING_RATE,
+        "eps": tiny_model.EPSILON,
+        "weight_decay": tiny_model.WEIGHT_DECAY,
     }
-    if not combination.has("clipping_unset"):
-        settings["gradient_clipping"] = tiny_model.MAX_NORM if combination.has("clipping") else 0.0
-    settings |= json.loads(json.dumps(_PRECISIONS.get(combination.level("precision"), {})))
     if combination.has("zenflow"):
-        settings["optimizer"] = {
-            "type": "AdamW",
-            "params": {
-                "lr": tiny_model.LEARNING_RATE,
-                "eps": tiny_model.EPSILON,
-                "weight_decay": tiny_model.WEIGHT_DECAY,
-            },
-        }
-    if combination.has("deepcompile"):
-        settings["compile"] = {"deepcompile": True}
-    return settings
+        return {"type": "AdamW", "params": params}
+    if combination.has("config_muon"):
+        params["muon_lr"] = tiny_model.MUON_RATE_FACTOR * tiny_model.LEARNING_RATE
+        params["momentum"] = tiny_model.MUON_MOMENTUM
+        params["betas"] = [0.9, 0.999]
+        # DeepSpeed's own operator takes a minute to compile.
+        params["torch_adam"] = True
+        return {"type": "Muon", "params": params}
+    return None
 
 
 _ZERO_OPTIONS: dict[str, dict[str, Any]] = {
@@ -615,6 +638,9 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "loss_scale": tiny_model.LOSS_SCALE}},
     "autocast": {
         "torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []},
+    },
+    "autocast_modules": {
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]},
     },
 }
 

@@ -73,7 +73,7 @@ class Combination:
 
     @property
     def micro_steps(self) -> int:
-        return 4 if self.has("accumulation", "no_sync") else 1
+        return 4 if self.has("accumulation", "no_sync", "config_accumulation") else 1
 
     @property
     def uses_deepspeed(self) -> bool:

@@ -49,7 +49,11 @@ class FirstDifference:
             return f"{self.factor:.3g} times the reference"
         if self.weights is not None:
             return _shares_text(self.weights)
-        size = "not finite" if not np.isfinite(self.size) else f"differs by {self.size:.2g} of it"
+        size = (
+            "not finite, or above a reference of 0"
+            if not np.isfinite(self.size)
+            else f"differs by {self.size:.2g} of it"
+        )
         return f"{size} (rounding: {self.allowed:.1g})"
 
 

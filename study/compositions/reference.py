@@ -33,7 +33,13 @@ _ROWS_THAT_COUNT = ("optimizer", "precision", "accumulation", "clipping", "train
 def reference_key(combination: Combination) -> str:
     """Return the key of a combination's reference: every level that changes it."""
     levels = [combination.level(row) for row in _ROWS_THAT_COUNT]
-    like = {"fused_adamw": "adamw", "cpu_adam": "adamw", "no_sync": "accumulation"}
+    like = {
+        "fused_adamw": "adamw",
+        "cpu_adam": "adamw",
+        "no_sync": "accumulation",
+        "config_accumulation": "accumulation",
+        "autocast_modules": "autocast",
+    }
     if combination.has("schedule"):
         levels.append(combination.level("loop"))
     experts = "ep" if combination.has("ep") else "dense"
@@ -61,13 +67,24 @@ def make_reference(combination: Combination) -> PlainReference:
     allowed = {
         rank: {
             place: max(
-                least, _TIMES_THE_COPIES * max(difference(copy_.traces[rank].figures[place], value) for copy_ in copies)
+                least,
+                _TIMES_THE_COPIES * max(difference(copy_.traces[rank].figures[place], value) for copy_ in copies),
+                _rounding_of_weight(trace, place, value),
             )
             for place, value in trace.figures.items()
         }
         for rank, trace in exact.traces.items()
     }
     return PlainReference(exact.traces, allowed, exact.shares)
+
+
+def _rounding_of_weight(trace: FigureTrace, place: Place, update: np.ndarray[Any, Any]) -> float:
+    """Return the part of an update that is a last place of its fp32 weight, which may be rounded either way."""
+    if place.stage != "update":
+        return 0.0
+    weight = trace.figures[Place(place.step, "weight", place.tensor)]
+    size = float(np.linalg.norm(update))
+    return 2.0**-23 * float(np.linalg.norm(weight)) / size if size else 0.0
 
 
 def difference(value: np.ndarray[Any, Any], reference: np.ndarray[Any, Any]) -> float:
@@ -170,7 +187,7 @@ class _PlainTraining:
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         import torch
 
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._combination.has("autocast")):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._combination.has("autocast", "autocast_modules")):
             loss: torch.Tensor = self._weights(**batch).loss
         return loss
 
@@ -184,7 +201,7 @@ class _PlainTraining:
         before = {name: weight.detach().clone() for name, weight in self._masters.named_parameters()}
         for name, weight in self._masters.named_parameters():
             weight.grad = gradients[name] * clip if name in gradients else None
-        self._optimizer.step(self._rate_factor * tiny_model.learning_rate(self._combination, step))
+        self._optimizer.step(step, self._rate_factor)
         with torch.no_grad():
             if self._weights is not self._masters:
                 for weight, master in zip(self._weights.parameters(), self._masters.parameters(), strict=True):
@@ -223,8 +240,9 @@ class _Optimizers:
         import torch
 
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._combination = combination
         self._matrices: dict[torch.nn.Parameter, torch.Tensor] = {}
-        if combination.has("muon"):
+        if combination.has("muon", "config_muon"):
             self._matrices = {
                 weight: torch.zeros_like(weight)
                 for name, weight in trained.items()
@@ -240,8 +258,14 @@ class _Optimizers:
         else:
             self._rest = torch.optim.AdamW(rest, eps=tiny_model.EPSILON, weight_decay=tiny_model.WEIGHT_DECAY)
 
-    def step(self, rate: float) -> None:
+    def step(self, step: int, rate_factor: float) -> None:
         import torch
+
+        rate = rate_factor * tiny_model.learning_rate(self._combination, step)
+        highest = tiny_model.LEARNING_RATE
+        if self._combination.has("config_muon"):
+            highest *= tiny_model.MUON_RATE_FACTOR
+        matrix_rate = rate_factor * tiny_model.learning_rate(self._combination, step, highest)
 
         if self._rest is not None:
             for group in self._rest.param_groups:
@@ -253,8 +277,8 @@ class _Optimizers:
                 momentum.lerp_(weight.grad, 1 - tiny_model.MUON_MOMENTUM)
                 update = _orthogonalized(weight.grad.lerp(momentum, tiny_model.MUON_MOMENTUM))
                 rows, columns = weight.shape
-                weight.mul_(1 - rate * tiny_model.WEIGHT_DECAY)
-                weight.sub_(rate * max(1.0, rows / columns) ** 0.5 * update)
+                weight.mul_(1 - matrix_rate * tiny_model.WEIGHT_DECAY)
+                weight.sub_(matrix_rate * max(1.0, rows / columns) ** 0.5 * update)
 
 
 def _orthogonalized(matrix: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,10 @@ WEIGHT_DECAY = 0.1
 EPSILON = 1e-2
 MOMENTUM = 0.9
 MUON_MOMENTUM = 0.95
+# Of Muon's rate over AdamW's, where DeepSpeed's configuration names both.
+MUON_RATE_FACTOR = 2.0
+# DeepSpeed's warm-up: from this rate on, over these steps.
+WARMUP_MIN_RATE, WARMUP_STEPS = 2e-3, 2
 # Less than the norm of any step.
 MAX_NORM = 0.25
 LOSS_SCALE = 256.0
@@ -126,13 +130,36 @@ def make_batch(
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 
-def learning_rate(combination: Combination, step: int) -> float:
-    """Return the rate of a step, counted from 1."""
+def learning_rate(combination: Combination, step: int, highest: float = LEARNING_RATE) -> float:
+    """Return the rate of a step, counted from 1, of weights with this highest rate."""
+    if combination.has("warmup_lr", "warmup_cosine_lr"):
+        return _warmed_up_rate(combination, step, highest)
     if not combination.has("schedule"):
-        return LEARNING_RATE
+        return highest
     # Accelerate counts samples: its schedule advances by the number of ranks in each step.
     pace = combination.ranks if combination.has("accelerate") else 1
-    return LEARNING_RATE * _share(pace * (step - 1))
+    return highest * _share(pace * (step - 1))
+
+
+def _warmed_up_rate(combination: Combination, step: int, highest: float) -> float:
+    """Return the rate of DeepSpeed's linear warm-up, which counts from the second step on."""
+    lowest = WARMUP_MIN_RATE
+    if combination.has("warmup_cosine_lr"):
+        # Its ratio is not the rate of the first step, which is 0.
+        lowest = 0.0 if step == 1 else highest * WARMUP_MIN_RATE / LEARNING_RATE
+    return lowest + (highest - lowest) * max(0, step - 2) / WARMUP_STEPS
+
+
+def schedule_settings(combination: Combination) -> dict[str, Any]:
+    """Return DeepSpeed's scheduler section; empty without one."""
+    warmup = {"warmup_num_steps": WARMUP_STEPS, "warmup_type": "linear"}
+    if combination.has("warmup_lr"):
+        return {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": WARMUP_MIN_RATE, **warmup}}}
+    if combination.has("warmup_cosine_lr"):
+        ratio = WARMUP_MIN_RATE / LEARNING_RATE
+        params = {"total_num_steps": 100, "warmup_min_ratio": ratio, **warmup}
+        return {"scheduler": {"type": "WarmupCosineLR", "params": params}}
+    return {}
 
 
 def _share(advanced: int) -> float:

@@ -298,7 +298,7 @@ def overview(table: CostTable) -> list[str | TextTable]:
         f"what changed in {len(table.names)} releases from {table.names[0]} on:",
     ]
     for change in group_changes(find_changes(table)):
-        page.append(f"  since {change.release}: {change.text}: {change.reason}")
+        page.append(f"  {change.before} to {change.release}: {change.text}: {change.reason}")
         page.append(f"    {' '.join(change.features)}")
     return [*page, "", *_NOTES]
 
@@ -321,7 +321,7 @@ def history(table: CostTable, combination: Combination) -> list[str | TextTable]
     ]
     page += [f"{release}: {cost.kind}: {cost.says}" for release, cost in measured if not cost.is_measured]
     changes = group_changes(change for change in find_changes(table) if change.combination == combination)
-    page += [f"since {change.release}: {change.text}: {change.reason}" for change in changes]
+    page += [f"{change.before} to {change.release}: {change.text}: {change.reason}" for change in changes]
     return [*page, *_NOTES]
 
 
@@ -329,6 +329,7 @@ def history(table: CostTable, combination: Combination) -> list[str | TextTable]
 class ChangeGroup:
     """Changes of one release by one cause."""
 
+    before: str
     release: str
     reason: str
     features: tuple[str, ...]
@@ -346,7 +347,7 @@ def group_changes(changes: Iterable[CostChange]) -> list[ChangeGroup]:
     for (release, reason), members in groups.items():
         features = tuple(dict.fromkeys(change.combination.name for change in members))
         spans = [_span(figure, [change for change in members if change.figure == figure]) for figure in FIGURES]
-        grouped.append(ChangeGroup(release, reason, features, ", ".join(filter(None, spans))))
+        grouped.append(ChangeGroup(members[0].before, release, reason, features, ", ".join(filter(None, spans))))
     return sorted(grouped, key=lambda group: release_key(group.release), reverse=True)
 
 

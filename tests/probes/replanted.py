@@ -241,7 +241,7 @@ _FAULTS = (
         7969,
         "0.19.0",
         "WarmupCosineLR begins one group at zero, and the others at their full learning rate",
-        ("zero2", "muon", "schedule"),
+        ("zero2", "muon", "warmup_cosine_lr"),
         "update",
         _replaced(_SCHEDULES, "WarmupCosineLR.get_lr", "return [0.0 for _ in self.org_lrs]", "return [0.0]"),
     ),
@@ -251,7 +251,7 @@ _FAULTS = (
         8171,
         "0.19.4",
         "WarmupLR without a maximum warms every group (muon_lr, adam_lr) up to the learning rate of the first",
-        ("zero2", "muon", "schedule"),
+        ("zero2", "config_muon", "warmup_lr"),
         "update",
         _replaced(
             _SCHEDULES,
@@ -266,7 +266,7 @@ _FAULTS = (
         7360,
         "0.17.2",
         "WarmupLR without a maximum warms up to 0.001, whatever the optimizer's learning rate",
-        ("zero2", "schedule"),
+        ("zero2", "warmup_lr"),
         "update",
         _replaced(
             _SCHEDULES,
@@ -299,7 +299,7 @@ _FAULTS = (
         7462,
         "0.17.5",
         "stage 3 under autocast gathers every weight once per dtype, all in the last weight's dtype",
-        ("zero3", "autocast"),
+        ("zero3", "autocast_modules"),
         "crash",
         _replaced(  # the assertion that refuses it came with a later change
             _PARTITION,
@@ -316,7 +316,7 @@ _FAULTS = (
         7660,
         "0.18.2",
         "a gradient larger than the bucket is noted under its weight's dtype, and sought under that of communication",
-        ("zero2", "autocast", "small_buckets"),
+        ("zero2", "autocast_modules", "small_buckets"),
         "crash",
         _replaced(
             _STAGE_1_2,
@@ -487,8 +487,8 @@ _FAULTS = (
         7869,
         "0.18.7",
         "Muon's groups hold frozen weights, which weight decay moves",
-        ("zero0", "muon", "frozen"),
-        "update",
+        ("zero0", "config_muon", "frozen"),
+        "weights",
         _replaced(
             _ENGINE,
             "DeepSpeedEngine._muon_param_groups",
@@ -611,7 +611,7 @@ _FAULTS = (
         3632,
         "1.8.0",
         "Accelerate, without accumulation steps of its argument, ignores those of DeepSpeed's configuration",
-        ("zero2", "accelerate", "accumulation"),
+        ("zero2", "accelerate", "config_accumulation"),
         "forward",
         _replaced(
             "accelerate.accelerator",
@@ -626,7 +626,7 @@ _FAULTS = (
         3740,
         "1.11.0",
         "weights that one rank has loaded (cpu_ram_efficient_loading) are sent along a mesh of two dimensions",
-        ("hsdp", "accelerate"),
+        ("hsdp", "accelerate", "ram_efficient"),
         "crash",
         _replaced(
             "accelerate.utils.fsdp_utils",

@@ -74,7 +74,7 @@ def _cost_changes(table: CostTable) -> pd.DataFrame:
     """Return what changed of a step's costs, a row per release and cause."""
     return pd.DataFrame(
         {
-            "Since": change.release,
+            "Releases": f"{change.before} to {change.release}",
             "Change": change.text,
             "Combinations": " ".join(f"`{name}`" for name in change.features),
             "Why": change.reason,
