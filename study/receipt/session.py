@@ -16,7 +16,7 @@ import resource
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +49,7 @@ from study.receipt.exchange import Exchange
 from study.receipt.exposure import Exposure, ExposureProfiler
 from study.receipt.failures import Failures, print_notice
 from study.receipt.faults import find_faults
+from study.receipt.figures import list_figures
 from study.receipt.forecast import make_forecast
 from study.receipt.page import receipt_lines
 from study.receipt.peak import GuardedState, GuardedTraffic, PeakWatch
@@ -88,8 +89,10 @@ class Receipt:
         after: int = 5,
         steps: int = 5,
         quiet: bool = False,
+        log: Callable[..., object] | None = None,
     ) -> None:
         self._failures = Failures()
+        self._log = log
         self._is_off = False
         self._path, self._quiet = path, quiet
         self._after, self._measured = after, steps
@@ -370,6 +373,13 @@ class Receipt:
         if self._is_first:
             with self._failures.caught("writing the receipt"):
                 self._write(self.document(judges=False))
+        if self._log is not None:
+            with self._failures.caught("logging the figures"):
+                self._log(self.figures(), step=self._step)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures for a tracker by name; empty before the measured steps have ended."""
+        return list_figures(self.document(judges=False))
 
     def _collect(self, wait_s: float = 0.0) -> None:
         if self._exchange is not None and self._is_first:
