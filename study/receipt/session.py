@@ -300,6 +300,7 @@ class Receipt:
             self._traffic = GuardedTraffic(self._step + 1, self._failures)
             self._peak = PeakWatch(self._model, self._optimizer, timer, self._device, self._failures)
             timer.after_backward = self._note_reductions
+            timer.on_phase = self._peak.log.enter_phase
             if self._counts_steps:
                 self._state = GuardedState(self._model, self._optimizer, self._device, self._failures)
                 self._watches.enter_context(self._state)
@@ -521,6 +522,8 @@ class Receipt:
         update: dict[str, Any] = {}
         with self._failures.caught("reading memory"):
             update["memory"] = self._memory()
+            if self._peak is not None and self._peak.parts:
+                update["timeline"] = self._peak.log.timeline
             if self._state is not None and self._state.report is not None:
                 update["model_state"] = StateFacts(**self._state.report["state_bytes"])
         with self._failures.caught("reading communication"):
