@@ -1,4 +1,4 @@
-"""`study receipt`: print a receipt again, draw its memory timeline, or compare two receipts."""
+"""`study receipt`: print a receipt again, draw its memory timeline, compare two, or make a row of the benchmark."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
 from study.host.folders import resolve_path
 from study.receipt.compare import comparison_page, confounded_by
+from study.receipt.contribution import FOLDER, check_rows, file_name, list_problems, make_row, row_text
 from study.receipt.document import MemoryTimeline, ReceiptDocument, read_receipt
 from study.receipt.drawing import draw_timeline
 from study.receipt.page import all_lines, receipt_lines
@@ -30,10 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     add("--timeline", metavar="FILE", help="draw the memory of the watched step by part, as SVG")
     add("--trace", metavar="FILE", help="write the same as a trace for ui.perfetto.dev")
+    add("--contribute", action="store_true", help="print the row that this receipt gives the open benchmark")
+    add("--output", metavar="FILE", help="with --contribute: write the row to this file or folder")
+    add("--check_rows", action="store_true", help="check files of such rows: schema, and whether they can be true")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one receipt, or two next to each other; return the exit status."""
+    """Print one receipt, two next to each other, or a row; return the exit status."""
+    if options.output is not None and not options.contribute:
+        raise UserError("--output is without --contribute", "add it")
+    if options.check_rows:
+        return _check_rows(options)
+    if options.contribute:
+        return _contribute(options)
+    return _print(options)
+
+
+def _print(options: argparse.Namespace) -> int:
     if len(options.files) > 2:
         raise UserError(f"{len(options.files)} receipts are given", "give one to print it, or two to compare them")
     receipts = [read_receipt(name) for name in options.files]
@@ -84,3 +98,33 @@ def _timeline(name: str, receipt: ReceiptDocument) -> MemoryTimeline:
         fix = "train for 11 steps or more with this release of zero-study"
         raise UserError(f"{name} has no memory timeline", fix)
     return receipt.timeline
+
+
+def _contribute(options: argparse.Namespace) -> int:
+    """Print the row of a receipt, and write it if that is asked and the row can be true."""
+    if len(options.files) != 1:
+        raise UserError(f"a row is that of one receipt, and {len(options.files)} are given", "give one")
+    row = make_row(read_receipt(options.files[0]), options.files[0])
+    problems = list_problems(row)
+    notes = [f"this row cannot be true: {problem}" for problem in problems]
+    print(row_text(row), end="")
+    if not problems and options.output is None:
+        notes = [f"nothing is written; with --output {FOLDER} it becomes {FOLDER}/{file_name(row)}"]
+    elif not problems:
+        path = resolve_path(options.output)
+        path = path / file_name(row) if path.is_dir() else path
+        path.write_text(row_text(row), encoding="utf-8")
+        notes = [f"{path} is written; open a pull request with this file and ?template=receipt.md in its address"]
+    if not options.json:
+        print_page(notes)
+    return _FAULTY if problems else 0
+
+
+def _check_rows(options: argparse.Namespace) -> int:
+    """Print the problems of each file of a row."""
+    results = dict(check_rows(options.files))
+    if options.json:
+        print(json.dumps(results, indent=2))
+    else:
+        print_page(f"{name}: {'; '.join(problems) or 'ok'}" for name, problems in results.items())
+    return _FAULTY if any(results.values()) else 0

@@ -17,6 +17,8 @@ VERSION = 1
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations", "other_tensors")
 # Fraction of a part on the host from which it is offloaded.
 _OFFLOADED_FRACTION = 0.001
+# Short names of the types of matrix products, as hardware.yaml has them.
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Parts of a step's time. Communication is the part in which nothing is computed.
 TIME_PARTS = ("forward", "backward", "communication", "optimizer", "data", "rest")
 # DeepSpeed, two versions of FSDP, DDP, or a model on one rank.

@@ -31,6 +31,7 @@ from study.metrics.state import base_optimizer
 from study.predictor.hardware import mfu
 from study.receipt import live_engine
 from study.receipt.document import (
+    PRECISIONS,
     CollectiveTime,
     CollectiveTraffic,
     EngineFacts,
@@ -67,7 +68,6 @@ _WAIT_FOR_RANKS_S = 5.0
 # Steps after the measured ones at which rank 0 looks for the figures of other ranks, and at each power of two after it.
 _FIRST_LOOK = 16
 _PACKAGES = ("torch", "deepspeed", "accelerate", "transformers", "peft", "trl")
-_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 _UNKNOWN_MODEL = ModelFacts(name="a model", parameters=0, trained_parameters=0)
@@ -492,7 +492,7 @@ class Receipt:
         elif facts.device == "cpu":
             missing = "the peak rate of CPU cores is not known"
         elif step_s is not None:
-            precision = _PRECISIONS.get(facts.compute_dtype or "", "fp32")
+            precision = PRECISIONS.get(facts.compute_dtype or "", "fp32")
             utilization = mfu(flops, step_s, 1, facts.device, precision)
             missing = f"the peak rate of {facts.device} is not known" if utilization is None else None
         return SpeedFacts(
