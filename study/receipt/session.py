@@ -93,6 +93,7 @@ class Receipt:
     ) -> None:
         self._failures = Failures()
         self._log = log
+        self._last_figures: dict[str, float] = {}
         self._is_off = False
         self._path, self._quiet = path, quiet
         self._after, self._measured = after, steps
@@ -380,6 +381,8 @@ class Receipt:
 
     def figures(self) -> dict[str, float]:
         """Return the figures for a tracker by name; empty before the measured steps have ended."""
+        if self._is_closed or self._state_of_run != "complete":
+            return dict(self._last_figures)
         return list_figures(self.document(judges=False))
 
     def _collect(self, wait_s: float = 0.0) -> None:
@@ -576,6 +579,8 @@ class Receipt:
         """Write and print the receipt on rank 0; later calls do nothing. It is called when the process ends."""
         if self._is_closed:
             return
+        with self._failures.caught("keeping the figures"):
+            self._last_figures = self.figures()
         self._is_closed = True
         atexit.unregister(self.close)
         if self._timer is not None:

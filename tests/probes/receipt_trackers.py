@@ -93,6 +93,7 @@ def train_by_loop(folder: Path) -> dict[str, float]:
     accelerator.end_training()
     figures = receipt.figures()
     receipt.close()
+    assert receipt.figures() == figures
     return figures
 
 
