@@ -87,6 +87,31 @@ def test_the_parts_explain_at_least_95_percent_of_the_bytes_at_the_peak(strategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_over_the_watched_step_has_its_peak_its_parts_and_its_phases(strategy: str) -> None:
+    receipt = measure(strategy)
+    memory, timeline = receipt.memory, receipt.timeline
+    assert memory is not None
+    assert timeline is not None
+    peak = timeline.at_s.index(timeline.peak_at_s)
+    assert timeline.total_bytes[peak] == memory.total_bytes
+    assert max(timeline.total_bytes) <= 1.01 * memory.total_bytes
+    assert all(column[peak] == memory.parts[part] for part, column in timeline.parts.items())
+    assert 20 < len(timeline.at_s) <= 400
+    phases = [span.phase for span in timeline.phases if span.phase != "between"]
+    micro_batches = receipt.work.micro_batches or 0
+    assert phases[: 2 * micro_batches] == ["forward", "backward"] * micro_batches
+    assert set(phases[2 * micro_batches :]) == {"optimizer"}
+    backward = next(span for span in timeline.phases if span.phase == "backward")
+    in_backward = [
+        count
+        for at_s, count in zip(timeline.at_s, timeline.parts["activations"], strict=True)
+        if backward.begin_s <= at_s <= backward.end_s
+    ]
+    # The backward pass frees the activations of the forward pass.
+    assert in_backward[-1] < 0.5 * max(in_backward)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_finds_engine_batch_and_accumulation_by_itself(strategy: str) -> None:
     receipt = measure(strategy)
     engine = {"ddp": "ddp", "fsdp2": "fsdp2"}.get(strategy, "deepspeed")

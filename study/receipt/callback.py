@@ -1,7 +1,12 @@
-"""The receipt of transformers' Trainer, and of trainers derived from it: `trainer.add_callback(ReceiptCallback())`."""
+"""The receipt of transformers' Trainer, and of trainers derived from it: `trainer.add_callback(ReceiptCallback())`.
+
+With `ReceiptCallback(log=trainer.log)` the figures also go to all that the Trainer reports to: a callback has no
+reference to its Trainer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback
@@ -12,11 +17,16 @@ from study.receipt.session import Receipt
 class ReceiptCallback(TrainerCallback):
     """Makes a Receipt when training begins, with these options, and closes it when training ends."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, log: Callable[[dict[str, float]], object] | None = None, **options: Any) -> None:
+        # The Trainer adds its own step.
+        self._log = log
         self._options = options
         self.receipt: Receipt | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        log = self._log
+        if log is not None:
+            self._options["log"] = lambda figures, step: log(figures)
         self.receipt = Receipt(kwargs.get("model"), kwargs.get("optimizer"), **self._options)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -24,8 +34,12 @@ class ReceiptCallback(TrainerCallback):
             self.receipt.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.receipt is not None:
-            self.receipt.end_step()
+        if self.receipt is None:
+            return
+        should_log = control.should_log
+        self.receipt.end_step()
+        # Trainer.log clears it (CallbackHandler.on_log), and the Trainer would leave out its loss of this step.
+        control.should_log = should_log
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._disturb()

@@ -17,11 +17,15 @@ VERSION = 1
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations", "other_tensors")
 # Fraction of a part on the host from which it is offloaded.
 _OFFLOADED_FRACTION = 0.001
+# Short names of the types of matrix products, as hardware.yaml has them.
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Parts of a step's time. Communication is the part in which nothing is computed.
 TIME_PARTS = ("forward", "backward", "communication", "optimizer", "data", "rest")
 # DeepSpeed, two versions of FSDP, DDP, or a model on one rank.
 Engine = Literal["deepspeed", "fsdp2", "fsdp1", "ddp", "none"]
 State = Literal["complete", "too_short", "interrupted"]
+# Part of a step that memory is shown over.
+Phase = Literal["forward", "backward", "optimizer", "between"]
 
 
 class Part(pydantic.BaseModel):
@@ -110,6 +114,33 @@ class PeakFacts(Part):
         """Return the bytes of a part that are offloaded; the optimizer's step counters are on the host anyway."""
         count = self.host_parts.get(part, 0)
         return count if count >= _OFFLOADED_FRACTION * (count + self.parts.get(part, 0)) else 0
+
+
+class PhaseSpan(Part):
+    phase: Phase
+    begin_s: float
+    end_s: float
+
+
+class MemoryTimeline(Part):
+    """Memory over the time of the watched step, without the time of the receipt's own work."""
+
+    peak_at_s: float
+    at_s: tuple[float, ...]
+    total_bytes: tuple[int, ...]
+    # Bytes at each time; a part that is missing has none.
+    parts: dict[str, tuple[int, ...]]
+    phases: tuple[PhaseSpan, ...] = ()
+
+    @pydantic.model_validator(mode="after")
+    def _has_a_value_for_each_time(self) -> MemoryTimeline:
+        if self.peak_at_s not in self.at_s or sorted(self.at_s) != list(self.at_s):
+            raise ValueError("the times are not in their order, or the peak is at none of them")
+        columns = {"total_bytes": self.total_bytes, **self.parts}
+        for name, column in columns.items():
+            if len(column) != len(self.at_s):
+                raise ValueError(f"{name} has {len(column)} values for {len(self.at_s)} times")
+        return self
 
 
 class StateFacts(Part):
@@ -221,6 +252,8 @@ class ReceiptDocument(Part):
     unavailable: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     cost: OwnCost = OwnCost()
+    # None: a receipt from before there were timelines, or no peak was measured.
+    timeline: MemoryTimeline | None = None
 
 
 def write_receipt(path: Path, receipt: ReceiptDocument) -> None:

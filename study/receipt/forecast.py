@@ -19,13 +19,12 @@ from study.predictor.request import Estimate, Request
 from study.predictor.shape import ModelShape, shape_of_document, with_adapters
 from study.predictor.state import predict_state
 from study.predictor.time import predict_time
-from study.receipt.document import EngineFacts, ForecastRow, MeasuredForecast, ReceiptDocument
+from study.receipt.document import PRECISIONS, EngineFacts, ForecastRow, MeasuredForecast, ReceiptDocument
 
 # State and traffic are counted exactly: only buffers of a few bytes may be missing.
 _EXACT = 0.01
 # Fraction of the peak from which other tensors, which no prediction includes, are left out of the comparison.
 _OTHER_FRACTION = 0.05
-_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw", "FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw", "Lion": "lion"}
 _FILE = "this engine"
 
@@ -105,8 +104,8 @@ def _box(engine: EngineFacts) -> Hardware:
 
 def _precision(engine: EngineFacts, request: Request) -> dict[str, Any]:
     """Return the precision of the request: products and weights as they were seen."""
-    computes = _PRECISIONS.get(engine.compute_dtype or engine.param_dtype, "fp32")
-    weights = _PRECISIONS.get(engine.param_dtype, "fp32")
+    computes = PRECISIONS.get(engine.compute_dtype or engine.param_dtype, "fp32")
+    weights = PRECISIONS.get(engine.param_dtype, "fp32")
     if weights != "fp32":
         return {"precision": cast(Precision, f"{weights}-engine"), "pure": engine.engine != "deepspeed"}
     # Without DeepSpeed, autocast is assumed: FSDP's own casts are not seen.

@@ -12,9 +12,9 @@ WIDTH, HEIGHT = 100, 40
 _BAR = 30
 _MAX_FAULTS, _MAX_FAILURES = 5, 2
 # Fraction of the memory or of a step from which a part has a line.
-_SHOWN_FRACTION = 0.001
+SHOWN_FRACTION = 0.001
 _ENGINES = {"deepspeed": "DeepSpeed", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP", "none": "no engine"}
-_NAMES = {"other_tensors": "other tensors", "data": "waiting for data", "rest": "the rest"}
+NAMES = {"other_tensors": "other tensors", "data": "waiting for data", "rest": "the rest"}
 
 
 def receipt_lines(receipt: ReceiptDocument, name: str) -> list[str]:
@@ -99,9 +99,9 @@ def _memory(receipt: ReceiptDocument) -> Iterator[str]:
     largest = max(memory.parts.values(), default=0)
     for part in MEMORY_PARTS:
         count, on_host = memory.parts.get(part, 0), memory.offloaded_bytes(part)
-        if on_host or count >= _SHOWN_FRACTION * memory.total_bytes:
+        if on_host or count >= SHOWN_FRACTION * memory.total_bytes:
             host = f"  ({size(on_host)} offloaded)" if on_host else ""
-            yield f"  {_NAMES.get(part, part):<16}{size(count):>12}  {_bar(count, largest) if count else ''}{host}"
+            yield f"  {NAMES.get(part, part):<16}{size(count):>12}  {_bar(count, largest) if count else ''}{host}"
     where = "" if receipt.engine.device == "cpu" else " of host memory"
     details = [f"process {size(memory.process_peak_bytes)}{where} at its peak"]
     if memory.allocator_peak_bytes is not None:
@@ -125,7 +125,7 @@ def _time(receipt: ReceiptDocument) -> Iterator[str]:
         return
     for part in TIME_PARTS:
         seconds = times.parts[part]
-        if seconds >= _SHOWN_FRACTION * total:
+        if seconds >= SHOWN_FRACTION * total:
             extra = ""
             if part == "communication":
                 rows = [
@@ -135,7 +135,7 @@ def _time(receipt: ReceiptDocument) -> Iterator[str]:
                 extra = f"  exposed of in flight: {', '.join(rows)}" if rows else ""
             fraction = f"{seconds / total:.0%}"
             bar = "" if extra else _bar(seconds, total)
-            yield f"  {_NAMES.get(part, part):<16}{rounded_seconds(seconds):>12} {fraction:>4}  {bar}{extra}".rstrip()
+            yield f"  {NAMES.get(part, part):<16}{rounded_seconds(seconds):>12} {fraction:>4}  {bar}{extra}".rstrip()
 
 
 def _traffic(receipt: ReceiptDocument) -> Iterator[str]:

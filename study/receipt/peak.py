@@ -25,6 +25,7 @@ from study.metrics.state import GATHERED, MODEL_BUFFERS, REDUCER_BUCKETS, StateW
 from study.metrics.traffic import TrafficWatch
 from study.receipt.document import MEMORY_PARTS
 from study.receipt.failures import Failures
+from study.receipt.timeline import MemoryLog, Parts
 from study.receipt.timing import PartTimer
 
 Origin = Literal["activations", "other_tensors", "buckets"]
@@ -86,7 +87,8 @@ class PeakWatch(TorchDispatchMode):
         self.flops_by_dtype: Counter[str] = Counter()
         self.peak_bytes = 0
         self.moment = ""
-        self.parts: dict[str, int] = {}
+        self.parts: Parts = {}
+        self.log = MemoryLog()
         self.host_parts: dict[str, int] = {}
         self.slack_bytes: int | None = None
 
@@ -114,12 +116,20 @@ class PeakWatch(TorchDispatchMode):
                 self._see(tensor, "other_tensors")
             in_use = bytes_in_use(self._device)
             if not self._is_cuda and in_use is not None:
-                self._outside = max(0, in_use - sum(self._split().values()))
-            self._measure()
+                self._outside = max(0, in_use - sum(self._split_device().values()))
+            self.log.begin()
+            with self.log:
+                self._measure()
         except Exception as error:
             self._turn_off(error)
         super().__enter__()
         return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if not self._is_off and kind is None:
+            with self._failures.caught("watching memory"), self.log:
+                self.log.add(self._tensor_bytes(), self._split_device())
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -127,12 +137,14 @@ class PeakWatch(TorchDispatchMode):
         if any(issubclass(kind, dtensor_type()) for kind in types):
             return NotImplemented
         if self._is_new_peak:
-            self._repeat_split()
+            with self.log:
+                self._repeat_split()
         result = func(*args, **(kwargs or {}))
         if self._is_off:
             return result
         try:
-            self._follow(func, args, kwargs or {}, result)
+            with self.log:
+                self._follow(func, args, kwargs or {}, result)
         except Exception as error:
             # An exception in a thread of autograd would end the process.
             self._turn_off(error)
@@ -166,12 +178,15 @@ class PeakWatch(TorchDispatchMode):
     def _measure(self) -> None:
         total = self._tensor_bytes()
         if total <= self.peak_bytes * (1 + _GROWTH):
+            self.log.note(total, self.peak_bytes, self._split_device)
             return
         if self._waits_for_gloo:
             time.sleep(_SETTLED_AFTER_S)
             total = self._tensor_bytes()
         if total > self.peak_bytes:
-            self.peak_bytes, self.parts = total, self._split()
+            self.peak_bytes = total
+            self._split_peak()
+            self.log.add_peak(total, self.parts)
             self.moment = _MOMENTS[self._timer.phase]
             self._is_new_peak = True
             if self._is_cuda:
@@ -183,17 +198,25 @@ class PeakWatch(TorchDispatchMode):
         try:
             total = self._tensor_bytes()
             if total >= self.peak_bytes * (1 - _GROWTH):
-                self.parts, self.peak_bytes = self._split(), max(total, self.peak_bytes)
+                self._split_peak()
+                self.peak_bytes = max(total, self.peak_bytes)
+                self.log.replace_peak(self.peak_bytes, self.parts)
         except Exception as error:
             self._turn_off(error)
 
     def _tensor_bytes(self) -> int:
         """Return the bytes in use for tensors: those of torch's allocator, or of the heap's growth."""
         in_use = bytes_in_use(self._device)
-        return sum(self._split().values()) if in_use is None else in_use - self._outside
+        return sum(self._split_device().values()) if in_use is None else in_use - self._outside
 
-    def _split(self) -> dict[str, int]:
-        """Return the bytes of live tensors on the device by part; offloaded state is apart, in `host_parts`."""
+    def _split_peak(self) -> None:
+        self.parts, self.host_parts = self._split()
+
+    def _split_device(self) -> Parts:
+        return self._split()[0]
+
+    def _split(self) -> tuple[Parts, Parts]:
+        """Return the bytes of live tensors on the device by part, and those of offloaded state."""
         inventory = claim_model_state(self._model, self._optimizer, self._device, in_step=True)
         parts = dict.fromkeys(MEMORY_PARTS, 0)
         host: defaultdict[str, int] = defaultdict(int)
@@ -216,8 +239,7 @@ class PeakWatch(TorchDispatchMode):
                 parts[origin] += rest
         # The reducer's buckets are known by their sizes, and may also have been seen.
         parts["buckets"] += max(self._reducer_bytes, seen_buckets)
-        self.host_parts = dict(host)
-        return parts
+        return parts, dict(host)
 
 
 _MOMENTS = {

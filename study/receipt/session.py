@@ -16,7 +16,7 @@ import resource
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from study.metrics.state import base_optimizer
 from study.predictor.hardware import mfu
 from study.receipt import live_engine
 from study.receipt.document import (
+    PRECISIONS,
     CollectiveTime,
     CollectiveTraffic,
     EngineFacts,
@@ -49,6 +50,7 @@ from study.receipt.exchange import Exchange
 from study.receipt.exposure import Exposure, ExposureProfiler
 from study.receipt.failures import Failures, print_notice
 from study.receipt.faults import find_faults
+from study.receipt.figures import list_figures
 from study.receipt.forecast import make_forecast
 from study.receipt.page import receipt_lines
 from study.receipt.peak import GuardedState, GuardedTraffic, PeakWatch
@@ -66,7 +68,6 @@ _WAIT_FOR_RANKS_S = 5.0
 # Steps after the measured ones at which rank 0 looks for the figures of other ranks, and at each power of two after it.
 _FIRST_LOOK = 16
 _PACKAGES = ("torch", "deepspeed", "accelerate", "transformers", "peft", "trl")
-_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 _UNKNOWN_MODEL = ModelFacts(name="a model", parameters=0, trained_parameters=0)
@@ -88,8 +89,11 @@ class Receipt:
         after: int = 5,
         steps: int = 5,
         quiet: bool = False,
+        log: Callable[..., object] | None = None,
     ) -> None:
         self._failures = Failures()
+        self._log = log
+        self._last_figures: dict[str, float] = {}
         self._is_off = False
         self._path, self._quiet = path, quiet
         self._after, self._measured = after, steps
@@ -297,6 +301,7 @@ class Receipt:
             self._traffic = GuardedTraffic(self._step + 1, self._failures)
             self._peak = PeakWatch(self._model, self._optimizer, timer, self._device, self._failures)
             timer.after_backward = self._note_reductions
+            timer.on_phase = self._peak.log.enter_phase
             if self._counts_steps:
                 self._state = GuardedState(self._model, self._optimizer, self._device, self._failures)
                 self._watches.enter_context(self._state)
@@ -370,6 +375,15 @@ class Receipt:
         if self._is_first:
             with self._failures.caught("writing the receipt"):
                 self._write(self.document(judges=False))
+        if self._log is not None:
+            with self._failures.caught("logging the figures"):
+                self._log(self.figures(), step=self._step)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures for a tracker by name; empty before the measured steps have ended."""
+        if self._is_closed or self._state_of_run != "complete":
+            return dict(self._last_figures)
+        return list_figures(self.document(judges=False))
 
     def _collect(self, wait_s: float = 0.0) -> None:
         if self._exchange is not None and self._is_first:
@@ -481,7 +495,7 @@ class Receipt:
         elif facts.device == "cpu":
             missing = "the peak rate of CPU cores is not known"
         elif step_s is not None:
-            precision = _PRECISIONS.get(facts.compute_dtype or "", "fp32")
+            precision = PRECISIONS.get(facts.compute_dtype or "", "fp32")
             utilization = mfu(flops, step_s, 1, facts.device, precision)
             missing = f"the peak rate of {facts.device} is not known" if utilization is None else None
         return SpeedFacts(
@@ -511,6 +525,8 @@ class Receipt:
         update: dict[str, Any] = {}
         with self._failures.caught("reading memory"):
             update["memory"] = self._memory()
+            if self._peak is not None and self._peak.parts:
+                update["timeline"] = self._peak.log.timeline
             if self._state is not None and self._state.report is not None:
                 update["model_state"] = StateFacts(**self._state.report["state_bytes"])
         with self._failures.caught("reading communication"):
@@ -563,6 +579,8 @@ class Receipt:
         """Write and print the receipt on rank 0; later calls do nothing. It is called when the process ends."""
         if self._is_closed:
             return
+        with self._failures.caught("keeping the figures"):
+            self._last_figures = self.figures()
         self._is_closed = True
         atexit.unregister(self.close)
         if self._timer is not None:

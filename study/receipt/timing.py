@@ -17,6 +17,7 @@ from torch.utils.data import dataloader
 
 from study.metrics.clock import elapsed_s, time_mark, wait_for
 from study.metrics.state import base_optimizer
+from study.receipt.document import Phase
 from study.receipt.failures import Failures
 
 RANGE = "zero-study receipt: "
@@ -30,12 +31,13 @@ class PartTimer:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, device: torch.device, failures: Failures) -> None:
-        self.phase = "between"
+        self.phase: Phase = "between"
         self.micro_batches = 0
         self.samples: int | None = None
         self.sequence_length: int | None = None
         self.total_s = 0.0
         self.after_backward: Callable[[], None] = lambda: None
+        self.on_phase: Callable[[Phase], None] = lambda _: None
         self._model, self._optimizer, self._device, self._failures = model, optimizer, device, failures
         self._hooks = contextlib.ExitStack()
         self._spans: list[tuple[str, Any, Any]] = []
@@ -136,16 +138,16 @@ class PartTimer:
     def _end_step(self) -> None:
         self._end("optimizer")
 
-    def _begin(self, part: str) -> None:
+    def _begin(self, part: Phase) -> None:
         with self._failures.caught(f"timing the {part} part"):
             # A part inside another one, such as a backward pass of a recomputation, belongs to the outer one.
             labels = record_function(RANGE + part)
             if not self._open_parts:
-                self.phase = part
+                self._enter_phase(part)
                 labels.__enter__()
             self._open_parts.append((part, time_mark(self._device), labels))
 
-    def _end(self, part: str) -> None:
+    def _end(self, part: Phase) -> None:
         with self._failures.caught(f"timing the {part} part"):
             if not self._open_parts or self._open_parts[-1][0] != part:
                 return
@@ -153,7 +155,11 @@ class PartTimer:
             if not self._open_parts:
                 labels.__exit__(None, None, None)
                 self._spans.append((part, begin, time_mark(self._device)))
-                self.phase = "between"
+                self._enter_phase("between")
+
+    def _enter_phase(self, phase: Phase) -> None:
+        self.phase = phase
+        self.on_phase(phase)
 
 
 @contextlib.contextmanager
