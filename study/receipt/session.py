@@ -52,6 +52,7 @@ from study.receipt.faults import find_faults
 from study.receipt.forecast import make_forecast
 from study.receipt.page import receipt_lines
 from study.receipt.peak import GuardedState, GuardedTraffic, PeakWatch
+from study.receipt.recorder import MineRecorder, is_recording
 from study.receipt.timing import PartTimer
 from study.records.directory import utc_now
 
@@ -90,7 +91,8 @@ class Receipt:
         quiet: bool = False,
     ) -> None:
         self._failures = Failures()
-        self._is_off = False
+        # In the program of `study verify --mine` it compares steps with plain training, and measures nothing.
+        self._is_off = is_recording()
         self._path, self._quiet = path, quiet
         self._after, self._measured = after, steps
         # Completed optimizer steps.
@@ -119,6 +121,10 @@ class Receipt:
         self._state_of_run = "too_short"
         self._has_begun = False
         self._counter: Any = None
+        if self._is_off:
+            self._is_closed = True
+            self._recorder = MineRecorder(model, optimizer)
+            return
         try:
             self._prepare(model, optimizer)
         except Exception as error:
