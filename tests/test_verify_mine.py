@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from engines import ONE_THREAD, ROOT
 from forked import fork_ranks, fork_script
 from study.cli import main
 from study.config.errors import UserError
+from study.config.printing import print_page
 from study.receipt.mine_command import MineVerdict, judge, last_error
 from study.receipt.mine_record import RECORD_VARIABLE, STEPS_VARIABLE, RankRecord, RecordedDifference, RecordedStep
 from study.receipt.plain_copy import copy_plain
@@ -56,7 +58,8 @@ def first(verdict: MineVerdict) -> RecordedDifference:
         ("ddp", "torch_loop", "fsdp1", "fsdp1"),
         ("ddp", "torch_loop", "fsdp1-bf16", "fsdp1"),
         ("ddp", "torch_loop", "fsdp2-bf16", "fsdp2"),
-        ("ddp", "accelerate_loop", "", "ddp"),
+        ("ddp", "torch_loop", "largest", "ddp"),
+        ("ddp", "accelerate_loop", "bf16", "ddp"),
         ("fsdp2", "accelerate_loop", "checkpoints", "fsdp2"),
         ("ddp", "trainer", "", "ddp"),
         ("zero2", "accelerate_loop", "", "deepspeed stage 2"),
@@ -74,7 +77,8 @@ def first(verdict: MineVerdict) -> RecordedDifference:
 )
 def test_a_right_program_equals_plain_training(strategy: str, program: str, variant: str, engine: str) -> None:
     verdict = verify(strategy, program, variant)
-    assert (verdict.status, verdict.answer[:29]) == (0, "PASS: 3 steps of train.py equ")
+    assert verdict.status == 0, verdict.answer
+    assert verdict.answer.startswith("PASS: 3 steps of train.py equal plain training of the same micro-batches")
     half = "bf16" in variant or variant == "autocast"
     for record in verdict.records:
         assert (record.engine, record.left_out, len(record.steps)) == (engine, (), 3)
@@ -103,6 +107,13 @@ def test_gradients_that_are_summed_over_ranks_are_named_with_their_factor() -> N
     assert difference.factor == pytest.approx(2.0)
     assert difference.weights is not None
     assert difference.weights == (pytest.approx((2.0, 2.0)), pytest.approx((2.0, 2.0)))
+
+
+def test_weights_that_no_engine_has_wrapped_are_named() -> None:
+    verdict = verify("ddp", "torch_loop", "fsdp2-outside")
+    assert verdict.status == 1
+    assert verdict.answer.startswith("FAIL: step 1, gradient of wte.weight on rank 0 (and 2 more of 7 tensors)")
+    assert verdict.answer.endswith("its gradients are not averaged with those of other ranks")
 
 
 def test_a_weight_that_changes_on_one_rank_is_named() -> None:
@@ -143,12 +154,17 @@ def test_ranks_with_the_same_data_are_named() -> None:
     )
 
 
-def test_a_program_without_a_comparison_says_why_in_one_line() -> None:
-    verdict = verify("ddp", "torch_loop", "compiled")
-    assert verdict.status == 3
-    assert verdict.answer == (
-        "NOT COMPARABLE: torch.compile rounds otherwise, and draws other random numbers: run it without"
-    )
+@pytest.mark.parametrize(
+    ("variant", "reason"),
+    [
+        ("compiled", "torch.compile rounds otherwise, and draws other random numbers: run it without"),
+        ("fsdp1-flat", "FSDP without use_orig_params has no gradient of a single tensor: set use_orig_params"),
+        ("calls_a_layer", "the program calls lm_head outside of the model's forward pass"),
+    ],
+)
+def test_a_program_without_a_comparison_says_why_in_one_line(variant: str, reason: str) -> None:
+    verdict = verify("ddp", "torch_loop", variant)
+    assert (verdict.status, verdict.answer) == (3, f"NOT COMPARABLE: {reason}")
 
 
 def step(*weights: float, divides_by_tokens: bool = False) -> RecordedStep:
@@ -315,3 +331,11 @@ def test_factors_and_weights_are_found_where_there_are_some() -> None:
     assert weights[1] == pytest.approx((0.0, 0.5), abs=1e-6)
     # Two ranks with the same data.
     assert solve_weights(parts[0].sum(0), torch.stack([parts[0], parts[0]])) is None
+
+
+def test_the_page_shows_the_verdict_on_a_loop_that_bypasses_ddp() -> None:
+    page = (ROOT / "docs" / "receipt.md").read_text(encoding="utf-8")
+    block = page.split("<!-- verdict -->")[1].split("<!-- /verdict -->")[0].replace("```text", "").replace("```", "")
+    verdict, printed = verify("ddp", "own_loop", "bypasses"), io.StringIO()
+    print_page((verdict.answer, *verdict.page()), printed)
+    assert printed.getvalue().split() == block.split()

@@ -273,7 +273,7 @@ def describe(difference: RecordedDifference, rank: int) -> str:
 
 def _what(difference: RecordedDifference) -> str:
     if difference.size is None:
-        return "not finite"
+        return "not zero, as in plain training" if difference.is_finite else "not finite"
     if difference.weights is not None:
         ranks = [
             f"rank {rank}: {' '.join(f'{round(weight, 2) + 0.0:g}' for weight in row)}"

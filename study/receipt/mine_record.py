@@ -28,9 +28,10 @@ class RecordedDifference(Part):
     stage: RecordedStage
     # Empty for a figure of the whole model.
     tensor: str = ""
-    # Relative to plain training, and the allowed rounding; None: the figure is not finite.
+    # Relative to plain training, and the allowed rounding; None: plain training has zeros, or the figure is not finite.
     size: float | None
     allowed: float
+    is_finite: bool = True
     # Tensors of this stage that differ, of those compared.
     tensors: int = 1
     compared: int = 1

@@ -14,6 +14,7 @@ from study.receipt.live_engine import find_kind
 # Settings of DeepSpeed under which its functions return the gradients of other weights, or none.
 _UNREADABLE = ("zenflow", "round_robin_gradients")
 _DIVIDED_MESHES = ("tp", "cp", "sp")
+FP16 = "fp16 scales the loss: run it in fp32 or bf16"
 
 
 class NotComparable(Exception):
@@ -22,10 +23,12 @@ class NotComparable(Exception):
 
 def find_obstacle(model: Any, inner: nn.Module) -> str | None:
     """Return why a model's training is not compared with plain training; None if it can be."""
-    if any(hasattr(module, "_orig_mod") for module in (model, *model.modules())):
+    if any(_is_compiled(module) for module in (model, *model.modules())):
         return "torch.compile rounds otherwise, and draws other random numbers: run it without"
     if any(parameter.dtype is torch.float16 for parameter in inner.parameters()):
-        return "fp16 scales the loss: run it in fp32 or bf16"
+        return FP16
+    if any(getattr(parameter, "allreduce", True) is False for parameter in inner.parameters()):
+        return "experts that are divided among the ranks have other weights on each: run it without"
     meshes = [it.device_mesh for it in inner.parameters() if isinstance(it, dtensor_type())]
     if any(name in _DIVIDED_MESHES for mesh in meshes for name in mesh.mesh_dim_names or ()):
         return "tensor-parallel or context-parallel groups divide the passes: run it without"
@@ -33,6 +36,10 @@ def find_obstacle(model: Any, inner: nn.Module) -> str | None:
     if kind == "fsdp1" and not getattr(model, "_use_orig_params", False):
         return "FSDP without use_orig_params has no gradient of a single tensor: set use_orig_params"
     return _deepspeed_obstacle(model) if kind == "deepspeed" else None
+
+
+def _is_compiled(module: Any) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _deepspeed_obstacle(engine: Any) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,8 +13,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from study.receipt.plain_copy import read_buffers
+
 # A loss that transformers' Trainer divides by the tokens of all micro-batches has this argument.
 _TOKENS = "num_items_in_batch"
+# torch's number of the running backward pass if there is none.
+_NO_BACKWARD = -1
 
 
 @dataclasses.dataclass
@@ -56,9 +61,11 @@ class PassRecorder:
         # Not first: FSDP2's hook casts the inputs.
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, with_kwargs=True)
-        for module in model.modules():
+        # A module that was called outside of the model's pass.
+        self.outside: str | None = None
+        for name, module in model.named_modules():
             if module is not model:
-                module.register_forward_pre_hook(self._read_autocast, prepend=True)
+                module.register_forward_pre_hook(functools.partial(self._enter_module, name), prepend=True)
 
     def take(self) -> list[RecordedPass]:
         """Return the passes since the last call that were backpropagated."""
@@ -74,11 +81,15 @@ class PassRecorder:
             args=tree_map(_keep, args),
             kwargs=tree_map(_keep, kwargs),
             random_state=(torch.get_rng_state(), cuda),
-            buffers={name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+            buffers=read_buffers(module),
         )
 
-    def _read_autocast(self, *_: Any) -> None:
-        if self._open is not None and self._open.autocast is None:
+    def _enter_module(self, name: str, *_: Any) -> None:
+        if self._open is None:
+            # Gradient checkpointing calls modules again in the backward pass.
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() == _NO_BACKWARD:
+                self.outside = name
+        elif self._open.autocast is None:
             self._open.autocast = read_autocast(self._device)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from study.compositions.trace import plain_name
+
 # Hooks of these packages belong to an engine. Others, such as those of peft or of the program, are part of the model.
 _ENGINES = ("accelerate", "deepspeed", "study", "torch.distributed")
 _HOOKS = (
@@ -62,6 +64,9 @@ def _fill(copied: nn.Module, module: nn.Module, copies: Mapping[int, Any]) -> No
             attributes[name] = {key: copies.get(id(item), item) for key, item in value.items()}
         elif name in _HOOKS:
             attributes[name] = OrderedDict((key, hook) for key, hook in value.items() if not _is_of_engine(hook))
+        elif name == "forward" and isinstance(value, types.FunctionType):
+            # It may call the original.
+            raise TypeError(f"{type(module).__name__}.forward is replaced by a function, which a copy cannot have")
         else:
             attributes[name] = _replace(value, copies)
     vars(copied).update(attributes)
@@ -74,6 +79,10 @@ def _replace(value: Any, copies: Mapping[int, Any]) -> Any:
     if isinstance(value, types.MethodType):
         # Accelerate replaces `forward` of one model by such a method.
         return types.MethodType(value.__func__, _replace(value.__self__, copies))
+    if isinstance(value, functools.partial):
+        # So do Accelerate's hooks of a device map.
+        arguments = [_replace(item, copies) for item in value.args]
+        return functools.partial(_replace(value.func, copies), *arguments, **_replace(value.keywords, copies))
     if type(value) in (list, tuple):
         return type(value)(_replace(item, copies) for item in value)
     if type(value) is dict:
@@ -97,10 +106,15 @@ def _is_of_engine(hook: Any) -> bool:
         hook = hook.func
     owner = getattr(hook, "__self__", hook)
     places = (getattr(hook, "__module__", ""), type(owner).__module__)
-    return any(place.split(".")[0] in _ENGINES or place.startswith(_ENGINES) for place in places if place)
+    return any(place == engine or place.startswith(f"{engine}.") for place in places for engine in _ENGINES)
+
+
+def read_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of a model's buffers by plain name."""
+    return {plain_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
 def load_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     """Set the buffers of a copy to those of the original at some moment."""
     for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
+        buffer.copy_(buffers[plain_name(name)])

@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 from study.compositions.reference import MIN_HALF_ULPS
+from study.compositions.trace import plain_name
 from study.config.errors import first_line, replace_unprintable
 from study.metrics.inventory import dtensor_type
 from study.receipt import live_engine
 from study.receipt.mine_record import RECORD_VARIABLE, STEPS_VARIABLE, RankRecord, RecordedStep
-from study.receipt.obstacles import NotComparable, find_obstacle
+from study.receipt.obstacles import FP16, NotComparable, find_obstacle
 from study.receipt.passes import PassRecorder, RecordedPass, loss_weights
 from study.receipt.plain_copy import copy_plain
 from study.receipt.plain_optimizer import PlainOptimizer, plain_class
@@ -132,6 +133,7 @@ class MineRecorder:
     def _before_update(self) -> None:
         with self._guarded("comparing gradients"), self._paused():
             passes = self._passes.take()
+            self._check_passes(passes)
             if not self._over_ranks(len(passes), dist.ReduceOp.SUM):
                 raise NotComparable("no forward pass of the receipt's model was backpropagated before the optimizer")
             self._comparison.step += 1
@@ -150,6 +152,12 @@ class MineRecorder:
                 self._before = self._tensors.read_masters()
                 self._plain_optimizer.note_settings()
             self._note_step(passes, plain)
+
+    def _check_passes(self, passes: list[RecordedPass]) -> None:
+        if (name := self._passes.outside) is not None:
+            raise NotComparable(f"the program calls {plain_name(name)} outside of the model's forward pass")
+        if any(it.autocast is not None and it.autocast[1] and it.autocast[2] is torch.float16 for it in passes):
+            raise NotComparable(FP16)
 
     def _compare_gradients(self, weights: Tensors, passes: list[RecordedPass], plain: PlainStep) -> None:
         """Compare gradients before clipping, then the norm and clipping; note the gradients of the update."""
@@ -213,7 +221,9 @@ class MineRecorder:
             self._update(state="complete")
             self._save()
             if self._record.ranks > 1:
-                dist.barrier()
+                # No rank leaves before all have the sum. The first to leave closes connections that others read.
+                with contextlib.suppress(RuntimeError):
+                    dist.barrier()
             _leave(0)
         self._save()
 

@@ -43,6 +43,7 @@ class StepComparison:
             tensor=first,
             size=sizes[first] if sizes[first] != float("inf") else None,
             allowed=allowed[first],
+            is_finite=bool(torch.isfinite(values[first]).all()),
             tensors=len(wrong),
             compared=len(sizes),
             factor=find_factor(values[first], reference[first], allowed[first]),

@@ -13,6 +13,8 @@ from study.metrics.inventory import dtensor_type
 from study.receipt.live_engine import find_kind
 from study.receipt.whole_tensors import WholeTensors
 
+_EUCLIDEAN = 2.0
+
 
 class UpdateHooks:
     """Hooks on one program's backward passes, clipping and optimizer, for the rest of the process."""
@@ -23,6 +25,8 @@ class UpdateHooks:
         self.is_paused = False
         # Backward passes within each other.
         self._depth = 0
+        # Of the last total norm.
+        self._is_euclidean = True
         self.reset()
         if tensors.is_unclipped:
             self._wrap_engine_step()
@@ -91,6 +95,7 @@ class UpdateHooks:
     def _watch_clipping(self) -> None:
         """Note norm and limit of torch's clipping by norm, in the function that clip_grad_norm_ calls last."""
         module: Any = sys.modules["torch.nn.utils.clip_grad"]
+        self._watch_kind_of_norm(module)
         # Releases of torch before 2.6 do not have it.
         if (original := getattr(module, "_clip_grads_with_norm_", None)) is not None:
 
@@ -104,21 +109,35 @@ class UpdateHooks:
         if find_kind(self._tensors.model) == "fsdp1":
             self._wrap_clipping_of_fsdp1()
 
+    def _watch_kind_of_norm(self, module: Any) -> None:
+        original = getattr(module, "_get_total_norm", None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def total_norm(tensors: Any, norm_type: float = 2.0, *rest: Any, **options: Any) -> Any:
+            self._is_euclidean = float(norm_type) == _EUCLIDEAN
+            return original(tensors, norm_type, *rest, **options)
+
+        module._get_total_norm = total_norm
+
     def _wrap_clipping_of_fsdp1(self) -> None:
         model = self._tensors.model
         original = model.clip_grad_norm_
 
         @functools.wraps(original)
-        def clip(max_norm: float, *args: Any, **options: Any) -> Any:
-            norm = original(max_norm, *args, **options)
+        def clip(max_norm: float, norm_type: float = 2.0) -> Any:
+            if float(norm_type) != _EUCLIDEAN:
+                raise NotImplementedError("FSDP's clipping by another norm is not compared")
+            norm = original(max_norm, norm_type)
             self.norm, self.max_norm = float(norm), float(max_norm)
             return norm
 
         model.clip_grad_norm_ = clip
 
     def _note_clipping(self, count: int, max_norm: float, norm: Any) -> None:
-        if self.is_paused or count < len(self.unclipped):
-            # A norm of some of the gradients.
+        if self.is_paused or not self._is_euclidean or count < len(self.unclipped):
+            # Another norm, or that of some of the gradients.
             return
         total = norm.full_tensor() if isinstance(norm, dtensor_type()) else norm
         self.norm, self.max_norm = float(total), float(max_norm)

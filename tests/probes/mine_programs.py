@@ -6,6 +6,7 @@ mine_programs.py PROGRAM [FAULT]    each PROGRAM is a function below
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from typing import Any
@@ -76,7 +77,7 @@ def own_loop(fault: str) -> None:
     print("the loop went on to its end")
 
 
-def make_accelerator(accumulation: int) -> Any:
+def make_accelerator(accumulation: int, precision: str = "no") -> Any:
     """Return the launched file's Accelerator; on cores Accelerate needs help with FSDP and DeepSpeed."""
     from accelerate import Accelerator, DistributedType, PartialState
 
@@ -87,7 +88,7 @@ def make_accelerator(accumulation: int) -> Any:
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation, mixed_precision=precision)
     if (plugin := accelerator.state.deepspeed_plugin) is not None:
         zero = plugin.deepspeed_config["zero_optimization"]
         zero["reduce_bucket_size"] = 10_000
@@ -98,7 +99,7 @@ def make_accelerator(accumulation: int) -> Any:
 
 def accelerate_loop(fault: str) -> None:
     """The loop of Accelerate's guide, with dropout."""
-    accelerator = make_accelerator(ACCUMULATION)
+    accelerator = make_accelerator(ACCUMULATION, "bf16" if fault == "bf16" else "no")
     model = make_gpt(fault)
     optimizer: Any = torch.optim.AdamW([it for it in model.parameters() if it.requires_grad], lr=1e-3)
     rows = make_rows(STEPS * ACCUMULATION * SAMPLES * accelerator.num_processes)
@@ -144,18 +145,19 @@ def trainer(fault: str) -> None:
 class Layers(nn.Module):
     """A model that returns its loss, as in nanoGPT."""
 
-    def __init__(self) -> None:
+    def __init__(self, normalizes: bool) -> None:
         super().__init__()
         self.wte = nn.Embedding(VOCABULARY, 32)
         self.hidden = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2))
         self.lm_head = nn.Linear(32, VOCABULARY, bias=False)
         self.lm_head.weight = self.wte.weight
+        self.norm: nn.Module = nn.BatchNorm1d(32) if normalizes else nn.Identity()
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.wte(idx)
         for layer in self.hidden:
             hidden = hidden + layer(hidden)
-        logits = self.lm_head(hidden)
+        logits = self.lm_head(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
         return logits, nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -172,7 +174,8 @@ def wrap(way: str, layers: Layers) -> Any:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if "bf16" in way else MixedPrecisionPolicy()
         for layer in layers.hidden:
             fully_shard(layer, mp_policy=policy)
-        fully_shard(layers, mp_policy=policy)
+        if "outside" not in way:
+            fully_shard(layers, mp_policy=policy)
         return layers
     return torch.compile(layers, backend="eager") if way == "compiled" else nn.parallel.DistributedDataParallel(layers)
 
@@ -181,7 +184,8 @@ def torch_loop(way: str) -> None:
     """A loop of nanoGPT in an engine of torch: the loss comes from the model, under autocast with DDP."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    model = wrap(way, Layers())
+    # Torch's CPU kernel takes no half precision.
+    model = wrap(way, Layers(normalizes="bf16" not in way))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     rows = make_rows(STEPS * ACCUMULATION * SAMPLES * dist.get_world_size()).split(SAMPLES)
     receipt = Receipt(model, optimizer)
@@ -189,12 +193,14 @@ def torch_loop(way: str) -> None:
         with receipt.step():
             with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in way):
                 _, loss = model(row[:, :-1], row[:, 1:])
+            if way == "calls_a_layer":
+                loss = loss + model.module.lm_head(torch.ones(1, 32)).square().mean()
             (loss if "not_divided" in way else loss / ACCUMULATION).backward()
             if number % ACCUMULATION == 0:
                 if way.startswith("fsdp1"):
                     model.clip_grad_norm_(0.5)
-                else:
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                elif "outside" not in way:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5, math.inf if way == "largest" else 2.0)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -204,7 +210,7 @@ def deepspeed_loop(way: str) -> None:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    layers = Layers()
+    layers = Layers(normalizes=False)
     settings = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": ACCUMULATION,
