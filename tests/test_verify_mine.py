@@ -54,6 +54,7 @@ def first(verdict: MineVerdict) -> RecordedDifference:
         ("ddp", "own_loop", "", "ddp"),
         # It is only slow.
         ("ddp", "own_loop", "forgets_no_sync", "ddp"),
+        ("ddp", "own_loop", "second_receipt", "ddp"),
         ("ddp", "torch_loop", "autocast", "ddp"),
         ("ddp", "torch_loop", "fsdp1", "fsdp1"),
         ("ddp", "torch_loop", "fsdp1-bf16", "fsdp1"),

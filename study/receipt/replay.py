@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from study.compositions.reference import MIN_HALF_ULPS, PERTURBED_COPIES, TIMES_THE_COPIES
+from study.engine.audit import uses_tf32
 from study.receipt.passes import RecordedPass, named_tensors
 from study.receipt.plain_copy import load_buffers
 from study.receipt.whole_tensors import Tensors
@@ -79,8 +80,15 @@ class PlainReplay:
         dtypes = {parameter.dtype for parameter in self._trained.values()}
         dtypes |= {recorded.autocast[2] for recorded in passes if recorded.autocast and recorded.autocast[1]}
         coarsest = max(ROUNDING.get(dtype, 0.0) for dtype in dtypes)
-        uses_tf32 = self._device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-        return max(coarsest, _TF32_ROUNDING) if uses_tf32 else coarsest
+        return max(coarsest, _TF32_ROUNDING) if self._may_use_tf32 else coarsest
+
+    @property
+    def _may_use_tf32(self) -> bool:
+        if self._device.type != "cuda":
+            return False
+        # By default cuDNN's convolutions do, and matrix products do not.
+        has_convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in self._plain.modules())
+        return has_convolutions or uses_tf32()
 
     def split_gradient(self, weights: Tensors, passes: list[RecordedPass], name: str) -> torch.Tensor:
         """Return the gradient of one tensor by rank, micro-batch and (some) element, before the mean."""

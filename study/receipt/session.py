@@ -52,7 +52,7 @@ from study.receipt.faults import find_faults
 from study.receipt.forecast import make_forecast
 from study.receipt.page import receipt_lines
 from study.receipt.peak import GuardedState, GuardedTraffic, PeakWatch
-from study.receipt.recorder import MineRecorder, is_recording
+from study.receipt.recorder import is_recording, start_recording
 from study.receipt.timing import PartTimer
 from study.records.directory import utc_now
 
@@ -123,7 +123,7 @@ class Receipt:
         self._counter: Any = None
         if self._is_off:
             self._is_closed = True
-            self._recorder = MineRecorder(model, optimizer)
+            start_recording(model, optimizer)
             return
         try:
             self._prepare(model, optimizer)

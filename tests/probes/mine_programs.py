@@ -59,6 +59,8 @@ def own_loop(fault: str) -> None:
     rows = make_rows(STEPS * ACCUMULATION * SAMPLES * ranks).split(SAMPLES)
     mine = rows[0 if fault == "same_data" else rank :: ranks]
     receipt = Receipt(model, optimizer)
+    if fault == "second_receipt":
+        Receipt(layers, torch.optim.SGD(layers.parameters(), lr=1.0))
     for number, row in enumerate(receipt.steps(mine), start=1):
         is_last = number % ACCUMULATION == 0
         waits = not is_last and fault != "forgets_no_sync"
