@@ -1,7 +1,7 @@
 """The `study` command; its exit status is 0 (done), 1 (some run failed) or 2 (the request is wrong).
 
-Three commands that judge have a third answer, 3: `releases` (not tested), `explain --strict` (warnings) and
-`receipt --strict` (two receipts that are not comparable).
+Four commands that judge have a third answer, 3: `releases` (not tested), `explain --strict` (warnings),
+`receipt --strict` (two receipts that are not comparable) and `verify --mine` (a program that is not comparable).
 """
 
 from __future__ import annotations
@@ -100,7 +100,11 @@ COMMANDS = {
         "write_configs",
         epilog="CONFIGS_EPILOG",
     ),
-    "verify": Command("test which strategies compute the gradients of DDP on this stack", "releases.verify"),
+    "verify": Command(
+        "test which strategies compute the gradients of DDP on this stack, or whether your own program does",
+        "releases.verify",
+        extra=("run_mine", "receipt.mine_command:run"),
+    ),
     "claims": Command("judge published claims about ZeRO by arithmetic and the committed records", "claims.command"),
     "doctor": Command("check the requirements of this machine and print fixes", "advisor.doctor"),
     "run": Command(

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 PERTURBED_COPIES = 3
 # A figure may differ from the reference by this multiple of the copies' differences, and at least by these halves of a
 # unit in the last place: sums in another order.
-_TIMES_THE_COPIES = 6.0
-_MIN_HALF_ULPS = 16.0
+TIMES_THE_COPIES = 6.0
+MIN_HALF_ULPS = 16.0
 # Adam's bias correction in 32 bits, as DeepSpeed's optimizers have it: half a unit in the last place of 0.999, divided
 # by 1 - 0.999. The copies' rates differ by it.
-_BIAS_CORRECTION = 2.0**-24 / (1 - 0.999)
+BIAS_CORRECTION = 2.0**-24 / (1 - 0.999)
 # Rows that change the result; the others change only its computation. Combinations with equal levels here share one
 # reference.
 _ROWS_THAT_COUNT = ("optimizer", "precision", "accumulation", "clipping", "trained", "tie", "schedule", "batch")
@@ -63,12 +63,12 @@ def make_reference(combination: Combination) -> PlainReference:
     copies = [_PlainTraining(combination, perturbation=seed) for seed in range(PERTURBED_COPIES)]
     for training in copies:
         training.train()
-    least = _MIN_HALF_ULPS * _rounding(combination)
+    least = MIN_HALF_ULPS * _rounding(combination)
     allowed = {
         rank: {
             place: max(
                 least,
-                _TIMES_THE_COPIES * max(difference(copy_.traces[rank].figures[place], value) for copy_ in copies),
+                TIMES_THE_COPIES * max(difference(copy_.traces[rank].figures[place], value) for copy_ in copies),
                 _rounding_of_weight(trace, place, value),
             )
             for place, value in trace.figures.items()
@@ -121,7 +121,7 @@ class _PlainTraining:
         self._optimizer = _Optimizers(combination, self._masters)
         self._rate_factor = 1.0
         if perturbation is not None and not combination.has("sgd"):
-            self._rate_factor += _BIAS_CORRECTION * (-1) ** perturbation
+            self._rate_factor += BIAS_CORRECTION * (-1) ** perturbation
         self._place: tuple[int, int] | None = None
         for rank, trace in self.traces.items():
             watch_modules(self._weights, trace, lambda name, rank=rank: self._find_place(rank, name))

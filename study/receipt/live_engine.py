@@ -38,9 +38,9 @@ def find_engine(model: Any) -> Any:
     wrappers = _wrapper_types()
     if isinstance(model, wrappers) or not wrappers:
         return model
-    inner = _inside(model)
+    inner = find_inner(model)
     for candidate in gc.get_objects():
-        if issubclass(type(candidate), wrappers) and _inside(candidate) is inner:
+        if issubclass(type(candidate), wrappers) and find_inner(candidate) is inner:
             return candidate
     return model
 
@@ -55,7 +55,7 @@ def _wrapper_types() -> tuple[type, ...]:
     return tuple(types)
 
 
-def _inside(model: Any) -> Any:
+def find_inner(model: Any) -> Any:
     """Return the model inside the wrappers of engines and of torch.compile."""
     while True:
         is_wrapper = isinstance(model, _wrapper_types())
@@ -90,7 +90,7 @@ def find_device(model: Any) -> torch.device:
 
 
 def read_model(model: Any) -> ModelFacts:
-    inner = _inside(model)
+    inner = find_inner(model)
     config: Any = getattr(inner, "config", None)
     adapters = find_adapters(inner)
     return ModelFacts(
@@ -105,7 +105,7 @@ def read_model(model: Any) -> ModelFacts:
 
 def read_facts(model: Any, optimizer: Any) -> EngineFacts:
     """Return the facts of an engine after its first steps; None for a setting that it does not have."""
-    kind, inner = find_kind(model), _inside(model)
+    kind, inner = find_kind(model), find_inner(model)
     device, is_distributed = find_device(model), dist.is_initialized()
     base = base_optimizer(optimizer) if optimizer is not None else None
     facts: dict[str, Any] = {
@@ -184,7 +184,7 @@ def _whole_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     if flats:
         yield from ((f"flat {number}", flat) for number, flat in enumerate(flats))
     else:
-        yield from _inside(model).named_parameters()
+        yield from find_inner(model).named_parameters()
 
 
 def _elements(parameter: Any) -> int:

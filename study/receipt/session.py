@@ -54,6 +54,7 @@ from study.receipt.figures import list_figures
 from study.receipt.forecast import make_forecast
 from study.receipt.page import receipt_lines
 from study.receipt.peak import GuardedState, GuardedTraffic, PeakWatch
+from study.receipt.recorder import is_recording, start_recording
 from study.receipt.timing import PartTimer
 from study.records.directory import utc_now
 
@@ -94,7 +95,8 @@ class Receipt:
         self._failures = Failures()
         self._log = log
         self._last_figures: dict[str, float] = {}
-        self._is_off = False
+        # In the program of `study verify --mine` it compares steps with plain training, and measures nothing.
+        self._is_off = is_recording()
         self._path, self._quiet = path, quiet
         self._after, self._measured = after, steps
         # Completed optimizer steps.
@@ -123,6 +125,10 @@ class Receipt:
         self._state_of_run = "too_short"
         self._has_begun = False
         self._counter: Any = None
+        if self._is_off:
+            self._is_closed = True
+            start_recording(model, optimizer)
+            return
         try:
             self._prepare(model, optimizer)
         except Exception as error:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -131,8 +131,12 @@ EPILOG = """\
 Trains a tiny GPT under one process, under DDP and under each strategy, with one and with four micro-batches per step,
 on the installed stack, and compares the loss and gradient norm of every step and the final weights. PASS: they differ
 by no more than rounding. FAIL names strategy, set-up and the known cause. Exit status: 0 PASS, 1 FAIL, 2 if nothing was
-compared.
+compared. --mine runs your program instead, which needs a receipt (docs/receipt.md), and names the first step and tensor
+that differ; its exit status is 3 if the program is not comparable, and 2 if it makes no receipt or fails.
 """
+_MINE_STEPS = 3
+# Flags that choose among this study's trainings.
+_NOT_OF_MINE = ("quick", "only", "precision", "optimizer", "peft")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,13 +153,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs_dir = "keep the records in this folder and reuse them; default: a temporary folder"
     add("--runs_dir", type=folder_argument, metavar="DIR", help=runs_dir)
     compositions.add_arguments(parser.add_argument_group("combinations of features"))
+    _add_arguments_of_mine(parser.add_argument_group("your program, with a receipt"))
 
 
-def run(options: argparse.Namespace) -> int:
+def _add_arguments_of_mine(parser: argparse._ArgumentGroup) -> None:
+    add = parser.add_argument
+    command = "a script, or the command that launches it, in quotes: each of its steps is compared with plain training"
+    add("--mine", metavar="COMMAND", help=f'{command}, such as "accelerate launch --config_file zero2.yaml train.py"')
+    add(
+        "--config_file",
+        metavar="FILE",
+        help="of --mine SCRIPT: Accelerate's file; default: torchrun launches the script",
+    )
+    steps = f"of --mine: optimizer steps after which the program ends; default: {_MINE_STEPS}"
+    add("--steps", type=lambda text: parse_int(text, 1000, "number of steps"), metavar="N", help=steps)
+
+
+def run(options: argparse.Namespace, run_mine: Callable[[argparse.Namespace], int]) -> int:
     """Verify the strategies; return exit status 0 if all that can run here agree, and 1 if one diverges.
 
     It is 2 if no DeepSpeed engine can run here, or if a strategy or an option that the user asked for cannot run.
+    `run_mine` verifies a program of the user's.
     """
+    if _requests_mine(options):
+        return run_mine(options)
     if compositions.requests_combinations(options):
         return compositions.run(options)
     os.environ.update({UNVERIFIED_VARIABLE: "1", ENGINES_ONLY_VARIABLE: "1"})
@@ -183,6 +204,20 @@ def run(options: argparse.Namespace) -> int:
     # A strategy or an option that the user asked for, and that cannot run here, is not verified.
     unverified = [name for name in verification.unverified if options.only or name not in strategies]
     return 2 if verification.agrees is None or unverified else 0
+
+
+def _requests_mine(options: argparse.Namespace) -> bool:
+    """Whether the command line names a program of the user's; raise UserError if other flags contradict it."""
+    if options.mine is None:
+        if flag := next((name for name in ("config_file", "steps") if getattr(options, name) is not None), None):
+            raise UserError(f"--{flag} is of --mine", "add --mine COMMAND, or leave it out")
+        return False
+    contradicting = [name for name in _NOT_OF_MINE if getattr(options, name)]
+    if contradicting or compositions.requests_combinations(options):
+        flag = f"--{contradicting[0]}" if contradicting else "a combination of features"
+        raise UserError(f"{flag} does not go with --mine, which runs your program", "leave one of them out")
+    options.steps = options.steps or _MINE_STEPS
+    return True
 
 
 def _selected_strategies(options: argparse.Namespace) -> list[str]:
