@@ -21,6 +21,7 @@ from study.releases.costs import (
     find_changes,
     group_changes,
     history,
+    later_changes,
     measure_costs,
     overview,
     read_cost_causes,
@@ -112,6 +113,16 @@ def test_the_page_of_a_combination_has_its_change_and_the_cause() -> None:
 def test_the_overview_has_every_combination_of_the_newest_release() -> None:
     text = "\n".join(str(part) for part in overview(TABLE))
     assert all(name in text for name in TABLE.releases[NEWEST])
+
+
+def test_a_release_names_what_a_step_costs_in_later_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["releases", "0.18.9", "zero3"]) == 0
+    out = capsys.readouterr().out
+    assert "a step from 0.19.2 to 0.19.5: peak -12% to -9%: linear layers" in out
+    assert "a step from 0.19.2 to 0.19.5: sent 20.2 to 21.6, collectives 126 to 121: weights that" in out
+    assert later_changes(TABLE, "0.19.5", "zero3", "fp32") == []
+    (in_bf16,) = later_changes(TABLE, "0.19.2", "zero1", "bf16")
+    assert "overflow" in in_bf16
 
 
 def test_a_combination_without_figures_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:

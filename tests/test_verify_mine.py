@@ -305,6 +305,8 @@ def test_the_last_line_of_a_failure_is_the_programs() -> None:
             "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
         )
         assert last_error(log) == "torch.OutOfMemoryError: CUDA out of memory"
+        log.write_text("usage: train.py\nerror: no data\nE1128 api.py:879] failed (exitcode: 1)\n=====\n")
+        assert last_error(log) == "error: no data"
 
 
 def test_a_copy_computes_with_its_own_weights_only() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import shlex
@@ -41,6 +42,8 @@ _LOG = "log.txt"
 _TWO_LINES = "add the two lines of docs/receipt.md: receipt = Receipt(model, optimizer), and its steps around the loop"
 # The last line of a traceback, other than the launcher's.
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:[\w]+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*)$")
+# First line of torchrun's report on a rank that has failed: a log line, or its own traceback.
+_LAUNCHER_REPORT = re.compile(r"^(?:[EW]\d{4} |Traceback \(most recent call last\))")
 _OF_LAUNCHER = ("ChildFailedError", "CalledProcessError", "SystemExit")
 # A sum of weights within this of a number is that number.
 _SAME_WEIGHT = 1e-3
@@ -166,7 +169,8 @@ def last_error(log: Path) -> str:
     """Return the last line of a program's own error, or of its output."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [match[1] for line in lines if (match := _ERROR.match(line)) and not _is_of_launcher(match[1])]
-    return (errors or lines or ["no output"])[-1][:200]
+    printed = list(itertools.takewhile(lambda line: not _LAUNCHER_REPORT.match(line), lines))
+    return (errors or printed or ["no output"])[-1][:200]
 
 
 def _is_of_launcher(line: str) -> bool:

@@ -96,7 +96,10 @@ def releases_text(
     causes = [cause_line(letter, cause) for letter, cause in sorted(by_letter.items())]
     tested = document["tested" if stack.precision == "fp32" else "tested_in_bf16"]
     more = [] if details else ["--details prints all tested releases"]
-    return [verdict.text, "", table, "", *causes, *notes, tested, *more]
+    changed_costs = []
+    if stack.strategy in costs.MEASURED_STRATEGIES:
+        changed_costs = costs.later_changes(costs.read_costs(), stack.deepspeed, stack.strategy, stack.short_precision)
+    return [verdict.text, "", table, "", *causes, *notes, tested, *changed_costs, *more]
 
 
 def _nearest(rows: Sequence[Mapping[str, str]], release: str) -> Sequence[Mapping[str, str]]:

@@ -34,6 +34,8 @@ _REPEATS = 2
 _UNIT = "ddp"
 # Combinations between two measurements of the unit, since the machine's speed drifts.
 _UNIT_EVERY = 6
+# Strategies that are combinations as well.
+MEASURED_STRATEGIES = ("zero0", "zero1", "zero2", "zero3")
 FIGURES = ("state", "peak", "sent", "collectives", "host_time")
 _LABELS = {
     "state": "state\nB/param",
@@ -323,6 +325,20 @@ def history(table: CostTable, combination: Combination) -> list[str | TextTable]
     changes = group_changes(change for change in find_changes(table) if change.combination == combination)
     page += [f"{change.before} to {change.release}: {change.text}: {change.reason}" for change in changes]
     return [*page, *_NOTES]
+
+
+def later_changes(table: CostTable, release: str, strategy: str, precision: str) -> list[str]:
+    """Return the changes after a release in memory or communication of a strategy, with and without accumulation."""
+    plain = [strategy, *(["bf16"] if precision == "bf16" else [])]
+    combinations = [make_combination(plain), make_combination([*plain, "accumulation"])]
+    changes = group_changes(
+        change
+        for change in find_changes(table)
+        if change.combination in combinations
+        and change.figure != "host_time"
+        and release_key(release) <= release_key(change.before)
+    )
+    return [f"a step from {change.before} to {change.release}: {change.text}: {change.reason}" for change in changes]
 
 
 @dataclasses.dataclass(frozen=True)
