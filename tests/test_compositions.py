@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -373,6 +374,41 @@ def test_the_answer_of_a_release_agrees_with_its_known_causes(
     )
     assert judge_features(options) == status
     assert text in capsys.readouterr().out
+
+
+def test_an_equal_run_with_what_lifts_a_fault_does_not_answer_for_combinations_without_it() -> None:
+    matrix = next(read_matrices())
+    asked = make_combination(["zero2", "muon", "fp32_accumulation", "schedule"])
+    lifted = [
+        outcome.combination
+        for outcome in matrix.outcomes.values()
+        if outcome.is_equal and set(asked.features) - {"schedule"} <= set(outcome.combination.features)
+    ]
+    assert lifted, "no equal run to mislead"
+    without_finding = dataclasses.replace(
+        matrix,
+        findings={
+            combination: finding
+            for combination, finding in matrix.findings.items()
+            if not set(combination.features) <= set(asked.features)
+        },
+    )
+    # Another finding of the same fault.
+    larger = make_combination(["zero2", "muon", "fp32_accumulation", "round_robin"])
+    finding = next(f for f in matrix.findings.values() if f.combination.name == "zero2,muon,fp32_accumulation")
+    without_finding.findings[larger] = dataclasses.replace(finding, combination=larger)
+    assert look_up_answer(asked, without_finding).kind == "wrong"
+
+
+def test_a_known_fault_applies_to_no_equal_run() -> None:
+    for matrix in read_matrices():
+        for outcome in matrix.outcomes.values():
+            if outcome.is_equal:
+                levels = outcome.combination.levels
+                applying = [e.title for e in read_known_findings() if e.verdict == "wrong" and e.arises_with(levels)]
+                assert not [title for title in applying if title != "the optimizer's state is not loaded"], (
+                    outcome.combination.name
+                )
 
 
 def test_no_torch_is_imported_for_an_answer() -> None:

@@ -69,6 +69,7 @@ def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_p
     assert conditional == {
         "the checkpoint does not restore the weights",
         "after a checkpoint is loaded frozen weights are the old ones",
+        "gradients of different experts are mixed",
     }
 
 

@@ -14,6 +14,7 @@ _PROGRAM_FEATURES = {
     "resume": "training is resumed from a checkpoint",
     "frozen": "weights are frozen",
     "cpu_adam": "the program creates DeepSpeedCPUAdam",
+    "ep": "the model has DeepSpeed's MoE layers on several ranks",
 }
 # A note that holds under more conditions of the program concerns few of a file's users.
 _MAX_CONDITIONS = 1

@@ -50,9 +50,12 @@ class KnownFinding:
         return (
             outcome.kind in self.kind.split("|")
             and self.words in f"{outcome.says} {outcome.line}"
-            and all(levels & alternatives for alternatives in self.features)
-            and not self.is_lifted(levels)
+            and self.arises_with(levels)
         )
+
+    def arises_with(self, levels: Set[str]) -> bool:
+        """Whether these features have all that it takes, and none that lifts it."""
+        return all(levels & alternatives for alternatives in self.features) and not self.is_lifted(levels)
 
     def is_lifted(self, levels: Set[str]) -> bool:
         """Whether these features keep it from arising."""
@@ -113,6 +116,9 @@ def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswe
     for finding in matrix.findings.values():
         if features.issuperset(finding.combination.features):
             return _finding_answer(finding, matrix)
+    fault = _find_fault(combination, matrix)
+    if fault is not None:
+        return CombinationAnswer("wrong", _with_instead(fault.title, fault), matrix.stack)
     equal_runs = [outcome.combination for outcome in matrix.outcomes.values() if outcome.is_equal]
     if combination in equal_runs:
         return CombinationAnswer("right", "equal, to rounding, to one process of plain PyTorch", matrix.stack)
@@ -130,11 +136,26 @@ def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswe
     return CombinationAnswer("untested", f"no equal run has {', '.join(missing[:4]) or combination.name}", matrix.stack)
 
 
+def _find_fault(combination: Combination, matrix: Matrix) -> KnownFinding | None:
+    """Return a fault of the matrix that arises with a combination; one of its equal runs may have a feature that lifts it.
+
+    Entries that need a setting of a file or a refusal's words are left to the findings.
+    """
+    for entry in read_known_findings():
+        if entry.verdict == "wrong" and not entry.setting and entry.arises_with(combination.levels):
+            if any(entry.explains(finding) for finding in matrix.findings.values()):
+                return entry
+    return None
+
+
+def _with_instead(text: str, entry: KnownFinding | None) -> str:
+    return f"{text}; {entry.instead}" if entry is not None and entry.instead else text
+
+
 def _finding_answer(finding: CombinationOutcome, matrix: Matrix) -> CombinationAnswer:
     entry = match_known_finding(finding)
     kind: Literal["wrong", "error", "by_design"] = "error"
     if finding.kind == "differs":
         kind = "by_design" if entry is not None and entry.verdict == "by_design" else "wrong"
     title = entry.title if entry is not None else finding.says
-    instead = f"; {entry.instead}" if entry is not None and entry.instead else ""
-    return CombinationAnswer(kind, f"{finding.combination.name}: {title}{instead}", matrix.stack)
+    return CombinationAnswer(kind, _with_instead(f"{finding.combination.name}: {title}", entry), matrix.stack)

@@ -37,6 +37,7 @@ class DecoderSize:
     vocabulary: int
     length: int
     width: int
+    feed_forward: int
     heads: int
     layers: int
     # Elements of a bucket.
@@ -45,8 +46,8 @@ class DecoderSize:
     live: int | None = None
 
 
-# With one bucket for all.
-TINY = DecoderSize(vocabulary=96, length=12, width=32, heads=4, layers=3, bucket=100_000)
+# With one bucket for all. The width of the feed-forward layers is such that two ranks share a matrix that Muon trains.
+TINY = DecoderSize(vocabulary=96, length=12, width=32, feed_forward=80, heads=4, layers=3, bucket=100_000)
 
 
 def make_model(combination: Combination, seed: int = 0, size: DecoderSize = TINY) -> torch.nn.Module:
@@ -59,7 +60,7 @@ def make_model(combination: Combination, seed: int = 0, size: DecoderSize = TINY
         vocab_size=size.vocabulary,
         hidden_size=size.width,
         word_embed_proj_dim=size.width,
-        ffn_dim=2 * size.width,
+        ffn_dim=size.feed_forward,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         max_position_embeddings=2 * size.length,

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 # Tensors outweigh an engine's own objects, and a step takes 10 ms. As in a large model each bucket is a part of it, and
 # stage 3 keeps a part gathered.
-SIZE = DecoderSize(vocabulary=512, length=32, width=128, heads=4, layers=4, bucket=200_000, live=200_000)
+SIZE = DecoderSize(
+    vocabulary=512, length=32, width=128, feed_forward=256, heads=4, layers=4, bucket=200_000, live=200_000
+)
 # Of the measured combinations: none has NVMe.
 _STRATEGIES_WITH_OPERATORS = ("zero2", "zero2_cpu")
 # Steps before the timed ones: the engines allocate, and stage 3 traces the order of its modules.

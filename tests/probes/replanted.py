@@ -503,7 +503,7 @@ _FAULTS = (
         "0.19.3",
         "Muon orthogonalizes a matrix that two partitions share (three layers), and a rank has reduced its own part",
         ("zero2", "muon"),
-        "gradient",
+        "update",
         _replaced(
             _STAGE_1_2,
             f"{_ZERO}.average_tensor",
