@@ -52,6 +52,6 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(run, (answers,), nprocs=2)
     right_norm, other_norm, is_equal = answers.get()
     print(
-        f"the norm of an expert's gradient is {other_norm:.3f} without contiguous_gradients, and {right_norm:.3f} with"
+        f"an expert's gradient has a norm of {other_norm:.3f} without contiguous_gradients, right is {right_norm:.3f}"
     )
     sys.exit(0 if is_equal else 1)

@@ -137,14 +137,15 @@ def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswe
 
 
 def _find_fault(combination: Combination, matrix: Matrix) -> KnownFinding | None:
-    """Return a fault of the matrix that arises with a combination; one of its equal runs may have a feature that lifts it.
+    """Return a fault of the matrix that arises with a combination.
 
-    Entries that need a setting of a file or a refusal's words are left to the findings.
+    An equal run with all of its features may have one more that lifts the fault. Entries that need a setting of a file
+    are left to the findings.
     """
     for entry in read_known_findings():
-        if entry.verdict == "wrong" and not entry.setting and entry.arises_with(combination.levels):
-            if any(entry.explains(finding) for finding in matrix.findings.values()):
-                return entry
+        is_found = any(entry.explains(finding) for finding in matrix.findings.values())
+        if is_found and entry.verdict == "wrong" and not entry.setting and entry.arises_with(combination.levels):
+            return entry
     return None
 
 
