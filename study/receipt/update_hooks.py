@@ -130,7 +130,7 @@ class UpdateHooks:
         @functools.wraps(original)
         def clip(max_norm: float, norm_type: float = 2.0) -> Any:
             if float(norm_type) != _EUCLIDEAN:
-                # The recorder says so before the update: nothing is raised in the program's own call.
+                # The recorder ends the comparison before the update: nothing is raised in the program's own call.
                 self.obstacle = f"FSDP1 clips by a norm of type {float(norm_type):g}: clip by 2, or not at all"
                 return original(max_norm, norm_type)
             norm = original(max_norm, norm_type)
