@@ -28,8 +28,8 @@ class Command(NamedTuple):
     add: str = "add_arguments"
     # It returns the exit status.
     function: str = "run"
-    # A keyword of the function and the place of its value, from a package above the module.
-    extra: tuple[str, str] | None = None
+    # Keywords of the function and the places of their values, in packages above the module.
+    extras: tuple[tuple[str, str], ...] = ()
     epilog: str = "EPILOG"
 
     def find(self, name: str) -> Any:
@@ -44,7 +44,7 @@ class Command(NamedTuple):
 
     def run(self, options: argparse.Namespace) -> int:
         """Run the subcommand; return the exit status."""
-        keywords = {} if self.extra is None else {self.extra[0]: self.find(self.extra[1])}
+        keywords = {keyword: self.find(place) for keyword, place in self.extras}
         status: int = self.find(self.function)(options, **keywords)
         return status
 
@@ -82,13 +82,16 @@ SHELL_EPILOG = (
     "bash: study completion bash > ~/.local/share/bash-completion/completions/study; zsh: > _study in a folder of"
     " $fpath; fish: > ~/.config/fish/completions/study.fish"
 )
+_READ_RUN = ("read_run", "receipt.forecast:read_run")
 COMMANDS = {
     "advise": Command(
         "recommend a strategy and its settings for a model on given hardware",
         "advisor.advise_command",
-        extra=("nearest", "predictor.validation:describe_nearest"),
+        extras=(("nearest", "predictor.validation:describe_nearest"), _READ_RUN),
     ),
-    "predict": Command("predict memory, communication and step time of a strategy", "advisor.predict_command"),
+    "predict": Command(
+        "predict memory, communication and step time of a strategy", "advisor.predict_command", extras=(_READ_RUN,)
+    ),
     "explain": Command(
         "explain a DeepSpeed or Accelerate config: the cost of each setting, conflicts, and settings without effect",
         "advisor.explain",
@@ -103,7 +106,7 @@ COMMANDS = {
     "verify": Command(
         "test which strategies compute the gradients of DDP on this stack, or whether your own program does",
         "releases.verify",
-        extra=("run_mine", "receipt.mine_command:run"),
+        extras=(("run_mine", "receipt.mine_command:run"),),
     ),
     "claims": Command("judge published claims about ZeRO by arithmetic and the committed records", "claims.command"),
     "doctor": Command("check the requirements of this machine and print fixes", "advisor.doctor"),
@@ -119,7 +122,7 @@ COMMANDS = {
     "report": Command(
         "build the report of a suite from its records",
         "report.site.command",
-        extra=("claims", "claims.command:dependent_claims"),
+        extras=(("claims", "claims.command:dependent_claims"),),
     ),
     "virtual": Command("measure memory and communication of one rank of N, without N GPUs", "virtual.command"),
     "prepare": Command(

@@ -68,6 +68,17 @@ def launch(
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
+def run_without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `study` in a new process, and check that it answered without torch."""
+    code = (
+        f"import sys; from study.cli import main; sys.argv = {['study', *arguments]!r};"
+        "\ntry: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules, 'torch'"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 def run_in_terminal(command: Sequence[str], **variables: str) -> str:
     """Run a command on a pseudo-terminal and return its output."""
     parent, child = pty.openpty()

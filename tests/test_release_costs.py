@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines import run_without_torch
 from study import cli
 from study.compositions.features import make_combination
 from study.config.errors import UserError
@@ -136,12 +135,7 @@ def test_a_strategy_is_refused() -> None:
 
 
 def test_no_torch_is_imported_for_stored_costs() -> None:
-    code = (
-        "import sys; from study.cli import main; sys.argv = ['study', 'releases', 'costs'];"
-        "\ntry: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules, 'torch'"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    result = run_without_torch("releases", "costs")
     assert f"deepspeed {NEWEST}" in result.stdout
 
 
@@ -152,6 +146,13 @@ def test_the_installed_release_costs_what_is_stored() -> None:
     for name in names:
         stored, installed = TABLE.releases[NEWEST][name], measured[name]
         assert not set(changed_figures(stored, installed)) - {"host_time"}, (name, installed)
+
+
+@pytest.mark.engine
+def test_a_unit_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("study.releases.costs._UNIT", "zero3,muon,no_reduce_scatter,optimizer_cpu")
+    with pytest.raises(UserError, match="the unit of host time"):
+        measure_costs([make_combination(["zero1"])])
 
 
 @pytest.mark.engine

@@ -160,6 +160,7 @@ def test_ranks_with_the_same_data_are_named() -> None:
     [
         ("compiled", "torch.compile rounds otherwise, and draws other random numbers: run it without"),
         ("fsdp1-flat", "FSDP without use_orig_params has no gradient of a single tensor: set use_orig_params"),
+        ("fsdp1-largest", "FSDP1 clips by a norm of type inf: clip by 2, or not at all"),
         ("calls_a_layer", "the program calls lm_head outside of the model's forward pass"),
     ],
 )

@@ -27,7 +27,15 @@ from study.host.memory import GIB
 from study.predictor import time as timing
 from study.predictor.hardware import Hardware
 from study.predictor.memory import least_device_bytes, predict_memory
-from study.predictor.request import DEFAULT_TRAINER, Attention, MemoryUse, Request, StepTime, TrainerSettings
+from study.predictor.request import (
+    DEFAULT_TRAINER,
+    Attention,
+    MemoryUse,
+    Request,
+    SetupCorrection,
+    StepTime,
+    TrainerSettings,
+)
 from study.predictor.shape import ModelShape
 from study.predictor.state import unswapped_kind
 
@@ -74,6 +82,31 @@ class AdviceRequest:
     quantized: bool = False
     fsdp_version: int = 2
     trainer: TrainerSettings = DEFAULT_TRAINER
+    # By measured runs.
+    correction: SetupCorrection | None = None
+
+    def configuration(self, strategy: Strategy, micro_batch: int, accumulation: int, checkpointing: bool) -> Request:
+        """Return the request of one configuration."""
+        precision, is_pure = usual_weights(self.shape, strategy, self.precision)
+        return Request(
+            shape=self.shape,
+            strategy=strategy,
+            box=self.box,
+            sequence_length=self.sequence_length,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            precision=precision,
+            pure=is_pure,
+            gradient_checkpointing=checkpointing,
+            # The files are for the user's program, not for study/train.py.
+            attention=self.attention,
+            autocast=not strategy.is_fsdp,
+            reference_model=self.reference_model,
+            quantized=self.quantized,
+            fsdp_version=self.fsdp_version if strategy.is_fsdp else 2,
+            correction=self.correction,
+            **vars(self.trainer),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +193,8 @@ def advise_without_losers(
         return None
     fastest, plain, options = 0.0, 0.0, dict[str, Option]()
     for search in sorted(searches, key=lambda search: (search.name != baseline, -search.most_tokens_per_s)):
-        ahead = max(fastest, timing.max_offload_slowdown() * plain) if search.offloads else plain
+        slowdown = timing.max_offload_slowdown(question.correction)
+        ahead = max(fastest, slowdown * plain) if search.offloads else plain
         if search.name != baseline and search.most_tokens_per_s < (1 - SPEED_TOLERANCE) * ahead:
             continue
         option = options[search.name] = search.option
@@ -185,7 +219,8 @@ def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tupl
     plain = next(
         (candidate for candidate in comparable if candidate.fits and not candidate.request.strategy.offloads), fastest
     )
-    first = fastest if fastest.tokens_per_s > timing.max_offload_slowdown() * plain.tokens_per_s else plain
+    slowdown = timing.max_offload_slowdown(fastest.request.correction)
+    first = fastest if fastest.tokens_per_s > slowdown * plain.tokens_per_s else plain
     slowest = (1 - SPEED_TOLERANCE) * first.tokens_per_s
     equal = [
         candidate
@@ -338,26 +373,8 @@ class _Variant:
         return self._requests[micro_batch]
 
     def _make_request(self, micro_batch: int) -> Request:
-        question, strategy, samples = self._question, self._strategy, self._samples
-        precision, is_pure = usual_weights(question.shape, strategy, question.precision)
-        return Request(
-            shape=question.shape,
-            strategy=strategy,
-            box=question.box,
-            sequence_length=question.sequence_length,
-            micro_batch=micro_batch,
-            accumulation=samples // micro_batch if samples else 1,
-            precision=precision,
-            pure=is_pure,
-            gradient_checkpointing=self._checkpointing,
-            # The files are for the user's program, not for study/train.py.
-            attention=question.attention,
-            autocast=not strategy.is_fsdp,
-            reference_model=question.reference_model,
-            quantized=question.quantized,
-            fsdp_version=question.fsdp_version if strategy.is_fsdp else 2,
-            **vars(question.trainer),
-        )
+        accumulation = self._samples // micro_batch if self._samples else 1
+        return self._question.configuration(self._strategy, micro_batch, accumulation, self._checkpointing)
 
     def _may_fit(self, micro_batch: int, at_upper_end: bool) -> bool:
         box, key = self._question.box, (micro_batch, at_upper_end)
@@ -439,7 +456,8 @@ def _why_best(advice: Advice, best: Option) -> str:
     if best.is_safe and not runner_up.is_safe:
         return "it is the only strategy whose 90 % bound fits"
     if runner_up.request.strategy.offloads and not offloads and speed_gap(runner_up, best) > 0:
-        slowest = f"measured offload steps took up to {timing.max_offload_slowdown():.1f} times their prediction"
+        slowdown = timing.max_offload_slowdown(best.request.correction)
+        slowest = f"measured offload steps took up to {slowdown:.1f} times their prediction"
         return f"no offload: {runner_up.name} is predicted {speed_text(runner_up, best)}, but {slowest}"
     rivals = [
         option
@@ -604,5 +622,5 @@ def _changed_advice(best: Option | None, changed: Advice) -> str | None:
 def _is_as_good(alone: Option, best: Option) -> bool:
     """Whether fewer machines are as fast; as in `ranked`, an offload must be far ahead."""
     is_offload = alone.request.strategy.offloads and not best.request.strategy.offloads
-    least = timing.max_offload_slowdown() if is_offload else 1 - SPEED_TOLERANCE
+    least = timing.max_offload_slowdown(best.request.correction) if is_offload else 1 - SPEED_TOLERANCE
     return (alone.is_safe or not best.is_safe) and alone.tokens_per_s >= least * best.tokens_per_s

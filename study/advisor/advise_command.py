@@ -12,15 +12,16 @@ import math
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from study.advisor import advise, predict_command
+from study.advisor import advise, measured, predict_command
 from study.advisor.advise import Advice, Option
 from study.advisor.explain_findings import request_notes
+from study.advisor.fitted import fit_settings
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
 from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, read_strategy, read_yaml
@@ -28,6 +29,7 @@ from study.config.text import rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor import shape as adapters
+from study.predictor.calibration import PredictedRun, calibration_lines, run_document
 from study.predictor.hardware import Hardware, box_from_args, parse_int, real
 from study.predictor.live import live_notes
 from study.predictor.request import Request
@@ -123,24 +125,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     predict_command.add_optimizer(parser, help=argparse.SUPPRESS)
     add("--details", action="store_true", help="also print the legend, measurements and excluded strategies")
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
+    measured.add_arguments(parser)
 
 
-def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]] | None = None) -> int:
-    """Print the advice and return the exit status; `nearest` yields lines about the nearest measurements."""
+def run(
+    options: argparse.Namespace,
+    nearest: Callable[[Request], Iterable[str]] | None = None,
+    read_run: measured.ReadRun | None = None,
+) -> int:
+    """Print the advice and return the exit status.
+
+    `nearest` yields lines about the nearest measurements, and `read_run` reads the files of --calibrate.
+    """
     # The first question about a class outside the table traces it, before anything is compared.
     with _progress():
         question = build_advice_request(options)
+        runs = measured.collect_runs(options, functools.partial(_measured_request, question), read_run)
+        question = _corrected(question, runs)
         advice = advise.advise(question)
         riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
     best, files = advice.best, None
     if best and options.output:
         files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
     # Only a request that prints them reads the records, which takes a third of the time.
-    measured = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
-    document = functools.partial(_document, advice, riskier, what_ifs, measured, files)
-    page = _page(advice, riskier, [*what_ifs, *measured] if options.details else what_ifs, files, options)
+    similar = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
+    document = functools.partial(_document, advice, riskier, what_ifs, similar, files, runs)
+    lines = [*calibration_lines(runs), *what_ifs, *(similar if options.details else [])]
+    page = _page(advice, riskier, lines, files, options)
     print_result(options.json, document, page, options.details or files is not None)
     return 0 if best else 1
+
+
+def _measured_request(question: advise.AdviceRequest, run: measured.RunText) -> Request:
+    """Return the request of a measured run; micro-batch and accumulation are 1 if it does not name them."""
+    if run.strategy is None:
+        raise UserError(f"--measured {run.text} names no strategy", "add strategy=zero2, or the name of another one")
+    if run.strategy == "single":
+        question = dataclasses.replace(question, box=dataclasses.replace(question.box, gpus_per_node=1, nodes=1))
+    request = question.configuration(
+        read_strategy(run.strategy), run.micro_batch or 1, run.accumulation or 1, bool(run.checkpointing)
+    )
+    return fit_settings(dataclasses.replace(request, sequence_length=run.seq_length or question.sequence_length))
+
+
+def _corrected(question: advise.AdviceRequest, runs: Sequence[PredictedRun]) -> advise.AdviceRequest:
+    """Return the question with the correction of measured runs."""
+    if not runs:
+        return question
+    # Of any strategy: the setup is what all have in common.
+    example = question.configuration(runs[0].run.request.strategy, 1, 1, False)
+    return dataclasses.replace(question, correction=measured.correct(example, runs))
 
 
 @contextlib.contextmanager
@@ -201,7 +235,12 @@ def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
 
 
 def _document(
-    advice: Advice, riskier: Option | None, what_ifs: list[str], measured: list[str], files: AdvisedFiles | None
+    advice: Advice,
+    riskier: Option | None,
+    what_ifs: list[str],
+    similar: list[str],
+    files: AdvisedFiles | None,
+    runs: Sequence[PredictedRun] = (),
 ) -> dict[str, Any]:
     question, best, runner_up = advice.question, advice.best, advice.runner_up
     return {
@@ -220,7 +259,8 @@ def _document(
         "how_sure": advise.explain_best(advice),
         "faster_if_it_fits": riskier and entry(riskier),
         "changes": what_ifs,
-        "nearest": measured,
+        "nearest": similar,
+        "measured": [run_document(run) for run in runs],
         "strategies": [entry(option) for option in advice.options],
         "files": files and {key: value and str(value) for key, value in dataclasses.asdict(files).items()},
     }
@@ -315,7 +355,7 @@ def _verdict(advice: Advice) -> str:
         unchecked = " (unchecked)" if request.box.host_gib_per_node is None else ""
         figures.append(f"{rounded(memory.host_peak.value / GIB)} GiB of host memory{unchecked}")
         # Each measured offload step took longer than predicted.
-        least = best.tokens_per_s / max_offload_slowdown()
+        least = best.tokens_per_s / max_offload_slowdown(best.request.correction)
         figures.append(f"{rounded(least)} to {rounded(best.tokens_per_s)} tokens/s, predicted")
     else:
         figures.append(f"about {rounded(best.tokens_per_s)} tokens/s{_speed_range(best)}, predicted")
@@ -413,7 +453,8 @@ def remark(option: Option, best: Option | None) -> str:
         keeps_fp32 = option.request.weight_bytes > best.request.weight_bytes and option.request.autocast
         return "fp32 weights under autocast, not 16-bit ones with fp32 masters" if keeps_fp32 else ""
     if option.request.strategy.offloads and not best.request.strategy.offloads:
-        return f"predicted {text}; measured offload steps took up to {max_offload_slowdown():.1f} x as long"
+        slowdown = max_offload_slowdown(option.request.correction)
+        return f"predicted {text}; measured offload steps took up to {slowdown:.1f} x as long"
     return f"{text}, but {best.name} {advise.reason_against(option, best)}"
 
 
@@ -436,6 +477,8 @@ def predict_words(request: Request, options: argparse.Namespace) -> str:
     if options.nvme_gb_per_s != (Hardware.nvme_read_gb_per_s, Hardware.nvme_write_gb_per_s):
         words += ["--nvme_gb_per_s", ",".join(f"{rate:g}" for rate in options.nvme_gb_per_s)]
     words += ["--bus_gb_per_s", f"{options.bus_gb_per_s:g}"] * math.isfinite(options.bus_gb_per_s)
+    words += [word for run in options.measured for word in ("--measured", run.text)]
+    words += [word for file in options.calibrate for word in ("--calibrate", file)]
     return shlex.join(words)
 
 

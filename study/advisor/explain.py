@@ -556,7 +556,8 @@ def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:
         if box.device is not ANY_DEVICE:
             # Each layer is gathered by its hooks, and its kernels are launched.
             per_token = calls_s(box, "all_gather", weights, weights / (shape.layers + 1))
-            figures["gather_s"] = tokens * (per_token + shape.layers * (FITTED.launch_s + FITTED.hooks_s))
+            launches = shape.layers * FITTED.launch_s + len(shape.params) * FITTED.gather_hook_s
+            figures["gather_s"] = tokens * (per_token + launches)
             short = f"at least {figures['gather_s'] / 60:,.1f} min for each batch: {short}"
     because = (
         "a sharded model gathers each layer for each token of a batch, with TRL's ds3_gather_for_generation once",

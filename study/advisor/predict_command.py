@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from study.advisor import measured
 from study.advisor.explain_findings import request_notes
 from study.advisor.fitted import fit_settings, precision_under, usual_weights
 from study.advisor.user_settings import UserFile, check_deepspeed
@@ -19,6 +21,7 @@ from study.config.text import rounded, rounded_seconds
 from study.host.memory import GIB
 from study.predictor import shape as adapters
 from study.predictor.activations import has_fused
+from study.predictor.calibration import PredictedRun, calibration_lines, run_document
 from study.predictor.communication import predict_payload, sent_bytes
 from study.predictor.hardware import BOX_NAMES, Hardware, add_speed_arguments, box_from_args, parse_int, parse_tokens
 from study.predictor.losses import LossKernel
@@ -142,6 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
     add("--details", action="store_true", help="print every figure with its interval")
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
+    measured.add_arguments(parser)
 
 
 def add_optimizer(parser: argparse.ArgumentParser, **options: Any) -> None:
@@ -158,9 +162,11 @@ def known_optimizer(text: str) -> str:
     return text
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the prediction, and return 0."""
+def run(options: argparse.Namespace, read_run: measured.ReadRun | None = None) -> int:
+    """Print the prediction, and return 0; `read_run` reads the files of --calibrate."""
     request = _request(options)
+    runs = measured.collect_runs(options, functools.partial(_measured_request, options), read_run)
+    request = dataclasses.replace(request, correction=measured.correct(request, runs))
     memory, traced = predict_memory(request), None
     time = predict_time(request, memory)
     if options.traced:
@@ -168,9 +174,24 @@ def run(options: argparse.Namespace) -> int:
             from study.predictor.live_trace import trace_activations
 
             traced = trace_activations(request).saved_bytes
-    page = _page(request, memory, time, traced, options.details)
-    print_result(options.json, lambda: _document(request, memory, time, traced), page, options.details)
+    page = _page(request, memory, time, traced, options.details, runs)
+    print_result(options.json, lambda: _document(request, memory, time, traced, runs), page, options.details)
     return 0
+
+
+def _measured_request(options: argparse.Namespace, run: measured.RunText) -> Request:
+    """Return the request of a measured run: that of the flags, if it names no strategy."""
+    values = {
+        "strategy": run.strategy,
+        "micro_batch": run.micro_batch,
+        "accumulation": run.accumulation,
+        "seq_length": run.seq_length,
+        "gradient_checkpointing": run.checkpointing,
+    }
+    # As in `study advise`, which has no such flags.
+    defaults = {} if run.strategy is None else {"micro_batch": 1, "accumulation": 1, "gradient_checkpointing": False}
+    changes = defaults | {name: value for name, value in values.items() if value is not None}
+    return _request(argparse.Namespace(**{**vars(options), **changes}))
 
 
 def precision_name(request: Request) -> str:
@@ -339,7 +360,9 @@ def _overridden(strategy: strategies.Strategy, config: RunConfig, box: Hardware)
     return changed
 
 
-def _document(request: Request, memory: MemoryUse, time: StepTime, traced: float | None) -> dict[str, Any]:
+def _document(
+    request: Request, memory: MemoryUse, time: StepTime, traced: float | None, runs: Sequence[PredictedRun] = ()
+) -> dict[str, Any]:
     return {
         "model": request.shape.name,
         "parameters": request.shape.parameters,
@@ -363,6 +386,7 @@ def _document(request: Request, memory: MemoryUse, time: StepTime, traced: float
         "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced,
         "time": dataclasses.asdict(time),
+        "measured": [run_document(run) for run in runs],
         "sent_bytes_per_step": dataclasses.asdict(estimate("sent", sent_bytes(request))),
         "payload_bytes": predict_payload(request),
     }
@@ -402,23 +426,31 @@ def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
             return f"{need}; with --gradient_checkpointing {recomputed}; predicted"
     if not is_fit:
         return f"{need}; predicted"
-    step, interval = time.step_s, ""
-    if step.low is not None and step.high is not None:
+    step, interval, source = time.step_s, "", "predicted"
+    if request.correction is not None and request.correction.find_measured_factor(request) is not None:
+        source = "as measured"
+    elif step.low is not None and step.high is not None:
         interval = f" ({rounded_seconds(step.low)} to {rounded_seconds(step.high)})"
     return (
         f"{need}; about {rounded_seconds(step.value)} a step{interval},"
-        f" {rounded(time.tokens_per_s_per_gpu.value)} tokens/s per {'rank' if box.is_cpu_only else 'GPU'}; predicted"
+        f" {rounded(time.tokens_per_s_per_gpu.value)} tokens/s per {'rank' if box.is_cpu_only else 'GPU'}; {source}"
     )
 
 
 def _page(
-    request: Request, memory: MemoryUse, time: StepTime, traced: float | None, details: bool
+    request: Request,
+    memory: MemoryUse,
+    time: StepTime,
+    traced: float | None,
+    details: bool,
+    runs: Sequence[PredictedRun] = (),
 ) -> Iterator[str | TextTable]:
     shape, base = request.shape, request.precision.removesuffix("-engine")
     # FSDP2 sums the gradients of micro-batches in the precision of computation.
     kinds = "weights" if request.strategy.is_fsdp else "weights and gradients"
     state = f" ({kinds} {base if request.weight_bytes == 2 else 'fp32'})" if base != "fp32" else ""
     yield _verdict(request, memory, time)
+    yield from calibration_lines(runs)
     yield from pair_notes(request)
     yield ""
     yield (
@@ -485,6 +517,8 @@ def _part_rows(memory: MemoryUse, traced: float | None) -> list[tuple[str, str, 
         most = memory.most_parts.get(name, size)
         if size >= 0.005 * device_bytes(memory):
             rows.append((name, rounded(size / GIB), "█" * max(1, round(_BAR * size / largest))))
+        elif size < 0:
+            rows.append((name, rounded(size / GIB), ""))
         elif name in ("activations", "logits") and most:
             rows.append((name, rounded(size / GIB) if size else "0", f"at most {rounded(most / GIB)} at other moments"))
     if traced is not None:

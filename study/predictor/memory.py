@@ -212,18 +212,22 @@ def predict_memory(request: Request) -> MemoryUse:  # noqa: PLR0914
     host_parts = {name: size + added.get(name, 0) * request.box.gpus_per_node for name, size in host_parts.items()}
     host_parts["load"] -= request.idle_loaders * loaded
     in_host_memory, process = request.box.is_cpu_only, None
-    reserved = peak.total * FRAGMENTATION_FRACTION
+    reserved, excess = peak.total * FRAGMENTATION_FRACTION, 0.0
+    if request.correction is not None:
+        excess = request.correction.find_excess(request, peak.total - exact)
     if in_host_memory:
         most, sent = small_blocks(request, [point.parts for point in points])
         reserved = FRAGMENTATION * most + WEIGHT_COPIES * sent
         process = estimate("process", peak.total + reserved + host_parts["rank"])
     allocated, pool = (
         # The interval comes from published peaks of GPUs.
-        Estimate(size) if in_host_memory else estimate("above_state", size, exact)
+        Estimate(size) if in_host_memory else _peak_estimate(request, size + excess, exact)
         for size in (peak.total, peak.total + reserved)
     )
     context = 0.0 if in_host_memory else _cuda_context_bytes(request.box.ranks)
     parts = {name: peak.parts.get(name, 0.0) for name in PARTS} | {"context": context, "fragmentation": reserved}
+    if excess:
+        parts[MEASURED_EXCESS] = excess
     missing = trace(request).missing if isinstance(request.shape, LiveShape) else None
     return MemoryUse(
         device_parts=parts,
@@ -231,7 +235,7 @@ def predict_memory(request: Request) -> MemoryUse:  # noqa: PLR0914
         steady_allocated=estimate("state", steady),
         peak_allocated=allocated,
         peak_reserved=pool,
-        pool_with_room=_pool_with_room(request, points, exact + allocator, peak.total + reserved),
+        pool_with_room=excess + _pool_with_room(request, points, exact + allocator, peak.total + reserved),
         process_peak=process,
         host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
@@ -240,6 +244,16 @@ def predict_memory(request: Request) -> MemoryUse:  # noqa: PLR0914
         moment=peak.moment,
         most_parts=most_parts,
     )
+
+
+def _peak_estimate(request: Request, size: float, exact: float) -> Estimate:
+    """Return a peak with its interval, which is that of published peaks unless peaks of the setup were measured."""
+    correction = request.correction
+    if correction is None or not correction.excesses:
+        return estimate("above_state", size, exact)
+    if correction.has_measured_peak(request):
+        return Estimate(size, size, size)
+    return estimate("calibrated_above_state", size, exact)
 
 
 def _constant_parts(request: Request) -> tuple[dict[str, float], float]:
@@ -271,9 +285,12 @@ def least_device_bytes(request: Request, at_upper: bool = False) -> float:
     stored = sum(_stored(request, saved, request.shape.layers).values())
     logits = saved.logits + max(saved.logits_forward, saved.logits_backward)
     buffers = _static_buffer_bytes(request) + cublas_workspace_bytes(request.box.device)
-    reserved = (exact + stored + logits + buffers + _accumulated_bytes(request)) * (1 + FRAGMENTATION_FRACTION)
+    allocated = exact + stored + logits + buffers + _accumulated_bytes(request)
+    reserved = allocated * (1 + FRAGMENTATION_FRACTION)
+    if request.correction is not None:
+        reserved += request.correction.find_excess(request, allocated - exact)
     if at_upper:
-        reserved = max(reserved, estimate("above_state", reserved, exact).high or 0.0)
+        reserved = max(reserved, _peak_estimate(request, reserved, exact).high or 0.0)
     return reserved + _cuda_context_bytes(request.box.ranks)
 
 
@@ -311,6 +328,8 @@ def kept_for_backward(request: Request) -> float:
     return sum(_stored(request, saved, shape.layers).values()) + saved.logits + returned * (saved.logits > 0)
 
 
+# What measured peaks of the same setup have more; negative if they have less.
+MEASURED_EXCESS = "measured excess"
 # allocator: cuBLAS' workspaces, and remainders of blocks (study/predictor/allocator.py).
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention", "allocator")
 

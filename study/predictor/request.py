@@ -144,6 +144,60 @@ DEFAULT_TRAINER = TrainerSettings()
 
 
 @dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One of several configurations of the same model, hardware and program."""
+
+    strategy: str
+    micro_batch: int
+    accumulation: int
+    sequence_length: int
+    gradient_checkpointing: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SetupCorrection:
+    """Differences between measured runs of a setup and their predictions (calibration.py)."""
+
+    # Factors of the step time of other configurations, by measured runs without offload, by those with it, and by those
+    # that wait for the CPU to launch kernels; None without one.
+    step_factor: float | None = None
+    offload_step_factor: float | None = None
+    launch_factor: float | None = None
+    # Of each measured peak: its bytes above the predicted peak, and the predicted bytes above weights and optimizer.
+    excesses: tuple[tuple[float, float], ...] = ()
+    # The same of the measured configurations themselves.
+    measured_step_factors: tuple[tuple[Configuration, float], ...] = ()
+    measured_excesses: tuple[tuple[Configuration, float], ...] = ()
+
+    def find_measured_factor(self, request: Request) -> float | None:
+        """Return the factor of a request that was measured itself."""
+        return dict(self.measured_step_factors).get(request.configuration)
+
+    def find_step_factor(self, request: Request) -> float:
+        """Return the factor of a request's work on the GPU and the host; 1 without a run of its kind."""
+        if request.strategy.offloads and self.offload_step_factor is not None:
+            return self.offload_step_factor
+        return self.step_factor or 1.0
+
+    def has_measured_peak(self, request: Request) -> bool:
+        """Whether the peak of a request was measured."""
+        return request.configuration in dict(self.measured_excesses)
+
+    def find_excess(self, request: Request, above_state: float) -> float:
+        """Return the bytes by which a request's peak is larger than predicted, of bytes above weights and optimizer.
+
+        A peak that is too low by bytes that every configuration has needs those; one that is too low by a factor needs
+        that factor. The smaller of the two is taken.
+        """
+        if self.has_measured_peak(request):
+            return dict(self.measured_excesses)[request.configuration]
+        if not self.excesses:
+            return 0.0
+        smaller = [min(excess, above_state * excess / above, key=abs) for excess, above in self.excesses]
+        return sum(smaller) / len(smaller)
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """A configuration whose memory, communication and time are predicted."""
 
@@ -199,12 +253,24 @@ class Request:
     double_quantized: bool = False
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
     expandable_segments: bool = False
+    # By measured runs of the same model, hardware and program; None without one.
+    correction: SetupCorrection | None = None
 
     def __post_init__(self) -> None:
         """Load 4-bit weights in 16 bits under FSDP, where Accelerate casts none of them."""
         if self.quantized and self.strategy.is_fsdp and self.precision in ("bf16", "fp16"):
             object.__setattr__(self, "precision", f"{self.precision}-engine")
             object.__setattr__(self, "pure", True)
+
+    @property
+    def configuration(self) -> Configuration:
+        return Configuration(
+            self.strategy.name,
+            self.micro_batch,
+            self.accumulation,
+            self.sequence_length,
+            self.gradient_checkpointing,
+        )
 
     @functools.cached_property
     def settings(self) -> EngineSettings:
@@ -257,6 +323,7 @@ class Request:
             accumulation=min(2, self.accumulation),
             gradient_checkpointing=False,
             box=self.box.with_any_network,
+            correction=None,
         )
 
     @property
@@ -367,6 +434,8 @@ class StepTime:
     mfu: float | None
     hfu: float | None
     notes: tuple[str, ...] = ()
+    # The passes wait for the CPU to launch kernels.
+    is_launch_bound: bool = False
 
 
 def unsupported_reason(strategy: str, config: RunConfig) -> str | None:

@@ -14,7 +14,7 @@ from study.predictor.activations import is_fused
 from study.predictor.communication import communication_time
 from study.predictor.hardware import Hardware
 from study.predictor.losses import IN_PLACE
-from study.predictor.request import Estimate, MemoryUse, Request, StepTime
+from study.predictor.request import Estimate, MemoryUse, Request, SetupCorrection, StepTime
 from study.predictor.state import bytes_per_parameter
 
 # Phases in which host memory can peak.
@@ -83,11 +83,15 @@ def _upper_or_value(figure: Estimate, upper: bool) -> float:
 
 FILE = Path(__file__).with_name("intervals.yaml")
 _INTERVALS = load_package_yaml(FILE.read_text(encoding="utf-8"))
+# Logarithm up to which an error of a step time is that of a single configuration, and not of its setup.
+SINGLE_ERROR = float(_INTERVALS.get("single_error", 0.0))
 
 
-def max_offload_slowdown() -> float:
-    """Largest measured over predicted step time with offload."""
-    return float(_INTERVALS.get("offload_step_s", {}).get("high", math.inf))
+def max_offload_slowdown(correction: SetupCorrection | None = None) -> float:
+    """Largest measured over predicted step time with offload, in general or after a measured step with offload."""
+    is_measured = correction is not None and correction.offload_step_factor is not None
+    row = _INTERVALS.get("calibrated_offload_step_s" if is_measured else "offload_step_s", {})
+    return float(row.get("high", math.inf))
 
 
 def estimate(figure: str, value: float, certain: float = 0.0) -> Estimate:
@@ -109,9 +113,10 @@ class Constants:
     compiled_traffic: float
     # Slowdown of compute by overlapped communication, as a fraction of the overlapped time.
     hidden_share: float
-    # CPU time per layer and pass to launch kernels, a lower bound of the step. DeepSpeed's stage 3 adds its hooks.
+    # CPU time per layer and pass to launch kernels, a lower bound of the passes. DeepSpeed's stage 3 adds the hooks
+    # that gather and release, per parameter and pass.
     launch_s: float
-    hooks_s: float
+    gather_hook_s: float
     # Memory bandwidth of DeepSpeed's CPU Adam in GB/s, for all ranks of a node that share its cores, including clipping
     # and copies. CPU Adam alone was measured at 109 to 127 (table 4 of https://arxiv.org/abs/2101.06840).
     host_gb_per_s: float
@@ -141,6 +146,11 @@ _SCORE_PASSES = 18
 _LOGIT_BYTES = 30
 # torch's foreach AdamW: 80 bytes of traffic per parameter, and clipping 12.
 _OPTIMIZER_BYTES = 92
+# CPU time per trained parameter of DeepSpeed's stages: of the hook that reduces its gradient in each backward pass at
+# stages 1 and 2, and of an optimizer step. GPT-2 on one H200, where tests/data/receipts has a step of stage 2, of stage
+# 3, and of neither.
+_REDUCE_HOOK_S = 150e-6
+_ENGINE_STEP_S = {1: 230e-6, 2: 230e-6, 3: 120e-6}
 # Traffic per parameter of autocast: 16-bit copies of fp32 weights, and fp32 gradients from 16-bit ones.
 _AUTOCAST_BYTES, _AUTOCAST_BYTES_FROZEN = 12, 6
 # Passes over an adapter's output (scaled, added, scaled backward), and over its input (its gradient added to the
@@ -152,8 +162,8 @@ CPU_ADAM_BYTES = 30
 
 def predict_time(request: Request, memory: MemoryUse | None = None, constants: Constants = FITTED) -> StepTime:  # noqa: PLR0914
     """Predict the time of an optimizer step; `memory` only adds a note if it does not fit."""
-    shape, strategy, box, times = request.shape, request.strategy, request.box, request.accumulation
-    device, trained, is_stage3 = box.device, request.shape.trained_parameters, request.strategy.zero_stage == 3
+    strategy, box, times = request.strategy, request.box, request.accumulation
+    device, trained = box.device, request.shape.trained_parameters
     precision = request.precision.removesuffix("-engine")
     peak = device.peak_tflops.get(precision)
     # A precision without hardware units, such as bf16 on V100, runs at the fp32 rate at best.
@@ -163,9 +173,6 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
     forward, backward = _passes_s(request, constants, constants.sustained * best * 1e12, bandwidth)
     # TRL's reference model has a forward pass in each micro-batch.
     forward *= 1 + request.reference_model
-    # CPU time to launch a micro-batch's kernels: a backward pass takes as long as two forward passes.
-    passes = 3 + request.reference_model + (1 / request.checkpoint_every if request.gradient_checkpointing else 0)
-    launch = (constants.launch_s + (constants.hooks_s if is_stage3 else 0.0)) * shape.layers * passes
     # The optimizer steps on the device, or a fraction of it as DeepSpeed's Adam on the host.
     on_host = request.settings.optimizer.ratio if strategy.deepspeed and request.settings.optimizer else 0.0
     shards = request.fsdp_ranks if strategy.is_fsdp else box.ranks if strategy.zero_stage else 1
@@ -178,27 +185,64 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
         offloaded += 2 * request.stored.parameters + request.regathered_frozen_elements
     link = (device.pcie_gb_per_s or device.memory_bandwidth_gb_per_s) * 1e9
     exchange = communication_time(request, forward, backward)
+    correction = request.correction or SetupCorrection()
+    factor = correction.find_step_factor(request)
+    # The CPU runs ahead of the GPU, so the longer of the two counts.
+    on_device = factor * times * (forward + backward)
+    on_cpu = (correction.launch_factor or 1.0) * _launch_s(request, constants)
     parts = {
-        "compute": times * max(forward + backward, launch) + step,
-        "communication_exposed": exchange.exposed + constants.hidden_share * exchange.overlapped,
-        "communication_overlapped": exchange.overlapped,
-        "offload": times * offloaded * (request.weight_bytes / box.ranks) / link,
-        "cpu_adam": trained / box.nodes * on_host * CPU_ADAM_BYTES / host_rate,
-        "nvme": _nvme_s(request),
+        "compute": max(on_device, on_cpu) + factor * step,
+        "communication_exposed": factor * (exchange.exposed + constants.hidden_share * exchange.overlapped),
+        "communication_overlapped": factor * exchange.overlapped,
+        "offload": factor * times * offloaded * (request.weight_bytes / box.ranks) / link,
+        "cpu_adam": factor * trained / box.nodes * on_host * CPU_ADAM_BYTES / host_rate,
+        "nvme": factor * _nvme_s(request),
     }
+    measured_factor = correction.find_measured_factor(request)
+    if measured_factor is not None:
+        parts = {name: seconds * measured_factor for name, seconds in _uncorrected(request, constants).parts.items()}
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
-    # Published times with offload are too few and too scattered for an interval; with LoRA, or with several GPUs but no
-    # NVLink, there are none.
-    is_known = not (strategy.offloads or shape.lora_rank or box.uses_pcie_links or isinstance(shape, live.LiveShape))
     tokens_per_s = request.micro_batch * request.sequence_length * times / total
     return StepTime(
         parts=parts,
-        step_s=estimate("step_s", total) if is_known else Estimate(total),
-        tokens_per_s_per_gpu=estimate("tokens", tokens_per_s) if is_known else Estimate(tokens_per_s),
+        step_s=_time_estimate(request, "step_s", total),
+        tokens_per_s_per_gpu=_time_estimate(request, "tokens", tokens_per_s),
         mfu=None if peak is None else activations.model_flops(request) / (total * peak * 1e12),
         hfu=None if peak is None else activations.hardware_flops(request) / (total * peak * 1e12),
         notes=_notes(request, memory, total),
+        is_launch_bound=on_cpu > on_device,
     )
+
+
+def _launch_s(request: Request, constants: Constants) -> float:
+    """Return CPU seconds of a step to launch its kernels: a backward pass takes as long as two forward passes."""
+    shape, stage = request.shape, request.strategy.zero_stage
+    passes = 3 + request.reference_model + (1 / request.checkpoint_every if request.gradient_checkpointing else 0)
+    launches = constants.launch_s * shape.layers * passes
+    if stage == 3:
+        launches += constants.gather_hook_s * len(shape.params) * passes
+    elif stage:
+        launches += _REDUCE_HOOK_S * len(shape.trained_params)
+    return request.accumulation * launches + _ENGINE_STEP_S.get(stage or 0, 0.0) * len(shape.trained_params)
+
+
+def _uncorrected(request: Request, constants: Constants) -> StepTime:
+    return predict_time(dataclasses.replace(request, correction=None), constants=constants)
+
+
+def _time_estimate(request: Request, figure: str, value: float) -> Estimate:
+    """Return a time or a speed with its interval; without one if published figures of its kind do not give it."""
+    shape, strategy, correction = request.shape, request.strategy, request.correction
+    if correction is not None and correction.find_measured_factor(request) is not None:
+        return Estimate(value, value, value)
+    # Published times with offload are too few and too scattered.
+    if strategy.offloads:
+        return Estimate(value)
+    if correction is not None and (correction.step_factor or correction.launch_factor):
+        return estimate(f"calibrated_{figure}", value)
+    # With LoRA, or with several GPUs but no NVLink, there are none that were predicted before they were known.
+    is_known = not (shape.lora_rank or request.box.uses_pcie_links or isinstance(shape, live.LiveShape))
+    return estimate(figure, value) if is_known else Estimate(value)
 
 
 def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: float) -> tuple[float, float]:  # noqa: PLR0914

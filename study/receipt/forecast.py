@@ -11,7 +11,8 @@ from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.user_settings import UserFile, check_deepspeed, flatten
 from study.config.errors import UserError
 from study.config.flags import Precision
-from study.config.strategies import DEFAULT_RANKS_PER_NODE
+from study.config.strategies import DEFAULT_RANKS_PER_NODE, STRATEGY_NAMES, Strategy, read_strategy
+from study.predictor.calibration import MeasuredRun
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import CPU_CORE, Hardware, box_from_device_name
 from study.predictor.memory import predict_memory
@@ -19,7 +20,14 @@ from study.predictor.request import Estimate, Request
 from study.predictor.shape import ModelShape, shape_of_document, with_adapters
 from study.predictor.state import predict_state
 from study.predictor.time import predict_time
-from study.receipt.document import PRECISIONS, EngineFacts, ForecastRow, MeasuredForecast, ReceiptDocument
+from study.receipt.document import (
+    PRECISIONS,
+    EngineFacts,
+    ForecastRow,
+    MeasuredForecast,
+    ReceiptDocument,
+    read_receipt,
+)
 
 # State and traffic are counted exactly: only buffers of a few bytes may be missing.
 _EXACT = 0.01
@@ -36,6 +44,42 @@ def make_forecast(receipt: ReceiptDocument) -> MeasuredForecast:
         return MeasuredForecast(comparisons=tuple(_compare(receipt, case.request)))
     except UserError as refusal:
         return MeasuredForecast(missing=refusal.problem)
+
+
+def read_run(name: str) -> MeasuredRun:
+    """Return the measured run of a receipt's file; UserError if it cannot be predicted."""
+    try:
+        return measured_run(read_receipt(name), name)
+    except UserError as refusal:
+        raise UserError(f"{name}: {refusal.problem}", "use another receipt, or --measured") from None
+
+
+def measured_run(receipt: ReceiptDocument, name: str) -> MeasuredRun:
+    """Return step and peak of a receipt; UserError if its configuration cannot be predicted."""
+    request = config_case(receipt).request
+    request = dataclasses.replace(request, strategy=_named_strategy(request.strategy))
+    memory, step_s = receipt.memory, receipt.time.step_s
+    if step_s is not None:
+        # The data loader waits as long with any strategy.
+        step_s -= receipt.time.parts.get("data", 0.0)
+    peak = None if memory is None else memory.total_bytes - memory.parts.get("other_tensors", 0)
+    return MeasuredRun(name, request, step_s, peak)
+
+
+def _named_strategy(strategy: Strategy) -> Strategy:
+    """Return a strategy under the name of the one with the same stage and offload, if there is one."""
+    for name in STRATEGY_NAMES:
+        candidate = read_strategy(name)
+        has_groups = candidate.mesh is not None or candidate.group is not None
+        if not has_groups and _placement(candidate) == _placement(strategy):
+            return dataclasses.replace(strategy, name=name)
+    return strategy
+
+
+def _placement(strategy: Strategy) -> tuple[object, ...]:
+    """Return the sharded parts of the state, and their devices."""
+    offload = (strategy.offload_device("optimizer"), strategy.offload_device("param"))
+    return strategy.deepspeed is not None, strategy.zero_stage, strategy.is_fsdp, offload, strategy.name == "ddp"
 
 
 def config_case(receipt: ReceiptDocument) -> ConfigCase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,11 @@ STEPS_VARIABLE = "ZERO_STUDY_RECORD_STEPS"
 STAGES = ("start", "loss", "output", "gradient", "norm", "clipping", "update", "weight")
 RecordedStage = Literal["start", "loss", "output", "gradient", "norm", "clipping", "update", "weight"]
 RecordState = Literal["begun", "complete", "not comparable"]
+
+
+def is_recording() -> bool:
+    """Whether this process is a rank of a program of `study verify --mine`."""
+    return bool(os.environ.get(RECORD_VARIABLE))
 
 
 class RecordedDifference(Part):

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from study.config.text import rounded_seconds
+from study.receipt.changes import change_lines
 from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ForecastRow, ReceiptDocument
 
 WIDTH, HEIGHT = 100, 40
@@ -48,6 +49,7 @@ def _lines(receipt: ReceiptDocument, name: str) -> Iterator[str]:
     yield from _speed(receipt)
     yield from _ranks(receipt)
     yield from _forecast(receipt)
+    yield from change_lines(receipt)
     if receipt.unavailable:
         yield f"not available: {'; '.join(receipt.unavailable)}"
     for failure in receipt.failures[:_MAX_FAILURES]:

@@ -39,11 +39,6 @@ from study.receipt.whole_tensors import Tensors, whole_tensors
 _NOT_COMPARABLE = 87
 
 
-def is_recording() -> bool:
-    """Whether this process is a rank of a program of `study verify --mine`."""
-    return bool(os.environ.get(RECORD_VARIABLE))
-
-
 def start_recording(model: Any, optimizer: Any) -> None:
     """Compare the steps of this process with plain training; a second receipt changes nothing."""
     if MineRecorder.first is None:
@@ -164,6 +159,8 @@ class MineRecorder:
     def _check_passes(self, passes: list[RecordedPass]) -> None:
         if (name := self._passes.outside) is not None:
             raise NotComparable(f"the program calls {plain_name(name)} outside of the model's forward pass")
+        if self._hooks.obstacle is not None:
+            raise NotComparable(self._hooks.obstacle)
         if any(it.autocast is not None and it.autocast[1] and it.autocast[2] is torch.float16 for it in passes):
             raise NotComparable(FP16)
 

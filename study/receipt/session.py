@@ -52,9 +52,9 @@ from study.receipt.failures import Failures, print_notice
 from study.receipt.faults import find_faults
 from study.receipt.figures import list_figures
 from study.receipt.forecast import make_forecast
+from study.receipt.mine_record import is_recording
 from study.receipt.page import receipt_lines
 from study.receipt.peak import GuardedState, GuardedTraffic, PeakWatch
-from study.receipt.recorder import is_recording, start_recording
 from study.receipt.timing import PartTimer
 from study.records.directory import utc_now
 
@@ -127,6 +127,9 @@ class Receipt:
         self._counter: Any = None
         if self._is_off:
             self._is_closed = True
+            # Imported here: a receipt that measures needs none of it.
+            from study.receipt.recorder import start_recording
+
             start_recording(model, optimizer)
             return
         try:

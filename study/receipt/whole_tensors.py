@@ -14,6 +14,7 @@ from study.compositions.trace import plain_name
 from study.metrics.inventory import dtensor_type, fsdp_groups
 from study.metrics.state import base_optimizer
 from study.receipt.live_engine import find_kind
+from study.receipt.obstacles import NotComparable
 
 Tensors = dict[str, torch.Tensor]
 
@@ -91,7 +92,7 @@ class Fsdp2Tensors(WholeTensors):
     def compute_dtype(self) -> torch.dtype | None:
         dtypes = {group.mp_policy.param_dtype for group in fsdp_groups(self.model)}
         if len(dtypes) > 1:
-            raise NotImplementedError("its groups compute in several types")
+            raise NotComparable("its groups compute in several types: give them one mp_policy")
         return next(iter(dtypes), None)
 
     @contextlib.contextmanager

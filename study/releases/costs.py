@@ -134,7 +134,6 @@ class CostCause:
     figures: tuple[str, ...]
     # Every one of these features, or one of each list of alternatives.
     features: tuple[frozenset[str], ...]
-    without: frozenset[str]
     change: str
 
     def explains(self, change: CostChange) -> bool:
@@ -144,7 +143,6 @@ class CostCause:
             and release_key(self.after) <= release_key(change.before)
             and release_key(change.release) <= release_key(self.by)
             and all(levels & alternatives for alternatives in self.features)
-            and not levels & self.without
         )
 
 
@@ -181,7 +179,6 @@ def read_cost_causes() -> tuple[CostCause, ...]:
             features=tuple(
                 frozenset([feature] if isinstance(feature, str) else feature) for feature in entry["features"]
             ),
-            without=frozenset(entry.get("without", ())),
             change=entry["change"],
         )
         for entry in entries["causes"]
@@ -226,12 +223,12 @@ def measure_costs(
 ) -> dict[str, CombinationCost]:
     """Measure combinations in one process with the engines; the environment is that of a stack, or this process's."""
     costs: dict[str, CombinationCost] = {}
-    unit = make_combination([_UNIT])
+    unit = make_combination(_UNIT.split(","))
     unit_s = 0.0
     with RankServer(_SERVER, environment) as server:
         for place, combination in enumerate(combinations):
             if place % _UNIT_EVERY == 0:
-                unit_s = min(answer["host_s"] for answer in _ask_repeatedly(unit, server))
+                unit_s = _unit_s(_ask_repeatedly(unit, server))
             cost = costs[combination.name] = _cost(_ask_repeatedly(combination, server), unit_s)
             if cost.is_measured:
                 figures = ", ".join(f"{name} {cost.figure(name):.2f}" for name in FIGURES)
@@ -239,6 +236,15 @@ def measure_costs(
             else:
                 report(f"{combination.name}: {cost.kind}: {cost.says}")
     return costs
+
+
+def _unit_s(answers: list[dict[str, Any]]) -> float:
+    """Return the shortest time of the unit's steps."""
+    failed = next((answer for answer in answers if answer["kind"] != "measured"), None)
+    if failed is not None:
+        problem = f"{_UNIT}, the unit of host time, {failed['kind']}: {failed['says']}"
+        raise UserError(problem, f"study verify --features {_UNIT}")
+    return float(min(answer["host_s"] for answer in answers))
 
 
 def _ask_repeatedly(combination: Combination, server: RankServer) -> list[dict[str, Any]]:
@@ -302,13 +308,16 @@ def overview(table: CostTable) -> list[str | TextTable]:
     for change in group_changes(find_changes(table)):
         page.append(f"  {change.before} to {change.release}: {change.text}: {change.reason}")
         page.append(f"    {' '.join(change.features)}")
-    return [*page, "", *_NOTES]
+    return [*page, "", *_notes(table)]
 
 
-_NOTES = (
-    "in bytes for each of the 0.67 M parameters; buckets of 0.2 M elements; peak: all tensors at the fullest moment",
-    "host time: CPU time of the process, in steps of ddp; only differences above 50 % count as changes",
-)
+def _notes(table: CostTable) -> list[str]:
+    parameters = table.releases[table.names[-1]][_UNIT].parameters
+    return [
+        f"in bytes for each of the {parameters / 1e6:.2f} M parameters; peak: all tensors at the fullest moment",
+        f"host time: CPU time of the process, in steps of ddp; only differences above {_SAME['host_time']:.0%} count "
+        "as changes",
+    ]
 
 
 def history(table: CostTable, combination: Combination) -> list[str | TextTable]:
@@ -324,7 +333,7 @@ def history(table: CostTable, combination: Combination) -> list[str | TextTable]
     page += [f"{release}: {cost.kind}: {cost.says}" for release, cost in measured if not cost.is_measured]
     changes = group_changes(change for change in find_changes(table) if change.combination == combination)
     page += [f"{change.before} to {change.release}: {change.text}: {change.reason}" for change in changes]
-    return [*page, *_NOTES]
+    return [*page, *_notes(table)]
 
 
 def later_changes(table: CostTable, release: str, strategy: str, precision: str) -> list[str]:

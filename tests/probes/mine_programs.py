@@ -200,7 +200,7 @@ def torch_loop(way: str) -> None:
             (loss if "not_divided" in way else loss / ACCUMULATION).backward()
             if number % ACCUMULATION == 0:
                 if way.startswith("fsdp1"):
-                    model.clip_grad_norm_(0.5)
+                    model.clip_grad_norm_(0.5, math.inf if way == "fsdp1-largest" else 2.0)
                 elif "outside" not in way:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.5, math.inf if way == "largest" else 2.0)
                 optimizer.step()

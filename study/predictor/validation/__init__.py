@@ -101,6 +101,12 @@ def predicted_peak(row: Measurement) -> float:
     return memory.host_parts["rank"] + tensors + (EVALUATION_BYTES if row.evaluated == "between" else 0.0)
 
 
+def predicted_state(row: Measurement) -> float:
+    """Return the certain part of a device's peak: weights and optimizer."""
+    state = predict_state(row.request)
+    return state.params_device + state.optimizer_device
+
+
 def _recomputing(row: Measurement) -> Request:
     """Return the row's request, with checkpointing if its recomputation is selective."""
     recomputes = row.selective or row.request.gradient_checkpointing
@@ -121,7 +127,7 @@ def score(row: Measurement) -> dict[str, Any]:
     is_peak, is_step = (refused is None and figure is not None for figure in (row.peak_bytes, row.step_s))
     is_judged = refused is None and row.fits is not None and bool(request.box.device.memory_gib)
     judged_fit = device_bytes(predict_memory(_recomputing(row))) <= usable_bytes(request.box) if is_judged else None
-    state, peak_gib = predict_state(request), None if row.peak_bytes is None else row.peak_bytes / GIB
+    peak_gib = None if row.peak_bytes is None else row.peak_bytes / GIB
     predicted_gib, step_s = predicted_peak(row) / GIB if is_peak else None, predicted_step_s(row) if is_step else None
     return {
         "source": row.source,
@@ -139,7 +145,7 @@ def score(row: Measurement) -> dict[str, Any]:
         "peak_gib": peak_gib,
         "predicted_peak_gib": predicted_gib,
         # The exact part of it: weights and optimizer.
-        "state_gib": (state.params_device + state.optimizer_device) / GIB if is_peak else None,
+        "state_gib": predicted_state(row) / GIB if is_peak else None,
         "step_s": row.step_s,
         "predicted_step_s": step_s,
         "fits": row.fits,

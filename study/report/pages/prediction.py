@@ -20,6 +20,13 @@ from study.predictor.run_predictions import compare_figures as own_compared
 from study.predictor.run_predictions import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
 from study.predictor.validation import Measurement, published_rows, refused_sources, score, sources
+from study.predictor.validation.setups import (
+    SetupFigure,
+    SetupPair,
+    fit_single_error,
+    held_out_pairs,
+    medians_by_page,
+)
 from study.report.canvas import FAINT, GUIDE, SETTINGS, Drawing, as_svg, finish, sheet
 from study.report.document import render_markdown
 
@@ -195,6 +202,26 @@ def kinds_table(scores: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def setups_table() -> pd.DataFrame:
+    """Return errors of configurations of which another one of the same setup was measured, with it and without it."""
+    figures: dict[str, SetupFigure] = {"peak memory": "peak", "step time": "step"}
+    return pd.DataFrame([_setups_line(name, held_out_pairs(figure)) for name, figure in figures.items()])
+
+
+def _setups_line(name: str, pairs: Sequence[SetupPair]) -> dict[str, object]:
+    before, after = (pd.Series(medians_by_page(pairs, before=is_before)) for is_before in (True, False))
+    return {
+        "figure": name,
+        "pages": len(after),
+        "pairs": len(pairs),
+        "median error of a page, alone": _percent(before.median()),
+        "with a measured one": _percent(after.median()),
+        "mean of pages, alone": _percent(before.mean()),
+        "with a measured one ": _percent(after.mean()),
+        "better on": f"{int((after < before).sum())} of {len(after)} pages",
+    }
+
+
 def errors_by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
     """Return errors grouped by a column; step times exclude rows that fitted a constant."""
     lines = []
@@ -255,7 +282,8 @@ def _said(value: object) -> str:
 _INTERVALS_HEAD = """\
 # Written by `python -m study.report.pages.prediction report`: between which shares of a predicted figure
 # {within:.0%} of the measured ones lie, each published page counting the same, and over how many rows and pages. Of a
-# peak: of what is above weights and optimizer, which are certain.
+# peak: of what is above weights and optimizer, which are certain. Calibrated figures are those of configurations of
+# which another one of the same setup was measured.
 """
 
 
@@ -367,6 +395,7 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str) -> str:
         alt=Markup.escape(alt),
         headline=errors,
         kinds=kinds_table(frame),
+        setups=setups_table(),
         preregistered=preregistered_table(FOLDER, frame),
         fits=fits(frame),
         estimators=estimators,
@@ -423,12 +452,33 @@ def intervals_text(frame: pd.DataFrame) -> str:  # noqa: PLR0914
         ratios[what] = pd.Series(shares, dtype="float64"), None
     table = {what: _interval(values, pages) for what, (values, pages) in ratios.items() if values.notna().any()}
     adapted = (adapters["step_s"] / adapters["predicted_step_s"]).dropna()
+    setups, both_offload = _setup_ratios()
+    table |= {what: _interval(values, pages) for what, (values, pages) in setups.items()}
     # Too few rows or pages for an interval: their minimum and maximum.
-    for what, few in (("offload_step_s", offloaded), ("adapters_step_s", adapted)):
+    few_rows = {"offload_step_s": offloaded, "adapters_step_s": adapted, "calibrated_offload_step_s": both_offload}
+    for what, few in few_rows.items():
         if len(few):
             low, high = (round(float(end), 3) for end in (few.min(), few.max()))
             table[what] = {"low": low, "high": high, "rows": len(few)}
-    return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(table, sort_keys=False)
+    document = {"single_error": fit_single_error(), **table}
+    return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(document, sort_keys=False)
+
+
+def _setup_ratios() -> tuple[dict[str, tuple[pd.Series, pd.Series]], pd.Series]:
+    """Return measured over predicted figures of configurations of which another one of their setup was measured, with
+    their pages; and those of steps with offload, which have no interval."""
+    steps, peaks = held_out_pairs("step"), held_out_pairs("peak")
+    plain = [pair for pair in steps if not pair.row.request.strategy.offloads]
+    pages = pd.Series([pair.page for pair in plain])
+    ratios = pd.Series([pair.value / pair.after for pair in plain])
+    above = pd.Series([(pair.value - pair.state) / (pair.after - pair.state) for pair in peaks])
+    offloaded = pd.Series([pair.value / pair.after for pair in steps if pair.offloads])
+    figures = {
+        "calibrated_step_s": (ratios, pages),
+        "calibrated_tokens": (1 / ratios, pages),
+        "calibrated_above_state": (above, pd.Series([pair.page for pair in peaks])),
+    }
+    return figures, offloaded
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import GRID, PACKAGES
 from study.releases.command import LATEST_RELEASES
-from study.releases.costs import CostTable, find_changes, group_changes, read_costs
+from study.releases.costs import CostTable, find_changes, group_changes, read_costs, read_list
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import render_markdown
 from study.report.questions import releases
@@ -67,6 +67,7 @@ def page(records: Records) -> str:
         muon=_grid(muon) if muon else None,
         costs=_cost_changes(read_costs()),
         cost_releases=read_costs().names,
+        cost_combinations=len(read_list()),
     )
 
 

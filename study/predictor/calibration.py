@@ -1,0 +1,195 @@
+"""Corrections of predictions by measured configurations of the same setup: one model, hardware and program.
+
+reports/prediction has the errors with and without them, on published pages with several configurations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from study.config.errors import UserError
+from study.config.text import rounded, rounded_seconds
+from study.host.memory import GIB
+from study.predictor.memory import predict_memory
+from study.predictor.request import Configuration, MemoryUse, Request, SetupCorrection
+from study.predictor.state import predict_state
+from study.predictor.time import SINGLE_ERROR, predict_time
+
+# Programs pad vocabularies and shorten positions: a model whose parameters differ by less than this is the same.
+_SAME_MODEL = 0.05
+_SAME_SETUP = "give a run of the same model, hardware and program"
+# Torch's tensors, what its allocator reserves, and the process in the driver (`nvidia-smi`).
+PeakKind = Literal["allocated", "reserved", "device"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredRun:
+    """One configuration with its measured figures."""
+
+    # The file or flag that they come from.
+    name: str
+    request: Request
+    step_s: float | None = None
+    peak_bytes: float | None = None
+    peak_kind: PeakKind = "allocated"
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictedRun:
+    """A measured run with its predicted figures."""
+
+    run: MeasuredRun
+    step_s: float
+    peak_bytes: float
+    # The part of the peak that is certain: weights and optimizer.
+    state_bytes: float
+    # The step waits for the CPU to launch kernels.
+    is_launch_bound: bool = False
+
+    @classmethod
+    def predict(cls, run: MeasuredRun) -> PredictedRun:
+        memory, state, time = predict_memory(run.request), predict_state(run.request), predict_time(run.request)
+        return cls(
+            run=run,
+            step_s=time.step_s.value,
+            peak_bytes=peak_of_kind(memory, run.peak_kind),
+            state_bytes=state.params_device + state.optimizer_device,
+            is_launch_bound=time.is_launch_bound,
+        )
+
+    @property
+    def step_factor(self) -> float | None:
+        """Ratio of the measured time to the predicted one."""
+        return None if self.run.step_s is None else self.run.step_s / self.step_s
+
+    @property
+    def excess_bytes(self) -> float | None:
+        """Bytes by which the measured peak is above the predicted one."""
+        return None if self.run.peak_bytes is None else self.run.peak_bytes - self.peak_bytes
+
+
+def peak_of_kind(memory: MemoryUse, kind: PeakKind) -> float:
+    """Return a predicted peak as torch or the driver measures it on a device with free memory."""
+    if kind == "allocated":
+        return memory.peak_allocated.value
+    return memory.pool_with_room + (memory.device_parts["context"] if kind == "device" else 0.0)
+
+
+def check_run(run: MeasuredRun) -> None:
+    """Raise UserError for figures that cannot be those of the run."""
+    if run.request.box.is_cpu_only:
+        raise UserError(f"{run.name}: steps and peaks on CPUs do not correct those of GPUs", "measure on a GPU")
+    for what, value in (("step", run.step_s), ("peak", run.peak_bytes)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UserError(f"{run.name}: its {what} is {value:g}", "give a positive number")
+    if run.step_s is None and run.peak_bytes is None:
+        raise UserError(f"{run.name}: neither a step nor a peak was measured", "add step_ms=... or peak_gib=...")
+    if run.peak_bytes is not None:
+        state = PredictedRun.predict(run).state_bytes
+        if run.peak_bytes < state:
+            problem = f"its peak is {rounded(run.peak_bytes / GIB)} GiB, and weights and optimizer alone have"
+            problem += f" {rounded(state / GIB)}"
+            raise UserError(f"{run.name}: {problem}", "check strategy, precision and unit")
+
+
+def check_setup(run: MeasuredRun, question: Request) -> None:
+    """Raise UserError unless a run has the model, hardware and program of the question."""
+    for what in ("parameters", "trained_parameters"):
+        measured, expected = (getattr(request.shape, what) for request in (run.request, question))
+        if abs(measured / expected - 1) > _SAME_MODEL:
+            problem = (
+                f"{run.name} was measured with {measured:,} {what.replace('_', ' ')}, and the question has {expected:,}"
+            )
+            raise UserError(problem, _SAME_SETUP)
+    for what, measured, expected in _setup_figures(run.request, question):
+        if measured != expected:
+            problem = f"{run.name} was measured with {what} {measured}, and the question has {expected}"
+            raise UserError(problem, _SAME_SETUP)
+
+
+def _setup_figures(measured: Request, expected: Request) -> Iterator[tuple[str, object, object]]:
+    """Yield what makes two requests one setup, as words, and both values."""
+    yield "the GPU", measured.box.device.name, expected.box.device.name
+    if measured.strategy.name != "single" and expected.strategy.name != "single":
+        yield "ranks", measured.box.ranks, expected.box.ranks
+        yield "nodes", measured.box.nodes, expected.box.nodes
+    for what, name in (
+        ("attention", "attention"),
+        ("loss kernel", "loss_kernel"),
+        ("optimizer", "optimizer"),
+        ("4-bit weights", "quantized"),
+        ("a reference model", "reference_model"),
+    ):
+        yield what, getattr(measured, name), getattr(expected, name)
+    yield "precision", measured.precision.removesuffix("-engine"), expected.precision.removesuffix("-engine")
+
+
+def make_correction(runs: Sequence[PredictedRun], single_error: float = SINGLE_ERROR) -> SetupCorrection:
+    """Return the correction by measured runs of one setup."""
+    timed = [run for run in runs if run.step_factor is not None]
+    kinds: dict[str, list[PredictedRun]] = {"plain": [], "offload": [], "launch": []}
+    for run in timed:
+        offloads = run.run.request.strategy.offloads
+        kinds["offload" if offloads else "launch" if run.is_launch_bound else "plain"].append(run)
+    return SetupCorrection(
+        step_factor=_shared_factor(kinds["plain"], single_error),
+        offload_step_factor=_shared_factor(kinds["offload"], single_error),
+        launch_factor=_shared_factor(kinds["launch"], single_error),
+        excesses=tuple(
+            (run.excess_bytes, run.peak_bytes - run.state_bytes) for run in runs if run.excess_bytes is not None
+        ),
+        measured_step_factors=_own(timed, "step_factor"),
+        measured_excesses=_own([run for run in runs if run.excess_bytes is not None], "excess_bytes"),
+    )
+
+
+def _shared_factor(runs: Sequence[PredictedRun], single_error: float) -> float | None:
+    """Return the factor of configurations that were not measured.
+
+    A small difference is an error of the measured configuration alone. The excess of a large one over it is shared by
+    the setup. The mean of n runs has a single error that is smaller by the root of n.
+    """
+    if not runs:
+        return None
+    mean = statistics.mean(math.log(run.step_factor) for run in runs if run.step_factor)
+    return math.exp(math.copysign(max(0.0, abs(mean) - single_error / math.sqrt(len(runs))), mean))
+
+
+def _own(runs: Sequence[PredictedRun], figure: str) -> tuple[tuple[Configuration, float], ...]:
+    """Return a figure's mean by measured configuration."""
+    by_configuration: dict[Configuration, list[float]] = {}
+    for run in runs:
+        by_configuration.setdefault(run.run.request.configuration, []).append(getattr(run, figure))
+    return tuple((configuration, statistics.mean(values)) for configuration, values in by_configuration.items())
+
+
+def run_document(predicted: PredictedRun) -> dict[str, object]:
+    """Return a run as in the documents of --json."""
+    run = predicted.run
+    return {
+        "name": run.name,
+        **dataclasses.asdict(run.request.configuration),
+        "step_s": run.step_s,
+        "predicted_step_s": predicted.step_s,
+        "peak_kind": run.peak_kind,
+        "peak_bytes": run.peak_bytes,
+        "predicted_peak_bytes": predicted.peak_bytes,
+    }
+
+
+def calibration_lines(runs: Sequence[PredictedRun]) -> Iterator[str]:
+    """Yield the measured figures of each run next to its predicted ones."""
+    for run in runs:
+        request, figures = run.run.request, []
+        if run.run.step_s is not None:
+            step = f"{rounded_seconds(run.run.step_s)} a step, predicted {rounded_seconds(run.step_s)}"
+            figures.append(f"{step} (x {run.step_factor:.2f})")
+        if run.run.peak_bytes is not None:
+            peak = f"{rounded(run.run.peak_bytes / GIB)} GiB {run.run.peak_kind}"
+            figures.append(f"{peak}, predicted {rounded(run.peak_bytes / GIB)}")
+        configuration = f"{request.strategy.name}, micro-batch {request.micro_batch}"
+        yield f"{run.run.name}: {configuration}: {'; '.join(figures)}"

@@ -1,0 +1,118 @@
+"""Changes of a measured configuration that are predicted to be faster, calibrated by the run itself. It imports no
+torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from study.advisor.advise import AdviceRequest, candidates
+from study.advisor.fitted import fit_settings
+from study.advisor.predict_command import workload_text
+from study.config.errors import UserError
+from study.config.strategies import read_strategy
+from study.config.text import rounded
+from study.host.memory import GIB
+from study.predictor.calibration import PredictedRun, check_run, make_correction
+from study.predictor.memory import predict_memory
+from study.predictor.request import Request, TrainerSettings
+from study.predictor.time import device_bytes, fits, predict_time
+from study.receipt.document import ReceiptDocument
+from study.receipt.forecast import measured_run
+
+_SHOWN = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictedChange:
+    """One change of a configuration, with its predicted effect."""
+
+    says: str
+    # Over the measured speed, and its interval.
+    speedup: float
+    low: float
+    high: float
+    device_bytes: float
+
+
+def change_lines(receipt: ReceiptDocument) -> Iterator[str]:
+    """Yield the changes as text; nothing if the run cannot be predicted."""
+    try:
+        changes = list_changes(receipt)
+    except UserError:
+        return
+    if changes is None:
+        return
+    if not changes:
+        yield "changes: no other strategy, micro-batch or loss is predicted to be faster beyond its error"
+        return
+    yield "changes that are predicted to be faster, calibrated by this run:"
+    for change in changes:
+        speed = f"{change.speedup:.2f} x as fast ({change.low:.2f} to {change.high:.2f})"
+        yield f"  {change.says}: {speed}, {rounded(change.device_bytes / GIB)} GiB of the device"
+
+
+def list_changes(receipt: ReceiptDocument) -> list[PredictedChange] | None:
+    """Return the fastest single changes that fit and are faster at both ends of their intervals.
+
+    None if no step on a GPU was measured.
+    """
+    if receipt.engine.device == "cpu" or receipt.time.step_s is None:
+        return None
+    run = measured_run(receipt, "this run")
+    check_run(run)
+    correction = make_correction([PredictedRun.predict(run)])
+    now = dataclasses.replace(run.request, correction=correction)
+    measured = predict_time(now).tokens_per_s_per_gpu.value
+    changes = [_predicted(says, request, measured) for says, request in _single_changes(now)]
+    faster = [change for change in changes if change is not None and change.low > 1]
+    return sorted(faster, key=lambda change: -change.speedup)[:_SHOWN]
+
+
+def _single_changes(now: Request) -> Iterator[tuple[str, Request]]:
+    """Yield requests that differ from one by one change, with the change in words."""
+    micro_batch = now.micro_batch
+    while now.accumulation * now.micro_batch % (2 * micro_batch) == 0:
+        micro_batch *= 2
+        larger = dataclasses.replace(
+            now, micro_batch=micro_batch, accumulation=now.accumulation * now.micro_batch // micro_batch
+        )
+        yield workload_text(larger).partition(",")[0], larger
+    if now.gradient_checkpointing:
+        yield "no gradient checkpointing", dataclasses.replace(now, gradient_checkpointing=False)
+    if now.shape.family == "causal-lm" and now.loss_kernel == "transformers":
+        yield "a fused loss (Liger's)", dataclasses.replace(now, loss_kernel="liger")
+    question = _question(now)
+    for name in candidates(question):
+        strategy = read_strategy(name)
+        if strategy.name == now.strategy.name or (strategy.offloads and not now.strategy.offloads):
+            continue
+        changed = question.configuration(strategy, now.micro_batch, now.accumulation, now.gradient_checkpointing)
+        yield name, fit_settings(changed)
+
+
+def _question(now: Request) -> AdviceRequest:
+    return AdviceRequest(
+        shape=now.shape,
+        box=now.box,
+        sequence_length=now.sequence_length,
+        precision=now.precision.removesuffix("-engine"),
+        attention=now.attention,
+        reference_model=now.reference_model,
+        quantized=now.quantized,
+        trainer=TrainerSettings(loss_kernel=now.loss_kernel),
+        correction=now.correction,
+    )
+
+
+def _predicted(says: str, request: Request, measured: float) -> PredictedChange | None:
+    """Return a change with its effect; None if its 90 % bound does not fit, or if its time has no interval."""
+    memory = predict_memory(request)
+    if not fits(memory, request.box, at_upper=True):
+        return None
+    speed = predict_time(request).tokens_per_s_per_gpu
+    if speed.low is None or speed.high is None:
+        return None
+    return PredictedChange(
+        says, speed.value / measured, speed.low / measured, speed.high / measured, device_bytes(memory)
+    )
