@@ -1,4 +1,4 @@
-// The page: its form, the answers of worker.js, and what one takes away. Text is only ever set as textContent.
+// The page: its form, the answers of Python, and what one takes away. Text is only ever set as textContent.
 import { bars, PARTS, svgText } from "./bars.js";
 import { at, call, isStarted, made, post, quoted } from "./common.js";
 import { connectFile } from "./file.js";
