@@ -143,10 +143,13 @@ class Calculator:
 
     @_as_json
     def changes(self) -> dict[str, Any]:
-        """Return the changes of hardware or length that would change the recommendation: less work than a table."""
+        """Return the changes that would change the recommendation, and the effect of an offload: no whole table."""
         if self.advice is None:
             raise self._missing_question()
-        return {"changes": list(advise.sensitivity_lines(self.advice))}
+        return {
+            "changes": list(advise.sensitivity_lines(self.advice)),
+            "optimizer_on_host": advise.offload_line(self.advice),
+        }
 
     @_as_json
     def files(self, name: str) -> dict[str, Any]:

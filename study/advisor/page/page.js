@@ -266,11 +266,21 @@ async function showFiles(name) {
 at("what-if").onclick = async () => {
   at("what-if").disabled = true;
   at("changes").replaceChildren(made("li", "comparing other hardware and lengths ..."));
-  const { changes } = await call(at("status"), "changes");
+  let answer;
+  try {
+    answer = await call(at("status"), "changes");
+  } catch (error) {
+    answer = { refused: error.message, fix: "run study advise on a machine" };
+  }
   at("what-if").disabled = false;
-  const texts = changes.length ? changes : ["nothing of: more or fewer GPUs, a slower network, longer samples"];
-  at("changes").replaceChildren(...texts.map((text) => made("li", text)));
+  at("changes").replaceChildren(...changeTexts(answer).map((text) => made("li", text)));
 };
+
+function changeTexts({ refused, fix, changes, optimizer_on_host: offload }) {
+  if (refused) return [`${refused}. To fix it: ${fix}.`];
+  const texts = changes.length ? changes : ["nothing of: more or fewer GPUs, a slower network, longer samples"];
+  return offload ? [...texts, offload] : texts;
+}
 
 at("save-csv").onclick = () => {
   const plain = (text) => `"${String(text).replaceAll("\u00ad", "").replaceAll('"', '""')}"`;
