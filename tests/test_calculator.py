@@ -193,6 +193,11 @@ def test_files_and_changes_are_those_of_the_command(
     with page.expect_download() as download:
         page.click("#save-svg")
     assert Path(download.value.path()).read_text().startswith("<svg viewBox=")
+    with page.expect_download() as download:
+        page.click("#save-plot")
+    drawing = Path(download.value.path()).read_text()
+    assert drawing.count("<circle") == sum(option["fits"] for option in document["strategies"])
+    assert drawing.count(" tokens/s") >= drawing.count("<circle")
 
 
 @pytest.mark.parametrize(

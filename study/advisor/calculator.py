@@ -27,7 +27,7 @@ from study.config.flags import Parser
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import known_devices
-from study.predictor.time import device_bytes, usable_bytes
+from study.predictor.time import device_bytes, max_offload_slowdown, usable_bytes
 from study.releases.causes import GRID
 from study.releases.judge import add_stack_arguments, cause_line, judge_request
 from study.workloads.presets import PRESETS
@@ -228,9 +228,12 @@ class Calculator:
 
 def _row(option: advise.Option) -> dict[str, Any]:
     """Return an option as `study advise --json` does, with its 90 % bound and the bytes that one rank sends."""
+    offloads = option.request.strategy.offloads
     return {
         **advise_command.entry(option),
         "bound_bytes": device_bytes(option.memory, at_upper=True),
         "sent_bytes": sent_bytes(option.request),
-        "offloads": option.request.strategy.offloads,
+        "offloads": offloads,
+        # Each measured offload step took longer than predicted.
+        "least_tokens_per_s": option.tokens_per_s / max_offload_slowdown() if offloads else None,
     }
