@@ -1,7 +1,7 @@
 """Answers of the calculator, a page that asks three commands of `study`; its files are in page/.
 
-Python runs in the browser (tools/calculator). Every method takes texts and returns JSON: no object of Python is left in
-JavaScript.
+Python runs in the browser (tools/calculator), or on the user's machine (serve.py). Every method takes texts and returns
+JSON: no object of Python is left in JavaScript.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from study.config.flags import Parser
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import known_devices
+from study.predictor.live import live_notes
 from study.predictor.time import device_bytes, max_offload_slowdown, usable_bytes
 from study.releases.causes import GRID
 from study.releases.judge import add_stack_arguments, cause_line, judge_request
@@ -52,7 +54,7 @@ def _as_json(method: Callable[..., dict[str, Any]]) -> Callable[..., str]:
             if isinstance(refusal, NotInstalled) and sys.platform == "emscripten":
                 # Of models that no table here describes.
                 problem = "this kind of model is traced with transformers' own code, which a browser does not have"
-                fix = "run the command below on a machine, after `make install`"
+                fix = "run `study serve`, or the command below, on a machine, after `make install`"
             return json.dumps({"refused": session.without_folders(problem), "fix": fix})
 
     return answer
@@ -63,10 +65,11 @@ class Calculator:
 
     def __init__(self) -> None:
         # Its name is random and other users cannot read it; it is removed with this object.
-        self._folder = tempfile.TemporaryDirectory(prefix="study-", ignore_cleanup_errors=True)
-        self._models = Path(self._folder.name) / "models"
-        self._files = Path(self._folder.name) / "files"
-        self._given = Path(self._folder.name) / "given"
+        folder = Path(tempfile.mkdtemp(prefix="study-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._models = folder / "models"
+        self._files = folder / "files"
+        self._given = folder / "given"
         self.options = argparse.Namespace()
         self.question: advise.AdviceRequest | None = None
         self.advice: advise.Advice | None = None
@@ -112,6 +115,7 @@ class Calculator:
             "sequence_length": question.sequence_length,
             "precision": question.precision,
             "global_batch": question.global_batch,
+            "notes": list(live_notes(question.shape)),
         }
 
     @_as_json

@@ -4,6 +4,7 @@ import { at, call, isStarted, made, post, quoted } from "./common.js";
 import { connectFile } from "./file.js";
 import { plot } from "./plot.js";
 import { connectReleases } from "./releases.js";
+import { header } from "./transport.js";
 
 const GIB = 2 ** 30;
 const form = at("form");
@@ -163,7 +164,7 @@ function show() {
   at("progress").value = shown.count ?? 0;
   const question = `${about.model}, ${rounded(about.parameters / 1e9)} B parameters, on ${about.hardware}: `
     + `${size(about.usable_bytes)} GiB usable of a GPU, ${about.sequence_length} tokens a sample, ${about.precision}`;
-  at("status").textContent = rank ? question
+  at("status").textContent = rank ? [question, ...about.notes].join("; ")
     : `${question}; ${shown.step === "one_sample" ? "one sample a GPU first" : "now the largest micro-batches"} ...`;
   const best = rank?.recommended ? `Use ${rank.recommended}: ` : "";
   at("answer").textContent = rank ? `${best}${rank.how_sure}` : "";
@@ -337,6 +338,7 @@ connectFile(explainWords, ownModel);
 
 // --- start: the answers that were made with the page are shown before Python is there
 
+if (header) at("place").textContent = header;
 stored = await (await fetch("stored.json")).json();
 at("models").append(...stored.models.map((name) => new Option(name)));
 connectReleases(stored);

@@ -1,5 +1,8 @@
 // Python in this browser: worker.js, whose Pyodide runs the project's modules.
 
+// The text below the heading is that of the page.
+export const header = null;
+
 // `say` shows a text where the newest question is, and `listen` takes the answers.
 export function connect(say, listen) {
   say("Python is loading: 14 MB once, 7 where the server compresses ...");
