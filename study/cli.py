@@ -96,6 +96,7 @@ COMMANDS = {
         "explain a DeepSpeed or Accelerate config: the cost of each setting, conflicts, and settings without effect",
         "advisor.explain",
     ),
+    "serve": Command("answer advise, explain and releases on a page in the browser", "advisor.serve"),
     "configs": Command(
         "write strategies' Accelerate files for any script",
         "advisor.advise_command",

@@ -21,7 +21,16 @@ import pytest
 
 from engines import ONE_THREAD, ROOT
 from study.advisor import advise as rules
-from study.advisor.advise import SPEED_TOLERANCE, Advice, AdviceRequest, Option, advise, candidates, explain_best
+from study.advisor.advise import (
+    SPEED_TOLERANCE,
+    Advice,
+    AdviceRequest,
+    Option,
+    advise,
+    candidates,
+    explain_best,
+    offload_line,
+)
 from study.advisor.advise_command import add_arguments, build_advice_request, write_files
 from study.advisor.fitted import RankKey, find_best, precision_under
 from study.cli import main
@@ -320,6 +329,29 @@ def test_an_offload_names_its_needs_if_the_hardware_does_not_state_them() -> Non
     lighter = "with less host memory: zero3_nvme_optimizer (micro-batch 2 x accumulation 8, gradient checkpointing)"
     assert lighter in print_page("qwen2.5-7b", "4x4090")
     assert "with less host memory" not in print_page("qwen2.5-7b", "4x4090", "--host_memory", "512")
+
+
+def test_the_optimizer_on_the_host_is_compared_at_the_recommended_micro_batch() -> None:
+    advice = ask("llama-3.1-8b", "8xH100")
+    best = advice.best
+    assert best is not None
+    line = offload_line(advice)
+    assert line is not None
+    settings = ("--micro_batch", f"{best.request.micro_batch}", "--accumulation", f"{best.request.accumulation}")
+    predicted = read_json("predict", "llama-3.1-8b", "8xH100", "--strategy", "zero2_cpu", "--fitted", *settings)
+    peaks = [rounded(size / 2**30) for size in (predicted["device_bytes"], device_bytes(best.memory))]
+    assert f"(zero2_cpu) the same micro-batch takes {peaks[0]} GiB of a GPU instead of {peaks[1]}" in line
+    offload = next(option for option in advice.options if option.name == "zero2_cpu")
+    speed = offload.tokens_per_s / best.tokens_per_s
+    assert line.endswith(f" it has {speed / max_offload_slowdown():.0%} to {speed:.0%} of the speed")
+    assert line in print_page("llama-3.1-8b", "8xH100", "--details")
+    assert line == read_json("advise", "llama-3.1-8b", "8xH100")["optimizer_on_host"]
+    # An offload that is recommended has nothing to compare with, and one whose host is too small does not fit.
+    alone = ask("llama-3.1-8b", "1x4090")
+    assert alone.best is not None
+    assert alone.best.request.strategy.offloads
+    assert offload_line(alone) is None
+    assert "it would not fit: " in (offload_line(ask("llama-3.1-8b", "8xH100", "--host_memory", "100")) or "")
 
 
 def test_an_option_that_fits_only_by_its_predicted_peak_is_named_separately(

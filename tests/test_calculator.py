@@ -181,7 +181,10 @@ def test_files_and_changes_are_those_of_the_command(
     page.click("#what-if")
     page.wait_for_selector("#what-if:enabled")
     changes = page.locator("#changes li").all_inner_texts()
-    assert changes == (document["changes"] or ["nothing of: more or fewer GPUs, a slower network, longer samples"])
+    assert changes == [
+        *(document["changes"] or ["nothing of: more or fewer GPUs, a slower network, longer samples"]),
+        *([document["optimizer_on_host"]] if document["optimizer_on_host"] else []),
+    ]
     with page.expect_download() as download:
         page.click("#save-csv")
     lines = Path(download.value.path()).read_text().splitlines()
@@ -190,6 +193,11 @@ def test_files_and_changes_are_those_of_the_command(
     with page.expect_download() as download:
         page.click("#save-svg")
     assert Path(download.value.path()).read_text().startswith("<svg viewBox=")
+    with page.expect_download() as download:
+        page.click("#save-plot")
+    drawing = Path(download.value.path()).read_text()
+    assert drawing.count("<circle") == sum(option["fits"] for option in document["strategies"])
+    assert drawing.count(" tokens/s") >= drawing.count("<circle")
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,24 @@ def test_a_command_needs_no_checkout(study: Command, arguments: str, printed: st
     assert result.stderr == ""
 
 
+def test_the_served_page_needs_no_checkout(study: Command) -> None:
+    code = """
+import json
+from study.advisor.serve import make_server
+with make_server() as server:
+    for name in ("index.html", "page.js", "question.js", "transport.js", "style.css", "stored.json"):
+        print(name, server.find_file(name) is not None)
+    folder = json.loads(server.answer("a", "keep_config", ["mine", '{"model_type": "olmo2"}']))["folder"]
+    print(json.loads(server.answer("a", "ask", [json.dumps([folder, "--hardware", "2x4090"])]))["fix"])
+"""
+    result = study("-c", code, program="python")
+    assert result.returncode == 0, result.stderr
+    *files, fix = result.stdout.splitlines()
+    assert len(files) == 6
+    assert all(line.endswith(" True") for line in files)
+    assert fix == "run: pip install 'zero-study[train]'"
+
+
 def test_the_colab_notebook_installs_the_wheel_of_its_kernel(study: Command, wheel: Path, tmp_path: Path) -> None:
     cells = {cell.id: cell.source for cell in nbformat.read(NOTEBOOKS / "colab.ipynb", as_version=4).cells}
     # Nothing is installed: the install commands are printed.

@@ -531,12 +531,7 @@ def unchecked_needs(option: Option) -> Iterator[str]:
 def explain_slowdown(option: Option, best: Option) -> str:
     """Return why `option` is slower than `best`, compared at the micro-batch and checkpointing of `best`."""
     ours, box = best.request, best.request.box
-    same = dataclasses.replace(
-        option.request,
-        micro_batch=ours.micro_batch,
-        accumulation=ours.accumulation,
-        gradient_checkpointing=ours.gradient_checkpointing,
-    )
+    same = _at_settings(option.request, ours)
     if not timing.fits(predict_memory(same), box, at_upper=best.is_safe):
         return f": with {workload_text(ours)}, the settings of {best.name}, it does not fit"
     assert best.time is not None
@@ -583,6 +578,48 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
         changed = advise_without_losers(scenario, _near(advice, scenario), None if best is None else best.name)
         if changed is not None and (change := _changed_advice(best, changed)) is not None:
             yield f"with {label} {change}"
+
+
+def offload_line(advice: Advice) -> str | None:
+    """Return the effect of the optimizer on the host: memory at the recommended settings, speed at the best ones.
+
+    None if nothing fits, or if the recommendation has an offload itself.
+    """
+    best = advice.best
+    if best is None or best.request.strategy.offloads:
+        return None
+    options = [option for option in advice.options if _has_only_optimizer_on_host(option.request.strategy)]
+    if not options:
+        return None
+    option = options[0]
+    start = f"with the optimizer on the host ({option.name})"
+    if not option.fits:
+        return f"{start} it would not fit: {option.why}"
+    memory = predict_memory(_at_settings(option.request, best.request))
+    peak, usual_peak = (rounded(timing.device_bytes(item) / GIB) for item in (memory, best.memory))
+    host, usual_host = (rounded(item.host_peak.value / GIB) for item in (memory, best.memory))
+    # Each measured offload step took longer than predicted.
+    speed = option.tokens_per_s / best.tokens_per_s
+    speeds = f"{speed / timing.max_offload_slowdown(option.request.correction):.0%} to {speed:.0%}"
+    return (
+        f"{start} the same micro-batch takes {peak} GiB of a GPU instead of {usual_peak}, and {host} GiB of a node's"
+        f" host memory instead of {usual_host}; with {workload_text(option.request)} it has {speeds} of the"
+        " speed"
+    )
+
+
+def _at_settings(request: Request, settings: Request) -> Request:
+    """Return a request with the micro-batch, the accumulation and the checkpointing of another one."""
+    return dataclasses.replace(
+        request,
+        micro_batch=settings.micro_batch,
+        accumulation=settings.accumulation,
+        gradient_checkpointing=settings.gradient_checkpointing,
+    )
+
+
+def _has_only_optimizer_on_host(strategy: Strategy) -> bool:
+    return strategy.offload_device("optimizer") == "cpu" and strategy.offload_device("param") is None
 
 
 def _with_box(question: AdviceRequest, **changes: Any) -> AdviceRequest:

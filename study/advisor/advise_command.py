@@ -259,6 +259,7 @@ def _document(
         "how_sure": advise.explain_best(advice),
         "faster_if_it_fits": riskier and entry(riskier),
         "changes": what_ifs,
+        "optimizer_on_host": advise.offload_line(advice),
         "nearest": similar,
         "measured": [run_document(run) for run in runs],
         "strategies": [entry(option) for option in advice.options],
@@ -329,6 +330,8 @@ def _page(
     if best is not None:
         yield from _notes(advice, best, riskier)
     yield from lines
+    if details and (line := advise.offload_line(advice)) is not None:
+        yield line
     if best and files:
         yield from _file_lines(files, best.request, options.nvme_path)
     elif best:

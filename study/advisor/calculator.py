@@ -1,21 +1,26 @@
-"""Answers of the calculator, a page that asks three commands of `study` in a browser (tools/calculator).
+"""Answers of the calculator, a page that asks three commands of `study`; its files are in page/.
 
-Every method takes texts and returns JSON: no object of Python is left in JavaScript.
+Python runs in the browser (tools/calculator), or on the user's machine (serve.py). Every method takes texts and returns
+JSON: no object of Python is left in JavaScript.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import copy
 import dataclasses
 import functools
 import json
 import os
 import re
 import shutil
+import sys
+import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from study.advisor import advise, advise_command, explain
 from study.config.errors import NotInstalled, UserError
@@ -23,28 +28,34 @@ from study.config.flags import Parser
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import known_devices
-from study.predictor.time import device_bytes, usable_bytes
+from study.predictor.live import live_notes
+from study.predictor.time import device_bytes, max_offload_slowdown, usable_bytes
 from study.releases.causes import GRID
 from study.releases.judge import add_stack_arguments, cause_line, judge_request
 from study.workloads.presets import PRESETS
 
-# Folders of the browser's file system, which is in memory.
-_MODELS, _FILES, _GIVEN = Path("/tmp/models"), Path("/tmp/files"), Path("/tmp/given")
+_PAGE = Path(__file__).parent / "page"
+
+
+def page_files(transport: Literal["static", "served"]) -> list[Path]:
+    """Return the files of the page, with those that reach Python in the browser or on the machine that serves it."""
+    return [file for folder in (_PAGE, _PAGE / transport) for file in sorted(folder.iterdir()) if file.is_file()]
 
 
 def _as_json(method: Callable[..., dict[str, Any]]) -> Callable[..., str]:
     """Make a method return JSON; a refusal is {"refused": problem, "fix": what to do}."""
 
     @functools.wraps(method)
-    def answer(*arguments: str) -> str:
+    def answer(session: Calculator, *arguments: str) -> str:
         try:
-            return json.dumps(method(*arguments))
-        except NotInstalled:
-            # Of models that no table here describes.
-            problem = "this kind of model is traced with transformers' own code, which a browser does not have"
-            return json.dumps({"refused": problem, "fix": "run the command below on a machine, after `make install`"})
+            return json.dumps(method(session, *arguments))
         except UserError as refusal:
-            return json.dumps({"refused": refusal.problem, "fix": refusal.fix})
+            problem, fix = refusal.problem, refusal.fix
+            if isinstance(refusal, NotInstalled) and sys.platform == "emscripten":
+                # Of models that no table here describes.
+                problem = "this kind of model is traced with transformers' own code, which a browser does not have"
+                fix = "run `study serve`, or the command below, on a machine, after `make install`"
+            return json.dumps({"refused": session.without_folders(problem), "fix": fix})
 
     return answer
 
@@ -53,6 +64,12 @@ class Calculator:
     """One page: the question that it asks, and the options found so far."""
 
     def __init__(self) -> None:
+        # Its name is random and other users cannot read it; it is removed with this object.
+        folder = Path(tempfile.mkdtemp(prefix="study-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._models = folder / "models"
+        self._files = folder / "files"
+        self._given = folder / "given"
         self.options = argparse.Namespace()
         self.question: advise.AdviceRequest | None = None
         self.advice: advise.Advice | None = None
@@ -73,7 +90,7 @@ class Calculator:
     @_as_json
     def keep_config(self, name: str, text: str) -> dict[str, Any]:
         """Store a config.json, and return the folder that MODEL names."""
-        folder = _MODELS / (Path(name).name or "pasted")
+        folder = self._models / (Path(name).name or "pasted")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(text, encoding="utf-8")
         return {"folder": str(folder)}
@@ -98,6 +115,7 @@ class Calculator:
             "sequence_length": question.sequence_length,
             "precision": question.precision,
             "global_batch": question.global_batch,
+            "notes": list(live_notes(question.shape)),
         }
 
     @_as_json
@@ -129,24 +147,30 @@ class Calculator:
 
     @_as_json
     def changes(self) -> dict[str, Any]:
-        """Return the changes of hardware or length that would change the recommendation: less work than a table."""
-        assert self.advice is not None, "rank() comes first"
-        return {"changes": list(advise.sensitivity_lines(self.advice))}
+        """Return the changes that would change the recommendation, and the effect of an offload: no whole table."""
+        if self.advice is None:
+            raise self._missing_question()
+        return {
+            "changes": list(advise.sensitivity_lines(self.advice)),
+            "optimizer_on_host": advise.offload_line(self.advice),
+        }
 
     @_as_json
     def files(self, name: str) -> dict[str, Any]:
         """Return the files of a strategy with the settings found, and the commands that launch and predict it."""
-        shutil.rmtree(_FILES, ignore_errors=True)
-        option = self.found[name]
-        written = advise_command.write_files(option, _FILES, self.options.nvme_path, self.options.model_name_or_path)
-        # On the user's machine they are in a folder of any name.
-        texts = {
-            file.name: file.read_text(encoding="utf-8").replace(f"{_FILES}/", "") for file in sorted(_FILES.iterdir())
-        }
+        if name not in self.found:
+            raise self._missing_question()
+        shutil.rmtree(self._files, ignore_errors=True)
+        option, options = self.found[name], copy.copy(self.options)
+        if Path(options.model_name_or_path).parent == self._models:
+            # As in the command that the page shows.
+            options.model_name_or_path = "config.json"
+        written = advise_command.write_files(option, self._files, options.nvme_path, options.model_name_or_path)
+        files = sorted(self._files.iterdir())
         return {
-            "texts": texts,
-            "launch": written.command.replace(f"{_FILES}/", ""),
-            "predict": advise_command.predict_words(option.request, self.options),
+            "texts": {file.name: self.without_folders(file.read_text(encoding="utf-8")) for file in files},
+            "launch": self.without_folders(written.command),
+            "predict": advise_command.predict_words(option.request, options),
         }
 
     @_as_json
@@ -156,11 +180,11 @@ class Calculator:
         The words are those of the command, as JSON; the files have their contents in base64. An Accelerate file finds
         the JSON that it names if that is among them.
         """
-        _keep_files({Path(name).name: base64.b64decode(text) for name, text in json.loads(files).items()})
+        self._keep_files({Path(name).name: base64.b64decode(text) for name, text in json.loads(files).items()})
         parser = Parser(prog="study explain", allow_abbrev=False)
         explain.add_arguments(parser)
         before = Path.cwd()
-        os.chdir(_GIVEN)
+        os.chdir(self._given)
         try:
             case = explain.read_case(parser.parse_args(json.loads(words)))
         except UserError as refusal:
@@ -179,29 +203,41 @@ class Calculator:
         faults = [cause_line(letter, cause) for letter, cause in sorted(verdict.faults.items())]
         return {"first_line": verdict.text, "status": verdict.status, "faults": faults}
 
+    def without_folders(self, text: str) -> str:
+        """Return a text without the folders of this object: the user has the files in a folder of any name."""
+        for folder in (self._models, self._files, self._given):
+            text = text.replace(f"{folder}/", "")
+        return text
+
     def _asked(self) -> advise.AdviceRequest:
-        assert self.question is not None, "ask() comes first"
+        if self.question is None:
+            raise self._missing_question()
         return self.question
 
+    def _missing_question(self) -> UserError:
+        return UserError("this page's question is not stored in Python", "ask it again")
 
-def _keep_files(contents: dict[str, bytes]) -> None:
-    """Store files in a separate folder, and a JSON also at the relative path by which the first file names it."""
-    shutil.rmtree(_GIVEN, ignore_errors=True)
-    _GIVEN.mkdir(parents=True)
-    first = next(iter(contents.values())).decode("utf-8", "replace")
-    inner = re.findall(r"^\s*deepspeed_config_file\s*:\s*[\"']?([^\"'#\s]+)", first, re.MULTILINE)
-    inner_paths = [path for path in map(Path, inner) if not path.is_absolute() and ".." not in path.parts]
-    for name, content in contents.items():
-        for place in [Path(name), *(path for path in inner_paths if path.name == name)]:
-            (_GIVEN / place).parent.mkdir(parents=True, exist_ok=True)
-            (_GIVEN / place).write_bytes(content)
+    def _keep_files(self, contents: dict[str, bytes]) -> None:
+        """Store files in a separate folder, and a JSON also at the relative path by which the first file names it."""
+        shutil.rmtree(self._given, ignore_errors=True)
+        self._given.mkdir(parents=True)
+        first = next(iter(contents.values())).decode("utf-8", "replace")
+        inner = re.findall(r"^\s*deepspeed_config_file\s*:\s*[\"']?([^\"'#\s]+)", first, re.MULTILINE)
+        inner_paths = [path for path in map(Path, inner) if not path.is_absolute() and ".." not in path.parts]
+        for name, content in contents.items():
+            for place in [Path(name), *(path for path in inner_paths if path.name == name)]:
+                (self._given / place).parent.mkdir(parents=True, exist_ok=True)
+                (self._given / place).write_bytes(content)
 
 
 def _row(option: advise.Option) -> dict[str, Any]:
     """Return an option as `study advise --json` does, with its 90 % bound and the bytes that one rank sends."""
+    offloads = option.request.strategy.offloads
     return {
         **advise_command.entry(option),
         "bound_bytes": device_bytes(option.memory, at_upper=True),
         "sent_bytes": sent_bytes(option.request),
-        "offloads": option.request.strategy.offloads,
+        "offloads": offloads,
+        # Each measured offload step took longer than predicted.
+        "least_tokens_per_s": option.tokens_per_s / max_offload_slowdown() if offloads else None,
     }

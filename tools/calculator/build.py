@@ -25,12 +25,11 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from study.advisor.calculator import Calculator
+from study.advisor.calculator import Calculator, page_files
 from study.config.errors import UserError
 from study.host.folders import cache_directory
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = Path(__file__).resolve().parent / "page"
 RELEASE = "314.0.7"
 # Of the archive in npm's registry: `npm view pyodide@RELEASE dist.integrity`.
 SHA512 = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
@@ -100,7 +99,7 @@ def build(folder: Path) -> None:
         # What loadPyodide() compares with its own, instead of the list of all packages.
         info = json.loads(_read(archive, "pyodide-lock.json"))["info"]
     (runtime / "info.json").write_text(json.dumps(info | {"version": RELEASE}), encoding="utf-8")
-    for file in PAGE.iterdir():
+    for file in page_files("static"):
         shutil.copyfile(file, folder / file.name)
     write_modules(folder / "study.zip")
     write_wheels(folder / "wheels.zip")

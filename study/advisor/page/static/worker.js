@@ -1,10 +1,10 @@
 // Python runs here, beside the page, because it computes for seconds. Messages in both directions have the number of
 // their question; the text of each answer is JSON from study/advisor/calculator.py.
 import { loadPyodide } from "./pyodide/pyodide.mjs";
+import { questions } from "./question.js";
 
 const BASE = new URL(".", import.meta.url).href;
 const PACKAGES = "/lib/zero_study";
-let newest = 0;
 
 async function start() {
   const bundle = fetch(`${BASE}study.zip`).then((response) => {
@@ -37,41 +37,23 @@ async function loadWheels(python) {
   python.unpackArchive(await response.arrayBuffer(), "zip", { extractDir: PACKAGES });
 }
 
-// A newer question ends this one between two strategies.
-const pause = () => new Promise((done) => setTimeout(done, 0));
-
-async function compare(session, id, { words, config, name }) {
-  newest = id;
-  const say = (message) => postMessage({ id, ...message });
-  if (config) words = [JSON.parse(session.keep_config(name, config)).folder, ...words.slice(1)];
-  const about = session.ask(JSON.stringify(words));
-  say({ about });
-  const { names } = JSON.parse(about);
-  for (const method of names ? ["one_sample", "best"] : []) {
-    for (const strategy of names) {
-      say({ strategy, method, row: session[method](strategy) });
-      await pause();
-      if (newest !== id) return;
-    }
-  }
-  if (names) say({ rank: session.rank() });
-}
-
 // A question may arrive while Python starts, so it is listened to from the beginning.
 const started = start();
 started.catch((error) => postMessage({ id: 0, failed: String(error.message ?? error) }));
 
-onmessage = async ({ data: { id, call, ...rest } }) => {
+// A newer question is read between two calls.
+const pause = () => new Promise((done) => setTimeout(done, 0));
+
+async function ask(method, ...words) {
   const { python, session } = await started;
-  try {
-    if (call === "explain") {
-      wheels ??= loadWheels(python);
-      wheels.catch(() => { wheels = null; });
-      await wheels;
-    }
-    if (call === "compare") await compare(session, id, rest);
-    else postMessage({ id, answer: session[call](...(rest.words ?? [])) });
-  } catch (error) {
-    postMessage({ id, failed: String(error.message ?? error) });
+  if (method === "explain") {
+    wheels ??= loadWheels(python);
+    wheels.catch(() => { wheels = null; });
+    await wheels;
   }
-};
+  await pause();
+  return session[method](...words);
+}
+
+const answer = questions(ask, (message) => postMessage(message));
+onmessage = ({ data }) => answer(data);

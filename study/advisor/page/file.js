@@ -1,4 +1,4 @@
-// `study explain`: what a DeepSpeed or Accelerate file does, by line. Files are read here and go to worker.js.
+// `study explain`: what a DeepSpeed or Accelerate file does, by line. Files are read here and go to Python.
 import { at, call, made, quoted } from "./common.js";
 
 // Python refuses what is larger.

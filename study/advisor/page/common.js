@@ -1,4 +1,6 @@
 // What the parts of the page share: elements, and Python, which starts with the first question.
+import { connect } from "./transport.js";
+
 export const at = (id) => document.getElementById(id);
 
 // Text is only ever set as textContent.
@@ -12,32 +14,21 @@ export function quoted(word) {
   return /^[\w.,:/=+-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
 }
 
-let worker = null;
+let send = null;
 let last = 0;
 const listeners = new Map();
 
-export const isStarted = () => worker !== null;
+export const isStarted = () => send !== null;
 
 // Where the newest question shows what Python does.
 let place = null;
 
-function startPython() {
-  if (worker) return;
-  place.textContent = "Python is loading: 14 MB once, 7 where the server compresses ...";
-  worker = new Worker("worker.js", { type: "module" });
-  worker.onerror = () => { place.textContent = "Python does not start in this browser."; };
-  worker.onmessage = ({ data }) => {
-    if (data.id === 0 && data.failed) place.textContent = `Python does not start in this browser: ${data.failed}`;
-    else listeners.get(data.id)?.(data);
-  };
-}
-
 export function post(status, message, listener) {
   place = status;
-  startPython();
+  send ??= connect((text) => { place.textContent = text; }, (data) => listeners.get(data.id)?.(data));
   last += 1;
   listeners.set(last, listener);
-  worker.postMessage({ id: last, ...message });
+  send({ id: last, ...message });
   return last;
 }
 

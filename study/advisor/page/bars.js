@@ -9,7 +9,7 @@ export const PARTS = [
   "parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention", "context", "allocator", "fragmentation",
 ];
 
-function make(tag, attributes, text) {
+export function make(tag, attributes, text) {
   const element = document.createElementNS(SPACE, tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   if (text !== undefined) element.textContent = text;
@@ -59,12 +59,12 @@ export function svgText(drawing) {
   const originals = drawing.querySelectorAll("*");
   copy.querySelectorAll("*").forEach((element, place) => {
     const style = getComputedStyle(originals[place]);
-    for (const name of ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "text-anchor"]) {
+    for (const name of ["fill", "stroke", "stroke-width", "stroke-dasharray", "paint-order", "font-weight", "opacity", "text-anchor"]) {
       element.setAttribute(name, style.getPropertyValue(name));
     }
   });
   copy.setAttribute("xmlns", SPACE);
-  copy.setAttribute("width", WIDTH);
+  copy.setAttribute("width", drawing.viewBox.baseVal.width);
   copy.setAttribute("font-family", "sans-serif");
   copy.setAttribute("font-size", "12");
   return new XMLSerializer().serializeToString(copy);

@@ -1,8 +1,10 @@
-// The page: its form, the answers of worker.js, and what one takes away. Text is only ever set as textContent.
+// The page: its form, the answers of Python, and what one takes away. Text is only ever set as textContent.
 import { bars, PARTS, svgText } from "./bars.js";
 import { at, call, isStarted, made, post, quoted } from "./common.js";
 import { connectFile } from "./file.js";
+import { plot } from "./plot.js";
 import { connectReleases } from "./releases.js";
+import { header } from "./transport.js";
 
 const GIB = 2 ** 30;
 const form = at("form");
@@ -162,11 +164,12 @@ function show() {
   at("progress").value = shown.count ?? 0;
   const question = `${about.model}, ${rounded(about.parameters / 1e9)} B parameters, on ${about.hardware}: `
     + `${size(about.usable_bytes)} GiB usable of a GPU, ${about.sequence_length} tokens a sample, ${about.precision}`;
-  at("status").textContent = rank ? question
+  at("status").textContent = rank ? [question, ...about.notes].join("; ")
     : `${question}; ${shown.step === "one_sample" ? "one sample a GPU first" : "now the largest micro-batches"} ...`;
   const best = rank?.recommended ? `Use ${rank.recommended}: ` : "";
   at("answer").textContent = rank ? `${best}${rank.how_sure}` : "";
   drawBars();
+  drawPlot();
   drawTable();
   at("what-if").hidden = !rank;
 }
@@ -188,14 +191,43 @@ function drawBars() {
   }));
 }
 
+// The ends of the speed of 80 % of runs; of an offload no interval is known, but the slowest measured one.
+function speeds(row) {
+  const step = row.step_s;
+  if (row.offloads) return { low: row.least_tokens_per_s, high: null };
+  if (!step?.high) return { low: null, high: null };
+  return { low: (row.tokens_per_s * step.value) / step.high, high: (row.tokens_per_s * step.value) / step.low };
+}
+
+let drawnWidth = 0;
+
+function drawPlot() {
+  const list = entries().filter(([, row]) => row.fits).map(([name, row]) => ({
+    name, memory: row.device_bytes, bound: row.bound_bytes, speed: row.tokens_per_s, offloads: row.offloads,
+    isBest: name === shown.rank?.recommended, ...speeds(row),
+  }));
+  at("speeds").hidden = list.length === 0;
+  if (!list.length) return;
+  drawnWidth = at("plot").clientWidth;
+  const width = Math.max(300, Math.min(drawnWidth, 1250));
+  const limit = shown.about.usable_bytes;
+  at("plot").replaceChildren(plot(list, limit, {
+    width, height: Math.round(Math.max(380, Math.min(0.45 * width, 460))), limitText: `usable ${size(limit)} GiB`, size, rounded,
+    memoryTitle: "predicted peak of one GPU, GiB", speedTitle: "tokens/s, all GPUs",
+  }));
+}
+
+new ResizeObserver(() => {
+  if (shown.about && at("plot").clientWidth !== drawnWidth) drawPlot();
+}).observe(at("plot"));
+
 const COLUMNS = ["strategy", "micro-batch", "accumu\u00adlation", "check\u00adpointing", "peak GiB", "90 % bound", "tokens/s, all GPUs", "80 % of runs",
   "sent a step and GPU, GB", "host GiB", "NVMe GiB", "", ""];
 
 function cells(name, row) {
   const speed = row.fits ? `${row.offloads ? "≤ " : ""}${rounded(row.tokens_per_s)}` : "-";
-  const step = row.step_s;
-  // Of an offload no interval is known.
-  const interval = step?.high ? [step.high, step.low].map((end) => rounded(row.tokens_per_s * step.value / end)).join(" to ") : "-";
+  const { low, high } = speeds(row);
+  const interval = high === null ? "-" : `${rounded(low)} to ${rounded(high)}`;
   return [
     row.fits ? row.micro_batch : "-", row.fits ? row.accumulation : "-", row.gradient_checkpointing ? "yes" : "no",
     size(row.device_bytes), size(row.bound_bytes), speed, interval, rounded(row.sent_bytes / 1e9), size(row.host_bytes_per_node.value),
@@ -266,11 +298,21 @@ async function showFiles(name) {
 at("what-if").onclick = async () => {
   at("what-if").disabled = true;
   at("changes").replaceChildren(made("li", "comparing other hardware and lengths ..."));
-  const { changes } = await call(at("status"), "changes");
+  let answer;
+  try {
+    answer = await call(at("status"), "changes");
+  } catch (error) {
+    answer = { refused: error.message, fix: "run study advise on a machine" };
+  }
   at("what-if").disabled = false;
-  const texts = changes.length ? changes : ["nothing of: more or fewer GPUs, a slower network, longer samples"];
-  at("changes").replaceChildren(...texts.map((text) => made("li", text)));
+  at("changes").replaceChildren(...changeTexts(answer).map((text) => made("li", text)));
 };
+
+function changeTexts({ refused, fix, changes, optimizer_on_host: offload }) {
+  if (refused) return [`${refused}. To fix it: ${fix}.`];
+  const texts = changes.length ? changes : ["nothing of: more or fewer GPUs, a slower network, longer samples"];
+  return offload ? [...texts, offload] : texts;
+}
 
 at("save-csv").onclick = () => {
   const plain = (text) => `"${String(text).replaceAll("\u00ad", "").replaceAll('"', '""')}"`;
@@ -280,6 +322,7 @@ at("save-csv").onclick = () => {
 };
 
 at("save-svg").onclick = () => save("memory.svg", svgText(at("bars").firstChild), "image/svg+xml");
+at("save-plot").onclick = () => save("speed.svg", svgText(at("plot").firstChild), "image/svg+xml");
 
 form.onsubmit = (event) => {
   event.preventDefault();
@@ -295,6 +338,7 @@ connectFile(explainWords, ownModel);
 
 // --- start: the answers that were made with the page are shown before Python is there
 
+if (header) at("place").textContent = header;
 stored = await (await fetch("stored.json")).json();
 at("models").append(...stored.models.map((name) => new Option(name)));
 connectReleases(stored);

@@ -1,0 +1,30 @@
+// The calls of Python that a question needs, one after another. `ask(method, ...words)` promises the text of an answer,
+// JSON from study/advisor/calculator.py; `say` takes the messages to the page, each with the number of its question.
+export function questions(ask, say) {
+  let newest = 0;
+
+  async function compare(id, { words, config, name }) {
+    newest = id;
+    if (config) words = [JSON.parse(await ask("keep_config", name, config)).folder, ...words.slice(1)];
+    const about = await ask("ask", JSON.stringify(words));
+    say({ id, about });
+    const { names } = JSON.parse(about);
+    for (const method of names ? ["one_sample", "best"] : []) {
+      for (const strategy of names) {
+        // A newer question ends this one between two strategies.
+        if (newest !== id) return;
+        say({ id, strategy, method, row: await ask(method, strategy) });
+      }
+    }
+    if (names && newest === id) say({ id, rank: await ask("rank") });
+  }
+
+  return async ({ id, call, ...rest }) => {
+    try {
+      if (call === "compare") await compare(id, rest);
+      else say({ id, answer: await ask(call, ...(rest.words ?? [])) });
+    } catch (error) {
+      say({ id, failed: String(error.message ?? error) });
+    }
+  };
+}
