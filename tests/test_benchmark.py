@@ -278,7 +278,7 @@ def test_the_committed_page_has_the_league() -> None:
     """Those of other predictors; predictions of `study predict` may have changed since."""
     page = (REPOSITORY / "reports" / "prediction" / "summary.md").read_text(encoding="utf-8")
     lines = [line for line in scores(QUESTIONS, LEAGUE) if line.predictor != OURS]
-    assert len(lines) > 20
+    assert len(lines) >= 20
     for line in lines:
         cells = [line.figure, line.group, line.predictor, *score_cells(line)]
         assert f"| {' | '.join(cells)} |" in page

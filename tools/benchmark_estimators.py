@@ -127,6 +127,8 @@ def ask_llm_analysis(row: Row) -> Answer:
         config.ParallelismConfig(dp_size=int(row["gpus"])),
         flops_efficiency=_LLM_ANALYSIS_EFFICIENCY,
     )
+    # Without masters, the bytes of the masters are those of gradients, and with `other_op_bytes` of two 16-bit moments.
+    state = {"master_weights_dtype_bytes": 2, "other_op_bytes": 2} if row["pure"] == "true" else {}
     answer = analyzed.training(
         batch_size_per_gpu=int(row["micro_batch"]),
         gradient_accumulation_steps=int(row["accumulation"]),
@@ -136,6 +138,7 @@ def ask_llm_analysis(row: Row) -> Answer:
         flash_attn=row["attention"] != "eager",
         softmax_dropout=row["dropout"] == "true",
         mlp_gated_linear_units=row["gated"] == "true",
+        **state,
     )
     peak = answer["(weight+op_state+grad+act)_memory_per_gpu"]
     return float(peak), float(answer["latency_per_micro_batch"] * int(row["accumulation"])), ""
