@@ -109,6 +109,9 @@ COMMANDS = {
         "releases.verify",
         extras=(("run_mine", "receipt.mine_command:run"),),
     ),
+    "benchmark": Command(
+        "score predictors of memory and step time on published runs, also your own", "benchmark.command"
+    ),
     "claims": Command("judge published claims about ZeRO by arithmetic and the committed records", "claims.command"),
     "doctor": Command("check the requirements of this machine and print fixes", "advisor.doctor"),
     "run": Command(

@@ -208,6 +208,14 @@ def test_what_cannot_be_traced_gets_no_verdict_and_is_named(capsys, tmp_path) ->
     assert capsys.readouterr().out.startswith("No verdict: ")
 
 
+def test_sizes_with_a_tied_output_layer_are_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers 5.23 rejects `tie_word_embeddings: 1`."""
+    sizes = "layers=2,hidden=64,heads=4,vocabulary=100,inner=128,key_value_heads=4,tied=1"
+    words = ["--strategy", "ddp", "--hardware", "2xH100", "--seq_length", "32", "--traced", "--json"]
+    assert main(["predict", sizes, *words]) == 0
+    assert json.loads(capsys.readouterr().out)["traced_activation_bytes"] > 0
+
+
 def test_an_expert_s_gather_and_an_fsdp2_refusal_are_named(capsys, tmp_path) -> None:
     model = write_config(tmp_path, "t5")
     assert main(["predict", model, "--hardware", "8xH100", "--strategy", "fsdp2"]) == 2

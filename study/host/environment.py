@@ -118,6 +118,7 @@ COMMIT_VARIABLE = "ZERO_STUDY_COMMIT"
 _NOT_RUN = (
     "advisor",
     "autopsy",
+    "benchmark",
     "claims",
     "cli.py",
     "compositions",

@@ -520,6 +520,9 @@ def _shape_of_words(text: str) -> ModelShape:
             architecture[_WORDS[word]] = json.loads(value)
         except ValueError:
             architecture[_WORDS[word]] = value
+    # transformers rejects a number here.
+    if (tied := architecture.get(_WORDS["tied"])) in (0, 1):
+        architecture[_WORDS["tied"]] = bool(tied)
     if isinstance(hidden := architecture[_WORDS["hidden"]], int):
         architecture.setdefault("intermediate_size", 4 * hidden)
     return shape_of_architecture(text, model_type, architecture)

@@ -1,6 +1,7 @@
 """Measurements that validate predictions, published and of this project, and checks that they are possible.
 
-Keys of published.yaml: a group has `common` keys that each of its rows inherits. model, box, strategy, precision,
+Keys of published.yaml: a group has `common` keys that each of its rows inherits; its rows were read on its `read_on`,
+or on that of the file. model, box, strategy, precision,
 attention, sequence, micro_batch, accumulation and checkpointing make the request; `override` holds DeepSpeed's
 settings as --engine_override takes them; dropout, compiled, torch_gate, loss_kernel, optimizer, step_copies, pure,
 expandable_segments, checkpoint_every, fsdp_version, fsdp_whole_root and autocast (false where FSDP alone computes in
@@ -16,6 +17,7 @@ page reports before any tensor. A row with a time or with `fits` did fit, one wi
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import math
 import statistics
@@ -176,11 +178,21 @@ def refused_sources() -> list[dict[str, str]]:
 
 
 def published_rows() -> list[Measurement]:
-    return [
-        _measured(group["id"], {"url": group["url"], **group["common"], **row})
-        for group in _document()["groups"]
-        for row in group["rows"]
-    ]
+    return [measurement for _, _, measurement in published_entries()]
+
+
+def published_entries() -> Iterator[tuple[datetime.date, dict[str, Any], Measurement]]:
+    """Yield each published row: the day on which it was read, its keys as in the file, and the measurement."""
+    document = _document()
+    for group in document["groups"]:
+        for row in group["rows"]:
+            keys = {"url": group["url"], **group["common"], **row}
+            yield group.get("read_on", document["read_on"]), keys, _measured(group["id"], keys)
+
+
+def published_model(name: str) -> str:
+    """Return what stands for a model of published.yaml, as --model_name_or_path takes it."""
+    return str(_document()["models"][name])
 
 
 @functools.cache
@@ -198,7 +210,7 @@ def _measured(source: str, row: Mapping[str, Any]) -> Measurement:
     if "override" in row:
         assert strategy.deepspeed is not None
         strategy = dataclasses.replace(strategy, deepspeed=apply_overrides(strategy.deepspeed, row["override"]))
-    shape = model_shape(_document()["models"][row["model"]])
+    shape = model_shape(published_model(row["model"]))
     if "lora_rank" in row:
         shape = with_adapters(shape, row["lora_rank"], tuple(row["lora_targets"]))
     request = Request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,18 @@ import yaml
 from markupsafe import Markup
 from matplotlib.lines import Line2D
 
+from study.benchmark.answers import Predictor, shipped_predictors
+from study.benchmark.command import SCORE_COLUMNS, fits_table, marked_name, score_cells
+from study.benchmark.questions import BenchmarkQuestion, read_questions
+from study.benchmark.scores import Score, answered_figure
+from study.benchmark.scores import scores as benchmark_scores
 from study.config.places import REPOSITORY
+from study.host.memory import GIB
 from study.predictor.run_predictions import ALL_STATE, SENT, saving_table, study_rows
 from study.predictor.run_predictions import compare_figures as own_compared
 from study.predictor.run_predictions import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
-from study.predictor.validation import Measurement, published_rows, refused_sources, score, sources
+from study.predictor.validation import Measurement, predicted_peak, published_rows, refused_sources, score, sources
 from study.predictor.validation.setups import (
     SetupFigure,
     SetupPair,
@@ -31,9 +38,9 @@ from study.report.canvas import FAINT, GUIDE, SETTINGS, Drawing, as_svg, finish,
 from study.report.document import render_markdown
 
 FOLDER = REPOSITORY / "reports" / "prediction"
-SCORES, FIGURE = "scores.parquet", "figures/errors.svg"
+SCORES, FIGURE, LEAGUE_FIGURE = "scores.parquet", "figures/errors.svg", "figures/league.svg"
 # Errors of `study predict`, and of other estimators on the rows of commit 7e0ec02, which has the code that ran them.
-LEAGUE, OURS = "league.parquet", "study predict"
+LEAGUE, OURS, TRACKER = "league.parquet", "study predict", "torch MemTracker"
 # Predictions of earlier commits for suites that ran afterwards, and that corrected the rules since.
 FORETOLD = "foretold.csv"
 # Aimed errors of published rows, and of own records.
@@ -324,9 +331,14 @@ def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
     frame.to_parquet(folder / SCORES)
     league_frame(rows, frame).to_parquet(folder / LEAGUE)
     drawing = errors_figure(frame)
-    (folder / "summary.md").write_text(summary(frame, folder, drawing.alt), encoding="utf-8")
+    questions = read_questions()
+    benchmark = shipped_predictors(questions)
+    league_drawing = league_figure(benchmark_scores(questions, benchmark), [item.name for item in benchmark])
+    text = summary(frame, folder, drawing.alt, league_drawing.alt)
+    (folder / "summary.md").write_text(text, encoding="utf-8")
     (folder / FIGURE).parent.mkdir(exist_ok=True)
-    (folder / FIGURE).write_text(as_svg(drawing.figure), encoding="utf-8")
+    for name, drawn in ((FIGURE, drawing), (LEAGUE_FIGURE, league_drawing)):
+        (folder / name).write_text(as_svg(drawn.figure), encoding="utf-8")
     intervals_file.write_text(intervals_text(frame), encoding="utf-8")
 
 
@@ -369,7 +381,7 @@ def errors_figure(scores: pd.DataFrame) -> Drawing:
     )
 
 
-def summary(frame: pd.DataFrame, folder: Path, alt: str) -> str:
+def summary(frame: pd.DataFrame, folder: Path, alt: str, league_alt: str) -> str:
     """Return summary.md."""
     league = pd.read_parquet(folder / LEAGUE)
     estimators = pd.DataFrame(
@@ -385,6 +397,11 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str) -> str:
     )
     errors = headline(frame)
     peaks, steps, offload = (errors.set_index("figure").loc[name] for name in HELD_OUT)
+    questions = read_questions()
+    benchmark = shipped_predictors(questions)
+    benchmark_fits = fits_table(questions, benchmark)
+    tracker = next(item for item in benchmark if item.name == TRACKER)
+    differences = tracker_differences(questions, tracker).abs()
     impossible = frame[frame["refused"].notna()][["source", "name", "refused"]]
     return render_markdown(
         "prediction.md.j2",
@@ -399,6 +416,16 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str) -> str:
         preregistered=preregistered_table(FOLDER, frame),
         fits=fits(frame),
         estimators=estimators,
+        league_figure=Markup(LEAGUE_FIGURE),
+        league_alt=Markup.escape(league_alt),
+        benchmark=benchmark_table(benchmark_scores(questions, benchmark)),
+        differences={
+            "rows": len(differences),
+            "median": _percent(differences.median()),
+            "worst": _percent(differences.max()),
+        },
+        by_code=benchmark_table(_peaks_of_tracker(benchmark_scores(questions, benchmark[:2], "code"))),
+        benchmark_fits=pd.DataFrame(benchmark_fits.rows, columns=list(benchmark_fits.columns)),
         state=own_table(),
         saving=saving_table(),
         groups={column: errors_by(frame, column) for column in ("source", "strategy", "device")},
@@ -406,6 +433,86 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str) -> str:
         refused_sources=refused_sources(),
         rows=all_rows_table(frame),
         refused=impossible.rename(columns={"name": "run", "refused": "why"}),
+    )
+
+
+def benchmark_table(lines: Sequence[Score]) -> pd.DataFrame:
+    """Return the scores of `study benchmark` by kind of row."""
+    cells = [[line.figure, line.group, marked_name(line), *score_cells(line)] for line in lines]
+    # On a page the names of columns differ.
+    names = [name if name.strip() == name else f"common: {name.strip()}" for name in SCORE_COLUMNS]
+    return pd.DataFrame(cells, columns=["figure", "kind", "predictor", *names])
+
+
+def _peaks_of_tracker(lines: Sequence[Score]) -> list[Score]:
+    """Return the scores of peaks in groups that torch's tracker answers."""
+    answered = {line.group for line in lines if line.predictor == TRACKER}
+    return [line for line in lines if line.figure == "memory" and line.group in answered]
+
+
+def tracker_differences(questions: Sequence[BenchmarkQuestion], tracker: Predictor) -> pd.Series:
+    """Return torch's tracker over `study predict`, less one, with the code that the tracker ran as the request.
+
+    That is transformers' loss, no fused kernels, FSDP2, and the tensors of a peak whatever the page measured.
+    """
+    differences = {}
+    for question in questions:
+        peak_gib = answered_figure(question, tracker, "memory")
+        if peak_gib is None:
+            continue
+        measurement = question.measurement
+        request = dataclasses.replace(
+            measurement.request,
+            loss_kernel="transformers",
+            compiled=False,
+            torch_gate=False,
+            fsdp_version=2,
+            reentrant_units=False,
+        )
+        eager = dataclasses.replace(measurement, request=request, peak_kind="allocated")
+        differences[question.id] = peak_gib / (predicted_peak(eager) / GIB) - 1
+    return pd.Series(differences)
+
+
+# By order of the league.
+_LEAGUE_STYLES = (
+    ("o", "#0a35b3"),
+    ("D", "#db3502"),
+    ("s", "#018228"),
+    ("^", "#7a5195"),
+    ("v", "#b56a00"),
+    ("P", "#767676"),
+)
+
+
+@matplotlib.rc_context(SETTINGS)
+def league_figure(lines: Sequence[Score], predictors: Sequence[str]) -> Drawing:
+    """Draw the median error of peak memory by kind of row, of every predictor on the rows that it answers."""
+    peaks = [line for line in lines if line.figure == "memory" and line.answered.median is not None]
+    groups = list(dict.fromkeys(line.group for line in peaks))[::-1]
+    figure, (axes,) = sheet(0.36 * len(groups) + 0.5)
+    for name, (marker, colour) in zip(predictors, _LEAGUE_STYLES, strict=True):
+        points = [line for line in peaks if line.predictor == name]
+        places = [groups.index(line.group) for line in points]
+        axes.plot([line.answered.median or 0.0 for line in points], places, marker, color=colour, markersize=6)
+    axes.set(xscale="log", xlabel="median error of peak memory", xlim=(0.008, 12), ylim=(-0.6, len(groups) - 0.4))
+    axes.set_xticks([0.01, 0.1, 1, 10])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.minorticks_off()
+    axes.set_yticks(range(len(groups)), groups)
+    axes.grid(axis="y")
+    ours = [f"{line.group} {line.answered.median:.1%}" for line in peaks if line.predictor == predictors[0]]
+    return finish(
+        figure,
+        "Predictors of peak memory",
+        "GPU runs that others published",
+        "Each on the rows that it answers; the table has the rows that all answer.",
+        f"median errors of {predictors[0]}: {', '.join(ours)}",
+        legend=[
+            Line2D([], [], marker=marker, linestyle="", color=colour, label=name)
+            for name, (marker, colour) in zip(predictors, _LEAGUE_STYLES, strict=True)
+        ],
+        legend_columns=2,
     )
 
 
