@@ -378,11 +378,11 @@ def test_the_answer_of_a_release_agrees_with_its_known_causes(
 
 def test_an_equal_run_with_what_lifts_a_fault_does_not_answer_for_combinations_without_it() -> None:
     matrix = next(read_matrices())
-    asked = make_combination(["zero2", "muon", "fp32_accumulation", "schedule"])
+    smaller = make_combination(["zero2", "muon", "fp32_accumulation", "schedule"])
     lifted = [
         outcome.combination
         for outcome in matrix.outcomes.values()
-        if outcome.is_equal and set(asked.features) - {"schedule"} <= set(outcome.combination.features)
+        if outcome.is_equal and set(smaller.features) - {"schedule"} <= set(outcome.combination.features)
     ]
     assert lifted, "no equal run to mislead"
     without_finding = dataclasses.replace(
@@ -390,14 +390,14 @@ def test_an_equal_run_with_what_lifts_a_fault_does_not_answer_for_combinations_w
         findings={
             combination: finding
             for combination, finding in matrix.findings.items()
-            if not set(combination.features) <= set(asked.features)
+            if not set(combination.features) <= set(smaller.features)
         },
     )
     # Another finding of the same fault.
     larger = make_combination(["zero2", "muon", "fp32_accumulation", "round_robin"])
     finding = next(f for f in matrix.findings.values() if f.combination.name == "zero2,muon,fp32_accumulation")
     without_finding.findings[larger] = dataclasses.replace(finding, combination=larger)
-    assert look_up_answer(asked, without_finding).kind == "wrong"
+    assert look_up_answer(smaller, without_finding).kind == "wrong"
 
 
 def test_a_known_fault_applies_to_no_equal_run() -> None:
