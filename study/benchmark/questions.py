@@ -101,7 +101,7 @@ class BenchmarkQuestion:
     def fitted(self) -> tuple[str, ...]:
         """The figures for which this row fitted a constant of `study predict`, or chose a rule."""
         uses = {"memory": self.measurement.use_memory, "time": self.measurement.use}
-        return tuple(figure for figure, use in uses.items() if use == "fit")
+        return tuple(figure for figure, use in uses.items() if use != "score")
 
     def row(self) -> dict[str, Any]:
         """Return the columns of this row. Names of measured figures have a prefix, and stand last."""

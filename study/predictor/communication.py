@@ -61,6 +61,18 @@ def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes:
     return min(node_rate, _interpolated(_TABLES["by_nodes"], box.nodes) * grown * network * filled)
 
 
+def falling_network(nodes: int) -> tuple[float, int] | None:
+    """Return the smallest published share of the bandwidth that the prediction assumes, and its nodes; None for as many
+    nodes as all published networks agree on."""
+    most = max(_TABLES["by_nodes"])
+    if nodes <= most:
+        return None
+    measured = max(
+        count for count in _TABLES["by_nodes_falling"] if count <= max(nodes, min(_TABLES["by_nodes_falling"]))
+    )
+    return _TABLES["by_nodes_falling"][measured] / _TABLES["by_nodes"][most], measured
+
+
 def _interpolated(table: Mapping[float, float], payload: float) -> float:
     """Interpolate linearly on log-log axes; constant above the last row, and constant time below the first."""
     points = sorted(table)

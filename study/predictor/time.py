@@ -11,7 +11,7 @@ from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor import activations, live
 from study.predictor.activations import is_fused
-from study.predictor.communication import communication_time
+from study.predictor.communication import communication_time, falling_network
 from study.predictor.hardware import Hardware
 from study.predictor.losses import IN_PLACE
 from study.predictor.request import Estimate, MemoryUse, Request, SetupCorrection, StepTime
@@ -367,6 +367,11 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
         notes.append(f"NVMe reads {request.box.nvme_read_gb_per_s} and writes {request.box.nvme_write_gb_per_s} GB/s")
     if request.box.nodes > 1:
         notes.append(f"{request.box.network_gb_per_s:g} GB/s of network bandwidth per GPU")
+    if falling := falling_network(request.box.nodes):
+        fraction, nodes = falling
+        notes.append(
+            f"the network keeps its bandwidth: one published cluster of {nodes} nodes had {fraction:.0%} of it, two all"
+        )
     return tuple(notes)
 
 

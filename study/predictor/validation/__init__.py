@@ -11,7 +11,7 @@ network_gb_per_s its network. One of tokens_per_s_per_gpu, samples_per_s (of all
 memory_gib, memory_mib or memory_bytes is the memory, memory_kind its kind, and context_mib the driver's memory that the
 page reports before any tensor. A row with a time or with `fits` did fit, one with out_of_memory did not, and one with
 `refuse` is excluded for that reason. A row by which a constant was fitted or a rule found is not held out: with
-`use: fit` it scores no time, with `use_memory: fit` no memory.
+`use: fit` (of a constant) or `use: rule` it scores no time, with `use_memory: fit` no memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Measurement:
     step_s: float | None = None
     # None if the device's limit was not tested.
     fits: bool | None = None
-    use: Literal["fit", "score"] = "score"
+    use: Literal["fit", "rule", "score"] = "score"
     # The same for memory: a choice of the model was made with knowledge of this row.
     use_memory: Literal["fit", "score"] = "score"
     # Selective recomputation within each layer, which a request cannot express.

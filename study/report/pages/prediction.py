@@ -133,7 +133,7 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
     ]
     scored = published[published["use"] == "score"]
     offloaded, scored = (scored[scored["offloads"] == is_so] for is_so in (True, False))
-    fitted = page(scored).isin(page(rows[rows["use"] == "fit"]))
+    fitted = page(scored).isin(page(rows[rows["use"] != "score"]))
     kinds = [
         (HELD_OUT[0], published[published["use_memory"] == "score"]["peak_error"], AIMS["peak"]),
         (HELD_OUT[1], scored["step_error"], AIMS["step"]),
