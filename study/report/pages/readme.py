@@ -20,6 +20,9 @@ import pandas as pd
 
 from study.advisor import advise_command
 from study.advisor.fitted import precision_under
+from study.benchmark.answers import shipped_predictors
+from study.benchmark.questions import read_questions
+from study.benchmark.scores import Figure, scores
 from study.config.flags import Precision
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
@@ -31,7 +34,7 @@ from study.records.frames import read_parquet
 from study.releases.command import LATEST_RELEASES, shown_causes
 from study.report.document import render_markdown, table_markdown
 from study.report.pages.memory_figure import MEMORY_FIGURE, memory_svg
-from study.report.pages.prediction import HELD_OUT, LEAGUE, SCORES, foretold_errors, headline, out_of
+from study.report.pages.prediction import HELD_OUT, SCORES, foretold_errors, headline
 from study.report.questions.virtual import state_by_stage
 from study.virtual.summaries import table1_rows
 
@@ -47,6 +50,14 @@ _SENDERS: dict[str, tuple[str, Precision | None]] = {
     "ZeRO-2, 16 bits": ("zero2", None),
     "ZeRO-3, 16 bits": ("zero3", None),
     "FSDP2, 16 bits": ("fsdp2", None),
+}
+# Words of the errors table.
+_FIGURES: dict[Figure, str] = {"memory": "peak", "time": "step"}
+_SHORT_NAMES = {
+    "accelerate estimate-memory": "Accelerate",
+    "DeepSpeed estimate_zero2/3": "DeepSpeed",
+    "EleutherAI calc_transformer_mem": "EleutherAI",
+    "torch MemTracker": "torch",
 }
 # Documents with marked blocks.
 DOCUMENTS = ("README.md", "docs/method.md", "reports/README.md")
@@ -113,23 +124,31 @@ def advise_output(model: str, hardware: str) -> str:
     return "\n".join(["```", f"$ study advise {' '.join(arguments)}", *lines, "...", "```"])
 
 
-def errors_table(folder: Path) -> str:
-    """Return the errors of each estimator of peak memory against published measurements."""
-    league = pd.read_parquet(folder / LEAGUE)
-    rows = league[league["rows"] == "published"]
-    table = pd.DataFrame(
+def _figure_name(column: str) -> str:
+    return column.partition(":")[0]
+
+
+def errors_table() -> str:
+    """Return the median errors of every predictor against published full training, by its kind."""
+    questions = read_questions()
+    medians: dict[str, dict[str, str]] = {}
+    counts: dict[tuple[str, Figure], int] = {}
+    for score in scores(questions, shipped_predictors(questions)):
+        if score.group.startswith("adapters") or score.answered.median is None:
+            continue
+        counts.setdefault((score.group, score.figure), score.answered.rows)
+        column = f"{_FIGURES[score.figure]}: {_SHORT_NAMES.get(score.predictor, score.predictor)}"
+        medians.setdefault(score.group, {})[column] = f"{score.answered.median:.0%}"
+    # Peaks before steps, as the figures are named.
+    columns = sorted(dict.fromkeys(column for cells in medians.values() for column in cells), key=_figure_name)
+    rows = [
         {
-            "peak memory of GPU runs that others published": rows["tool"].map("`{}`".format),
-            "runs": rows["peaks"],
-            "median error": rows["median_error"].map("{:.0%}".format),
-            "worst": rows["worst_error"].map("{:.0%}".format),
-            "OOMs foreseen": out_of(rows["called"], rows["ran_out"]),
-            "false OOMs": out_of(
-                rows["judged"] - rows["right"] - rows["ran_out"] + rows["called"], rows["judged"] - rows["ran_out"]
-            ),
+            "published runs": f"{kind} ({counts[kind, 'memory']} peaks, {counts[kind, 'time']} steps)",
+            **{column: cells.get(column, "-") for column in columns},
         }
-    )
-    return table_markdown(table).rstrip()
+        for kind, cells in medians.items()
+    ]
+    return table_markdown(pd.DataFrame(rows)).rstrip()
 
 
 def held_out_errors(folder: Path) -> str:
@@ -155,7 +174,7 @@ def reports_list(names: str, root: Path) -> str:
 _BLOCKS: dict[str, Callable[[str, Path], str]] = {
     "table": lambda folder, root: table_markdown(state_by_stage(table1_rows(read_parquet(root / folder)))),
     "releases": lambda file, root: releases_table(json.loads((root / file).read_text(encoding="utf-8"))),
-    "errors": lambda folder, root: errors_table(root / folder),
+    "errors": lambda _folder, _root: errors_table(),
     "held_out": lambda folder, root: held_out_errors(root / folder),
     "reports": reports_list,
     "advise": lambda arguments, _root: advise_output(*arguments.split()),
