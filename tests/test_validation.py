@@ -146,3 +146,13 @@ def test_the_notebook_of_predictions_runs_with_one_source(tmp_path: Path) -> Non
     scores = pd.read_parquet(report.FOLDER / report.SCORES).query("source == 'qwen-7b'")
     median = f"median error {scores['peak_error'].abs().median():.1%}".replace("%", " %")
     assert f"**peak memory, published**: {len(scores)} predictions, too few to rely on; {median}" in text
+
+
+def test_intervals_cover_pages_that_did_not_make_them() -> None:
+    table = report.coverage_table(pd.read_parquet(report.FOLDER / report.SCORES)).set_index("figure")
+    assert (table["pages"] >= 10).all()
+    for figure, line in table.iterrows():
+        within, below = (float(text.rstrip("%")) / 100 for text in line.iloc[2:])
+        # Wanted of a page that was never seen.
+        assert 0.75 <= within <= 0.85, figure
+        assert 0.87 <= below <= 0.95, figure

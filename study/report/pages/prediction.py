@@ -229,6 +229,53 @@ def _setups_line(name: str, pairs: Sequence[SetupPair]) -> dict[str, object]:
     }
 
 
+def coverage_table(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return how many figures of a page lie within the intervals of all other pages; each page counts the same."""
+    setups, _ = _setup_ratios()
+    figures = {
+        "peak above weights and optimizer": _above_state_ratios(scores),
+        "step time": _step_ratios(scores),
+        "peak above them, of a measured setup": setups["calibrated_above_state"],
+        "step time, of a measured setup": setups["calibrated_step_s"],
+    }
+    return pd.DataFrame([_coverage_line(name, *figure) for name, figure in figures.items()])
+
+
+def _coverage_line(name: str, ratios: pd.Series, pages: pd.Series) -> dict[str, object]:
+    """Return the coverage of measured over predicted figures."""
+    ratios = ratios.dropna()
+    pages = pages[ratios.index]
+    within, below = list[float](), list[float]()
+    for page_ in pages.unique():
+        is_here = pages == page_
+        interval = _interval(ratios[~is_here], pages[~is_here])
+        here = ratios[is_here]
+        within.append(float(here.between(interval["low"], interval["high"]).mean()))
+        below.append(float((here <= interval["high"]).mean()))
+    return {
+        "figure": name,
+        "pages": len(within),
+        "rows": len(ratios),
+        f"within the {INTERVAL_COVERAGE:.0%} interval": f"{numpy.mean(within):.0%}",
+        "below its upper bound (90%)": f"{numpy.mean(below):.0%}",
+    }
+
+
+def _step_ratios(scores: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Return measured over predicted step times of published full training without offload, and their pages."""
+    published = by_origin(scores)["published"]
+    rows = published[(published["use"] == "score") & ~published["offloads"]]
+    return (rows["step_s"] / rows["predicted_step_s"]).dropna(), page(rows)
+
+
+def _above_state_ratios(scores: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Return measured over predicted peaks of published full training, above weights and optimizer, and their pages."""
+    published = by_origin(scores)["published"]
+    rows = published[published["use_memory"] == "score"]
+    above, predicted = (rows[name] - rows["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
+    return (above / predicted).dropna(), page(rows)
+
+
 def errors_by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
     """Return errors grouped by a column; step times exclude rows that fitted a constant."""
     lines = []
@@ -413,6 +460,7 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str, league_alt: str) -> str
         headline=errors,
         kinds=kinds_table(frame),
         setups=setups_table(),
+        coverage=coverage_table(frame),
         preregistered=preregistered_table(FOLDER, frame),
         fits=fits(frame),
         estimators=estimators,
@@ -535,20 +583,17 @@ def _interval(ratios: pd.Series, pages: pd.Series | None = None) -> dict[str, An
 def intervals_text(frame: pd.DataFrame) -> str:  # noqa: PLR0914
     """Return the intervals of study/predictor/time.py as YAML: measured values as fractions of the predicted."""
     # Rows of adapters are all of one repository: in no interval, but as their minimum and maximum.
-    rows, (published, study_rows, adapters) = counted(frame), by_origin(frame).values()
-    scored = published[published["use"] == "score"]
-    steps = scored["step_s"] / scored["predicted_step_s"]
-    timed, offloaded = (steps[scored["offloads"] == is_so].dropna() for is_so in (False, True))
-    # Memory of a GPU above weights and optimizer; below, memory of a process without a GPU.
-    peaks = published[published["use_memory"] == "score"]
-    above, predicted = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
+    published, study_rows, adapters = by_origin(frame).values()
+    offloads = published[(published["use"] == "score") & published["offloads"]]
+    offloaded = (offloads["step_s"] / offloads["predicted_step_s"]).dropna()
+    timed, timed_pages = _step_ratios(frame)
+    # Memory of a process without a GPU.
     processes = study_rows[study_rows["peak_kind"] == "resident"]
     process = processes["peak_gib"] / processes["predicted_peak_gib"]
-    web_pages = page(rows)
     ratios = {
-        "step_s": (timed, web_pages),
-        "tokens": (1 / timed, web_pages),
-        "above_state": (above / predicted, web_pages),
+        "step_s": (timed, timed_pages),
+        "tokens": (1 / timed, timed_pages),
+        "above_state": _above_state_ratios(frame),
         "process": (process, None),
     }
     comparisons = list(own_compared())
