@@ -87,7 +87,8 @@ def test_the_formula_counts_the_flops_that_torch_counts_and_recomputed_ones_are_
         ("8xH200", "all_reduce", 2**28, 436.15),
         ("8xH100", "all_reduce", 2**34, 482.26),
         ("4x8xH100", "all_reduce", 2**28, 160.1),
-        ("64x8xH100", "all_reduce", 2**28, 32.9),
+        # More nodes than published networks agree on.
+        ("64x8xH100", "all_reduce", 2**28, 84.7),
         ("2x1xH100", "all_reduce", 2**25, 361.7 / 8),
         # Without NVLink: a fraction of one card's link, 55 and 31 GB/s; two cards use the fraction of four.
         ("8xRTX5090", "all_reduce", 2**34, 0.51 * 55),
@@ -258,3 +259,13 @@ def test_gathers_of_lora_s_recomputation_are_in_the_time_and_the_traffic(box: st
     requests = [dataclasses.replace(request, strategy=cpu) for request in (plain, recomputed)]
     moved = [predict_time(request).parts["offload"] for request in requests]
     assert moved[1] / moved[0] == pytest.approx(1.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"), [(16, None), (17, "32 nodes had 77%"), (32, "32 nodes had 77%"), (64, "64 nodes had 39%")]
+)
+def test_more_nodes_than_published_networks_agree_on_are_a_note(nodes: int, expected: str | None) -> None:
+    request = make_request(box=to_box(f"{nodes}x8xH100"))
+    notes = [note for note in predict_time(request).notes if "keeps its bandwidth" in note]
+    assert len(notes) == (expected is not None)
+    assert all(expected in note for note in notes)

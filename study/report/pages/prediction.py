@@ -247,11 +247,11 @@ def _coverage_line(name: str, ratios: pd.Series, pages: pd.Series) -> dict[str, 
     pages = pages[ratios.index]
     within, below = list[float](), list[float]()
     for page_ in pages.unique():
-        is_here = pages == page_
-        interval = _interval(ratios[~is_here], pages[~is_here])
-        here = ratios[is_here]
-        within.append(float(here.between(interval["low"], interval["high"]).mean()))
-        below.append(float((here <= interval["high"]).mean()))
+        on_page = pages == page_
+        interval = _interval(ratios[~on_page], pages[~on_page])
+        left_out = ratios[on_page]
+        within.append(float(left_out.between(interval["low"], interval["high"]).mean()))
+        below.append(float((left_out <= interval["high"]).mean()))
     return {
         "figure": name,
         "pages": len(within),
