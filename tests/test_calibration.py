@@ -173,7 +173,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def test_the_flags_of_predict_and_advise_give_one_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    run = "strategy=zero2,micro_batch=8,step_ms=812,peak_gib=41.4"
+    run = "strategy=zero2,micro_batch=8,accumulation=1,step_ms=812,peak_gib=41.4"
     common = ("gpt2-xl", "--hardware", "4xA100", "--measured", run)
     advice = run_json(capsys, "advise", *common)
     rows = {row["strategy"]: row for row in advice["strategies"]}
@@ -187,11 +187,36 @@ def test_the_flags_of_predict_and_advise_give_one_figure(capsys: pytest.CaptureF
     assert measured["peak_bytes"] == pytest.approx(41.4 * GIB)
 
 
+def test_a_rate_is_a_step_and_a_run_that_cannot_have_fitted_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", "llama-3.1-8b", "--strategy", "zero3_cpu", "--hardware", "4x4090", "--seq_length", "1024"]
+    words += ["--gradient_checkpointing", "--measured", "strategy=zero3,micro_batch=1,tokens_per_s=2048"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    run = "zero3, micro-batch 1 x accumulation 1, checkpointing, 1024 tokens: 2.00 s a step"
+    assert f"tokens_per_s=2048: {run}" in printed
+    assert "it is predicted not to fit (" in printed
+
+
+def test_a_measured_step_with_offload_has_no_published_range(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["predict", "llama-3.1-8b", "--strategy", "zero3_cpu", "--hardware", "4x4090", "--gradient_checkpointing"]
+    for run in ("step_s=40", "strategy=zero3_cpu,step_s=40"):
+        assert main([*common, "--measured", run]) == 0
+        printed = capsys.readouterr().out
+        assert "about 40.0 s a step" in printed.splitlines()[0], run
+        assert "as measured" in printed.splitlines()[0], run
+        assert "published offload steps" not in printed, run
+    assert main(common) == 0
+    assert "(published offload steps: " in capsys.readouterr().out.splitlines()[0]
+
+
 def test_advice_repeats_the_run_in_the_command_for_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "gpt2-xl", "--hardware", "4xA100", "--measured", "strategy=ddp,step_s=2"]) == 0
     printed = capsys.readouterr().out
-    assert "--measured strategy=ddp,step_s=2: ddp, micro-batch 1: 2.00 s a step, predicted" in printed
-    assert printed.rstrip().endswith("--measured strategy=ddp,step_s=2")
+    run = "ddp, micro-batch 1 x accumulation 1, no checkpointing, 1024 tokens: 2.00 s a step, predicted"
+    assert f"--measured strategy=ddp,step_s=2: {run}" in printed
+    # What `study advise` assumes is named: the flags of `study predict` are its defaults.
+    said = "--measured strategy=ddp,step_s=2,micro_batch=1,accumulation=1,checkpointing=off,seq_length=1024"
+    assert printed.rstrip().endswith(said)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +224,18 @@ def test_advice_repeats_the_run_in_the_command_for_its_parts(capsys: pytest.Capt
     [
         (("--measured", "step_ms=812"), "names no strategy"),
         (("--measured", "strategy=zero2"), "neither a step nor a peak was measured"),
-        (("--measured", "strategy=zero2,speed=3"), "'speed=3' is not part of a run"),
+        (("--measured", "strategy=zero2,speed=3"), "'speed=3' is no KEY=VALUE of a run: keys are strategy, "),
+        (("--measured", "strategy=zero2,microbatch=3"), "did you mean micro_batch"),
+        (
+            ("--measured", "strategy=zero2,step_s=1.9s"),
+            "'1.9s' is not a number above 0; the unit is in the key",
+        ),
+        (("--measured", "strategy=tp,step_s=2"), "tp is not predicted: its ranks share samples"),
+        (("--measured", "strategy=zero2,step_s=0.001"), "TFLOP/s of one GPU, whose peak is 312"),
+        (("--measured", "strategy=zero2,peak_gib=90"), "its peak is 90.0 GiB, and the GPU has 80"),
         (("--measured", "strategy=zero2,step_ms=0"), "number above 0"),
         (("--measured", "strategy=zero2,step_ms=1,step_s=2"), "two figures for step_s"),
-        (("--measured", "strategy=zero2,checkpointing=yes,step_s=2"), "'checkpointing=yes' is not part of a run"),
+        (("--measured", "strategy=zero2,checkpointing=maybe,step_s=2"), "'maybe' is neither on nor off"),
         (("--calibrate", "pyproject.toml"), "is not readable as JSON"),
         (("--calibrate", str(RECEIPTS / "ddp.json")), "steps and peaks on CPUs"),
         (("--calibrate", str(RECEIPTS / "cuda_zero2.json")), "was measured with 124,046,592 parameters"),

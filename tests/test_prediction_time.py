@@ -268,4 +268,4 @@ def test_more_nodes_than_published_networks_agree_on_are_a_note(nodes: int, expe
     request = make_request(box=to_box(f"{nodes}x8xH100"))
     notes = [note for note in predict_time(request).notes if "keeps its bandwidth" in note]
     assert len(notes) == (expected is not None)
-    assert all(expected in note for note in notes)
+    assert expected is None or expected in notes[0]

@@ -162,9 +162,9 @@ def _measured_request(question: advise.AdviceRequest, run: measured.RunText) -> 
         raise UserError(f"--measured {run.text} names no strategy", "add strategy=zero2, or the name of another one")
     if run.strategy == "single":
         question = dataclasses.replace(question, box=dataclasses.replace(question.box, gpus_per_node=1, nodes=1))
-    request = question.configuration(
-        read_strategy(run.strategy), run.micro_batch or 1, run.accumulation or 1, bool(run.checkpointing)
-    )
+    strategy = predict_command.predicted_strategy(run.strategy)
+    batch = (run.micro_batch or 1, run.accumulation or 1)
+    request = question.configuration(strategy, *batch, bool(run.checkpointing))
     return fit_settings(dataclasses.replace(request, sequence_length=run.seq_length or question.sequence_length))
 
 
@@ -354,9 +354,13 @@ def _verdict(advice: Advice) -> str:
     figures = [f"{peak} of {rounded(usable_bytes(request.box) / GIB)} GiB (90 % bound {bound})"]
     if not best.is_safe:
         figures.append("may not fit")
+    is_measured = request.correction is not None and request.correction.find_measured_factor(request) is not None
     if request.strategy.offloads:
         unchecked = " (unchecked)" if request.box.host_gib_per_node is None else ""
         figures.append(f"{rounded(memory.host_peak.value / GIB)} GiB of host memory{unchecked}")
+    if is_measured:
+        figures.append(f"{rounded(best.tokens_per_s)} tokens/s, as measured")
+    elif request.strategy.offloads:
         # Each measured offload step took longer than predicted.
         least = best.tokens_per_s / max_offload_slowdown(best.request.correction)
         figures.append(f"{rounded(least)} to {rounded(best.tokens_per_s)} tokens/s, predicted")
@@ -480,7 +484,7 @@ def predict_words(request: Request, options: argparse.Namespace) -> str:
     if options.nvme_gb_per_s != (Hardware.nvme_read_gb_per_s, Hardware.nvme_write_gb_per_s):
         words += ["--nvme_gb_per_s", ",".join(f"{rate:g}" for rate in options.nvme_gb_per_s)]
     words += ["--bus_gb_per_s", f"{options.bus_gb_per_s:g}"] * math.isfinite(options.bus_gb_per_s)
-    words += [word for run in options.measured for word in ("--measured", run.text)]
+    words += [word for run in options.measured for word in ("--measured", run.complete(request.sequence_length))]
     words += [word for file in options.calibrate for word in ("--calibrate", file)]
     return shlex.join(words)
 
@@ -501,12 +505,25 @@ def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterat
     # Settings that the prediction assumes and that no file contains.
     loss = predict_command.loss_text(request.loss_kernel)
     yield f"  {files.command}    ({predict_command.workload_text(request)}{loss})"
+    yield f"  with the Trainer: {_trainer_arguments(request)}"
     if files.of_study is not None:
         yield f"  {files.of_study}"
     if request.strategy.uses_nvme and not Path(nvme_path).is_absolute():
         yield f"  nvme_path is {nvme_path} in the folder of the launch; --nvme_path DIR names a folder on NVMe"
     if files.of_study is None and request.fsdp_gathers_16_bits and not request.pure:
         yield "  study/train.py does not train this: under FSDP it gathers fp32 weights (study predict --autocast)"
+
+
+def _trainer_arguments(request: Request) -> str:
+    """Return the TrainingArguments that train what was predicted."""
+    precision = request.precision.removesuffix("-engine")
+    values = {
+        "per_device_train_batch_size": request.micro_batch,
+        "gradient_accumulation_steps": request.accumulation,
+        "gradient_checkpointing": request.gradient_checkpointing,
+        **({precision: True} if precision != "fp32" else {}),
+    }
+    return f"TrainingArguments({', '.join(f'{name}={value}' for name, value in values.items())})"
 
 
 # The recommended strategy's Accelerate file and DeepSpeed JSON, for use with `accelerate launch`.
@@ -576,7 +593,7 @@ def _strategy_texts(
     texts, document = dict[Path, str](), read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml") | changes
     if deepspeed is not None:
         inner = file.with_suffix(".json")
-        document["deepspeed_config"]["deepspeed_config_file"] = str(inner)
+        document["deepspeed_config"]["deepspeed_config_file"] = str(inner.absolute())
         texts[inner] = json.dumps(deepspeed, indent=2) + "\n"
     return texts | {file: yaml.safe_dump(document, sort_keys=False)}
 

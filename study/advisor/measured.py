@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from study.config.errors import UserError
+from study.config.errors import UserError, did_you_mean
 from study.host.memory import GIB
 from study.predictor.calibration import (
     MeasuredRun,
@@ -29,7 +29,7 @@ _PEAKS: dict[str, PeakKind] = {
     "device_gib": "device",
 }
 _STEPS = {"step_ms": 1e-3, "step_s": 1.0}
-_SWITCH = {"on": True, "off": False}
+_SWITCH = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 _EXAMPLE = "strategy=zero2,micro_batch=8,step_ms=812,peak_gib=31.4"
 
 
@@ -44,19 +44,35 @@ class RunText:
     seq_length: int | None = None
     checkpointing: bool | None = None
     step_s: float | None = None
+    # Of all ranks.
+    tokens_per_s: float | None = None
     peak_bytes: float | None = None
     peak_kind: PeakKind = "allocated"
 
     def measure(self, request: Request) -> MeasuredRun:
         """Return the run of a request with these figures."""
-        return MeasuredRun(f"--measured {self.text}", request, self.step_s, self.peak_bytes, self.peak_kind)
+        step_s = self.step_s
+        if step_s is None and self.tokens_per_s is not None:
+            samples = request.micro_batch * request.accumulation * request.box.ranks
+            step_s = samples * request.sequence_length / self.tokens_per_s
+        return MeasuredRun(f"--measured {self.text}", request, step_s, self.peak_bytes, self.peak_kind)
+
+    def complete(self, sequence_length: int) -> str:
+        """Return the text with what `study advise` assumes, since the flags of `study predict` are other defaults."""
+        assumed = {
+            "micro_batch=1": self.micro_batch,
+            "accumulation=1": self.accumulation,
+            "checkpointing=off": self.checkpointing,
+            f"seq_length={sequence_length}": self.seq_length,
+        }
+        return ",".join([self.text, *(item for item, value in assumed.items() if value is None)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of measured runs."""
     add = parser.add_argument
-    run = f"a measured run of this model and hardware: {_EXAMPLE}; also accumulation, seq_length, checkpointing=on,"
-    run += " step_s, reserved_gib, device_gib (nvidia-smi); repeatable"
+    run = f"a measured run of this model and hardware, such as {_EXAMPLE}; keys: {', '.join(_PARSERS)} (tokens/s of all"
+    run += " ranks; device_gib: nvidia-smi); repeatable"
     add("--measured", action="append", default=[], type=_parse_run, metavar="RUN", help=run)
     file = "a receipt.json of this model and hardware (docs/receipt.md); repeatable"
     add("--calibrate", action="append", default=[], metavar="FILE", help=file)
@@ -67,29 +83,42 @@ def _parse_run(text: str) -> RunText:
     values: dict[str, Any] = {}
     for item in text.split(","):
         key, _, value = item.strip().partition("=")
+        parse = _PARSERS.get(key)
+        if parse is None:
+            hint = did_you_mean(key, _PARSERS) or f"keys are {', '.join(_PARSERS)}; "
+            raise argparse.ArgumentTypeError(f"{item!r} is no KEY=VALUE of a run: {hint}such as {_EXAMPLE}")
         try:
-            fields = _parse_item(key, value)
-        except (ValueError, KeyError):
-            raise argparse.ArgumentTypeError(f"{item!r} is not part of a run such as {_EXAMPLE}") from None
+            fields = parse(value)
+        except argparse.ArgumentTypeError as error:
+            unit = "; the unit is in the key: step_s=1.9, step_ms=812" if key in _STEPS else ""
+            raise argparse.ArgumentTypeError(f"{key}: {error}{unit}") from None
         if repeated := fields.keys() & values.keys():
             raise argparse.ArgumentTypeError(f"{text!r} has two figures for {repeated.pop()}")
         values |= fields
     return RunText(text, **values)
 
 
-def _parse_item(key: str, value: str) -> dict[str, Any]:
-    """Return the fields that one item gives; raise ValueError or KeyError for a wrong one."""
-    if key == "strategy":
-        return {"strategy": value}
-    if key in ("micro_batch", "accumulation"):
-        return {key: parse_int(value)}
-    if key == "seq_length":
-        return {key: parse_tokens(value)}
-    if key == "checkpointing":
-        return {key: _SWITCH[value]}
-    if key in _STEPS:
-        return {"step_s": real(value) * _STEPS[key]}
-    return {"peak_bytes": real(value) * GIB, "peak_kind": _PEAKS[key]}
+def _parse_switch(value: str) -> dict[str, Any]:
+    if value.lower() not in _SWITCH:
+        raise argparse.ArgumentTypeError(f"{value!r} is neither on nor off")
+    return {"checkpointing": _SWITCH[value.lower()]}
+
+
+_PARSERS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "strategy": lambda value: {"strategy": value},
+    "micro_batch": lambda value: {"micro_batch": parse_int(value)},
+    "accumulation": lambda value: {"accumulation": parse_int(value)},
+    "checkpointing": _parse_switch,
+    "gradient_checkpointing": _parse_switch,
+    "seq_length": lambda value: {"seq_length": parse_tokens(value)},
+    "step_s": lambda value: {"step_s": real(value)},
+    "step_ms": lambda value: {"step_s": real(value) * _STEPS["step_ms"]},
+    "tokens_per_s": lambda value: {"tokens_per_s": real(value)},
+    **{
+        name: lambda value, kind=kind: {"peak_bytes": real(value) * GIB, "peak_kind": kind}  # type: ignore[misc]
+        for name, kind in _PEAKS.items()
+    },
+}
 
 
 def collect_runs(

@@ -37,7 +37,7 @@ from study.predictor.request import (
 )
 from study.predictor.shape import USUAL_LENGTH, ModelShape, model_shape, resolve_length
 from study.predictor.state import engine_refusal
-from study.predictor.time import device_bytes, estimate, fits, predict_time, usable_bytes, why
+from study.predictor.time import device_bytes, estimate, fits, offload_range, predict_time, usable_bytes, why
 from study.workloads.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def run(options: argparse.Namespace, read_run: measured.ReadRun | None = None) -
 
 
 def _measured_request(options: argparse.Namespace, run: measured.RunText) -> Request:
-    """Return the request of a measured run: that of the flags, if it names no strategy."""
+    """Return the request of a measured run: that of the flags, but for what the run names."""
     values = {
         "strategy": run.strategy,
         "micro_batch": run.micro_batch,
@@ -188,9 +188,7 @@ def _measured_request(options: argparse.Namespace, run: measured.RunText) -> Req
         "seq_length": run.seq_length,
         "gradient_checkpointing": run.checkpointing,
     }
-    # As in `study advise`, which has no such flags.
-    defaults = {} if run.strategy is None else {"micro_batch": 1, "accumulation": 1, "gradient_checkpointing": False}
-    changes = defaults | {name: value for name, value in values.items() if value is not None}
+    changes = {name: value for name, value in values.items() if value is not None}
     return _request(argparse.Namespace(**{**vars(options), **changes}))
 
 
@@ -260,11 +258,17 @@ def _adapted_notes(request: Request) -> Iterator[str]:
         yield f"{request.ranks_per_replica} ranks share the weights, the file's number is adapted to {request.box.name}"
 
 
-def _request(options: argparse.Namespace) -> Request:
-    check_required(options, "study predict llama-3.1-8b --strategy zero3 --hardware 8xH100")
-    strategy = strategies.read_strategy(options.strategy)
+def predicted_strategy(name: str) -> strategies.Strategy:
+    """Return a strategy; raise UserError for one whose ranks share samples."""
+    strategy = strategies.read_strategy(name)
     if strategy.group is not None:
         raise UserError(f"{strategy.name} is not predicted: its ranks share samples", "use another strategy")
+    return strategy
+
+
+def _request(options: argparse.Namespace) -> Request:
+    check_required(options, "study predict llama-3.1-8b --strategy zero3 --hardware 8xH100")
+    strategy = predicted_strategy(options.strategy)
     box = box_from_args(options)
     shape = adapters.apply_lora_options(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     precision, is_pure = _precision(options, strategy, shape, box)
@@ -431,6 +435,8 @@ def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
         source = "as measured"
     elif step.low is not None and step.high is not None:
         interval = f" ({rounded_seconds(step.low)} to {rounded_seconds(step.high)})"
+    elif (span := offload_range(request, step.value)) is not None:
+        interval = f" (published offload steps: {rounded_seconds(span[0])} to {rounded_seconds(span[1])})"
     return (
         f"{need}; about {rounded_seconds(step.value)} a step{interval},"
         f" {rounded(time.tokens_per_s_per_gpu.value)} tokens/s per {'rank' if box.is_cpu_only else 'GPU'}; {source}"

@@ -14,10 +14,11 @@ from typing import Literal
 from study.config.errors import UserError
 from study.config.text import rounded, rounded_seconds
 from study.host.memory import GIB
+from study.predictor.activations import model_flops
 from study.predictor.memory import predict_memory
 from study.predictor.request import Configuration, MemoryUse, Request, SetupCorrection
 from study.predictor.state import predict_state
-from study.predictor.time import SINGLE_ERROR, predict_time
+from study.predictor.time import SINGLE_ERROR, fits, predict_time, why
 
 # Programs pad vocabularies and shorten positions: a model whose parameters differ by less than this is the same.
 _SAME_MODEL = 0.05
@@ -88,12 +89,29 @@ def check_run(run: MeasuredRun) -> None:
             raise UserError(f"{run.name}: its {what} is {value:g}", "give a positive number")
     if run.step_s is None and run.peak_bytes is None:
         raise UserError(f"{run.name}: neither a step nor a peak was measured", "add step_ms=... or peak_gib=...")
+    _check_speed(run)
     if run.peak_bytes is not None:
+        device_gib = run.request.box.device.memory_gib
+        if run.peak_bytes > device_gib * GIB:
+            problem = f"its peak is {rounded(run.peak_bytes / GIB)} GiB, and the GPU has {device_gib:g}"
+            raise UserError(f"{run.name}: {problem}", "give the peak of one GPU, in GiB")
         state = PredictedRun.predict(run).state_bytes
         if run.peak_bytes < state:
             problem = f"its peak is {rounded(run.peak_bytes / GIB)} GiB, and weights and optimizer alone have"
             problem += f" {rounded(state / GIB)}"
             raise UserError(f"{run.name}: {problem}", "check strategy, precision and unit")
+
+
+def _check_speed(run: MeasuredRun) -> None:
+    """Raise UserError for a step that is faster than the GPU."""
+    request = run.request
+    peak = request.box.device.peak_tflops.get(request.precision.removesuffix("-engine"))
+    if run.step_s is None or peak is None:
+        return
+    rate = model_flops(request) / run.step_s / 1e12
+    if rate > peak:
+        step = f"its step of {rounded_seconds(run.step_s)} is {rounded(rate)} TFLOP/s of one GPU"
+        raise UserError(f"{run.name}: {step}, whose peak is {peak:g}", "check unit, model, batch and accumulation")
 
 
 def check_setup(run: MeasuredRun, question: Request) -> None:
@@ -191,5 +209,10 @@ def calibration_lines(runs: Sequence[PredictedRun]) -> Iterator[str]:
         if run.run.peak_bytes is not None:
             peak = f"{rounded(run.run.peak_bytes / GIB)} GiB {run.run.peak_kind}"
             figures.append(f"{peak}, predicted {rounded(run.peak_bytes / GIB)}")
-        configuration = f"{request.strategy.name}, micro-batch {request.micro_batch}"
+        checkpointing = "checkpointing" if request.gradient_checkpointing else "no checkpointing"
+        batch = f"micro-batch {request.micro_batch} x accumulation {request.accumulation}"
+        configuration = f"{request.strategy.name}, {batch}, {checkpointing}, {request.sequence_length} tokens"
         yield f"{run.run.name}: {configuration}: {'; '.join(figures)}"
+        memory = predict_memory(request)
+        if not fits(memory, request.box):
+            yield f"  it is predicted not to fit ({why(memory, request.box)}): was it in full, and without offload?"

@@ -94,6 +94,18 @@ def max_offload_slowdown(correction: SetupCorrection | None = None) -> float:
     return float(row.get("high", math.inf))
 
 
+def offload_range(request: Request, step_s: float) -> tuple[float, float] | None:
+    """Return the least and the most that published steps with offload took of a predicted time; None without offload,
+    or if a step with offload was measured."""
+    correction, row = request.correction, _INTERVALS.get("offload_step_s")
+    is_measured = correction is not None and (
+        correction.offload_step_factor is not None or correction.find_measured_factor(request) is not None
+    )
+    if row is None or is_measured or not request.strategy.offload_device("optimizer"):
+        return None
+    return row["low"] * step_s, row["high"] * step_s
+
+
 def estimate(figure: str, value: float, certain: float = 0.0) -> Estimate:
     """Add an interval to a value, except its exact part `certain`; no interval if the figure was not validated."""
     if (row := _INTERVALS.get(figure)) is None:
@@ -355,12 +367,13 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
         )
     if memory is not None and device.memory_gib and device_bytes(memory) > usable_bytes(request.box):
         notes.append(f"this does not fit: the time assumes more memory of each {device.name}")
-    if (host_note := host_adam_note(request)) is not None:
+    is_measured = request.correction is not None and request.correction.find_measured_factor(request) is not None
+    if (host_note := host_adam_note(request)) is not None and not is_measured:
         notes.append(host_note)
-        if row := _INTERVALS.get("offload_step_s"):
-            low, high = row["low"], row["high"]
-            bounds = f"here {rounded_seconds(total * low)} to {rounded_seconds(total * high)}"
-            notes.append(f"published offload steps took {low:.1f} to {high:.1f} times the prediction, {bounds}")
+    if (span := offload_range(request, total)) is not None:
+        low, high = (end / total for end in span)
+        bounds = f"here {rounded_seconds(span[0])} to {rounded_seconds(span[1])}"
+        notes.append(f"published offload steps took {low:.1f} to {high:.1f} times the prediction, {bounds}")
     if request.shape.lora_rank:
         notes.append(lora_note())
     if request.swapped:

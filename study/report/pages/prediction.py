@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +99,10 @@ def preregistered_table(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
     ).reset_index()
 
 
-def foretold_errors(folder: Path, suite: str) -> dict[str, dict[str, str]]:
-    """Return how far the peaks and step times of a suite were from the predictions made before it ran."""
+def foretold_errors(folder: Path, suites: Collection[str]) -> dict[str, dict[str, str]]:
+    """Return how far the peaks and step times of suites were from the predictions made before they ran."""
     rows = _foretold(folder)
-    rows = rows[rows["suite"] == suite]
+    rows = rows[rows["suite"].isin(suites)]
     summaries = {}
     for what in ("peak", "step"):
         errors = rows[f"{what}_error"].dropna()

@@ -40,8 +40,8 @@ from study.virtual.summaries import table1_rows
 
 # A block names its source: `<!-- releases: study/releases/grid.json -->` up to `<!-- end of releases -->`.
 _BLOCK = re.compile(r"(<!-- (?P<name>\w+): (?P<source>[^>]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
-# The lines of the answer and of the two fastest strategies.
-_ADVISE_LINES = 9
+# The lines of the answer and of the fastest strategy.
+_ADVISE_LINES = 8
 # Columns of the bytes sent. Programs load a model in 16 bits for the second.
 _SENDERS: dict[str, tuple[str, Precision | None]] = {
     "DDP, fp32 gradients": ("ddp", None),
@@ -51,6 +51,8 @@ _SENDERS: dict[str, tuple[str, Precision | None]] = {
     "ZeRO-3, 16 bits": ("zero3", None),
     "FSDP2, 16 bits": ("fsdp2", None),
 }
+# Suites of a GPU that were predicted before any ran.
+_FORETOLD_ON_GPU = ("gpu", "gpu_fp16")
 # Words of the errors table.
 _FIGURES: dict[Figure, str] = {"memory": "peak", "time": "step"}
 _SHORT_NAMES = {
@@ -120,8 +122,10 @@ def advise_output(model: str, hardware: str) -> str:
     arguments = [model, "--hardware", hardware]
     with contextlib.redirect_stdout(out):
         advise_command.run(parser.parse_args(arguments))
-    lines = out.getvalue().splitlines()[:_ADVISE_LINES]
-    return "\n".join(["```", f"$ study advise {' '.join(arguments)}", *lines, "...", "```"])
+    lines = out.getvalue().splitlines()
+    needs = [line for line in lines if line.startswith("needs DeepSpeed")]
+    shown = [*lines[:_ADVISE_LINES], "...", *needs]
+    return "\n".join(["```", f"$ study advise {' '.join(arguments)}", *shown, "```"])
 
 
 def _figure_name(column: str) -> str:
@@ -156,7 +160,11 @@ def held_out_errors(folder: Path) -> str:
     errors = headline(pd.read_parquet(folder / SCORES)).set_index("figure")
     peaks, steps, offload = (errors.loc[name] for name in HELD_OUT)
     return render_markdown(
-        "readme_held_out.md.j2", peaks=peaks, steps=steps, offload=offload, gpu=foretold_errors(folder, "gpu")
+        "readme_held_out.md.j2",
+        peaks=peaks,
+        steps=steps,
+        offload=offload,
+        gpu=foretold_errors(folder, _FORETOLD_ON_GPU),
     ).rstrip()
 
 
