@@ -215,8 +215,8 @@ def test_advice_repeats_the_run_in_the_command_for_its_parts(capsys: pytest.Capt
     run = "ddp, micro-batch 1 x accumulation 1, no checkpointing, 1024 tokens: 2.00 s a step, predicted"
     assert f"--measured strategy=ddp,step_s=2: {run}" in printed
     # What `study advise` assumes is named: the flags of `study predict` are its defaults.
-    said = "--measured strategy=ddp,step_s=2,micro_batch=1,accumulation=1,checkpointing=off,seq_length=1024"
-    assert printed.rstrip().endswith(said)
+    ending = "--measured strategy=ddp,step_s=2,micro_batch=1,accumulation=1,checkpointing=off,seq_length=1024"
+    assert printed.rstrip().endswith(ending)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_advice_repeats_the_run_in_the_command_for_its_parts(capsys: pytest.Capt
         (("--measured", "strategy=zero2,microbatch=3"), "did you mean micro_batch"),
         (
             ("--measured", "strategy=zero2,step_s=1.9s"),
-            "'1.9s' is not a number above 0; the unit is in the key",
+            "1.9s.*the unit is in the key",
         ),
         (("--measured", "strategy=tp,step_s=2"), "tp is not predicted: its ranks share samples"),
         (("--measured", "strategy=zero2,step_s=0.001"), "TFLOP/s of one GPU, whose peak is 312"),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from engines import run_without_torch
+from study.cli import main
 from study.compositions.answers import look_up_answer, match_known_finding, read_known_findings, read_matrices
 from study.compositions.command import exit_status, parse_features
 from study.compositions.covering import Design, list_pairs, list_triples
@@ -398,6 +399,48 @@ def test_an_equal_run_with_what_lifts_a_fault_does_not_answer_for_combinations_w
     finding = next(f for f in matrix.findings.values() if f.combination.name == "zero2,muon,fp32_accumulation")
     without_finding.findings[larger] = dataclasses.replace(finding, combination=larger)
     assert look_up_answer(smaller, without_finding).kind == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("features", "kind", "text"),
+    [
+        # Features that lift a fault or a refusal.
+        ("zero2,muon,fp32_accumulation,no_reduce_scatter", "pairs", ""),
+        ("zero2,muon,fp32_accumulation,small_buckets", "pairs", ""),
+        ("zero2,muon,fp32_accumulation,frozen", "wrong", "gradients of weights that AdamW steps with Muon are lost"),
+        ("zero1,accelerate,sgd,optimizer_cpu", "wrong", "silently become Adam"),
+        ("zero1,sgd,optimizer_cpu", "error", "DeepSpeed refuses other optimizers"),
+        # A fault before a documented difference, and a refusal before a fault.
+        ("zero2,muon,clipping_unset", "wrong", "clipping judges by the norm of Muon's updates"),
+        ("zero2,clipping_unset", "by_design", ""),
+        ("zero2,accelerate,cpu_adam,optimizer_cpu,zenflow", "error", "ZenFlow takes no optimizer of Accelerate's"),
+    ],
+)
+def test_an_answer_knows_what_lifts_a_finding_and_which_finding_comes_first(
+    features: str, kind: str, text: str
+) -> None:
+    answer = look_up_answer(make_combination(features.split(",")), next(read_matrices()))
+    assert answer.kind == kind, answer.text
+    assert text in answer.text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("abc", "--features", "zero2"), "'abc' is not a release"),
+        (("0.19.8", "zero0", "--features", "zero0"), "zero0 is not used with --features"),
+        (("0.19.8", "--features", "zero0", "--precision", "bf16"), "--precision is not used with --features"),
+        (("0.19.8", "--features", "zero2,MoE"), "did you mean ep?"),
+        (("0.19.8", "--features", "ZERO2"), "did you mean zero2?"),
+    ],
+)
+def test_a_wrong_request_of_features_is_one_line(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["releases", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_a_known_fault_applies_to_no_equal_run() -> None:

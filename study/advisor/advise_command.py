@@ -515,7 +515,7 @@ def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterat
 
 
 def _trainer_arguments(request: Request) -> str:
-    """Return the TrainingArguments that train what was predicted."""
+    """Return the TrainingArguments of the predicted configuration."""
     precision = request.precision.removesuffix("-engine")
     values = {
         "per_device_train_batch_size": request.micro_batch,

@@ -58,7 +58,7 @@ class RunText:
         return MeasuredRun(f"--measured {self.text}", request, step_s, self.peak_bytes, self.peak_kind)
 
     def complete(self, sequence_length: int) -> str:
-        """Return the text with what `study advise` assumes, since the flags of `study predict` are other defaults."""
+        """Return the text with the defaults of `study advise`; those of `study predict` are its flags."""
         assumed = {
             "micro_batch=1": self.micro_batch,
             "accumulation=1": self.accumulation,

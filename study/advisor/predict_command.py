@@ -180,7 +180,7 @@ def run(options: argparse.Namespace, read_run: measured.ReadRun | None = None) -
 
 
 def _measured_request(options: argparse.Namespace, run: measured.RunText) -> Request:
-    """Return the request of a measured run: that of the flags, but for what the run names."""
+    """Return the request of a measured run: that of the flags, with the values of the run."""
     values = {
         "strategy": run.strategy,
         "micro_batch": run.micro_batch,

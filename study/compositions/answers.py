@@ -110,15 +110,31 @@ def read_matrices() -> Iterator[Matrix]:
     yield from sorted(matrices, key=lambda matrix: release_key(matrix.stack["deepspeed"] or "0"), reverse=True)
 
 
+_PRECEDENCE = ("error", "wrong", "by_design")
+
+
+def _is_lifted(finding: CombinationOutcome, combination: Combination) -> bool:
+    """Whether a larger combination has a feature with which a finding does not arise."""
+    entry = match_known_finding(finding)
+    return entry is not None and entry.is_lifted(combination.levels)
+
+
 def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswer:
     """Return the answer of a matrix for a combination."""
+    if combination in matrix.findings:
+        return _finding_answer(matrix.findings[combination], matrix)
     features = set(combination.features)
-    for finding in matrix.findings.values():
-        if features.issuperset(finding.combination.features):
-            return _finding_answer(finding, matrix)
+    answers = [
+        _finding_answer(finding, matrix)
+        for finding in matrix.findings.values()
+        if features.issuperset(finding.combination.features) and not _is_lifted(finding, combination)
+    ]
     fault = _find_fault(combination, matrix)
     if fault is not None:
-        return CombinationAnswer("wrong", _with_instead(fault.title, fault), matrix.stack)
+        answers.append(CombinationAnswer("wrong", _with_instead(fault.title, fault), matrix.stack))
+    if answers:
+        # An error that ends the training comes before a fault, and a fault before a documented difference.
+        return min(answers, key=lambda answer: _PRECEDENCE.index(answer.kind))
     equal_runs = [outcome.combination for outcome in matrix.outcomes.values() if outcome.is_equal]
     if combination in equal_runs:
         return CombinationAnswer("right", "equal, to rounding, to one process of plain PyTorch", matrix.stack)

@@ -108,14 +108,18 @@ def make_combination(names: Iterable[str]) -> Combination:
     return Combination(frozenset(chosen.get(row.name, row.default) for row in read_rows().values()))
 
 
+# Other words for features.
+_ALIASES = {"moe": "ep", "cpu_offload": "optimizer_cpu", "offload": "optimizer_cpu", "nvme": "optimizer_nvme"}
+
+
 def find_row(level: str) -> Row:
     """Return the row that has a level."""
     for row in read_rows().values():
         if level in row.levels:
             return row
     names = [name for row in read_rows().values() for name in row.levels]
-    close = difflib.get_close_matches(level, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
+    close = difflib.get_close_matches(_ALIASES.get(level.lower(), level.lower()), names, n=1)
+    hint = f"did you mean {close[0]}?" if close else "list prints all: --features list"
     raise UserError(f"no feature is called {level[:40]!r}", hint)
 
 

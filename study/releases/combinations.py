@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from study.compositions.answers import look_up_answer, read_matrices
 from study.compositions.command import feature_table
 from study.compositions.features import Combination
 from study.compositions.matrix import Matrix
+from study.config.errors import UserError
 from study.config.printing import print_page
 from study.host.stacks import package_version
 from study.releases.causes import Cause, read_causes
@@ -33,6 +35,7 @@ def judge_features(options: argparse.Namespace) -> int:
     if options.features is None:
         print_page([feature_table()])
         return 0
+    _check(options)
     matrices = list(read_matrices())
     newest = matrices[0]
     versions = {"deepspeed": options.release, "accelerate": options.accelerate, "torch": options.torch}
@@ -56,6 +59,16 @@ def judge_features(options: argparse.Namespace) -> int:
     status = _STATUS[answer.kind]
     print_page([f"{request}: {_WORDS[answer.kind]}: {answer.text}", *[command] * (status == UNTESTED), _HOW])
     return status
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise UserError for a release that is none, and for arguments that the features name."""
+    if options.release is not None and not re.fullmatch(r"[0-9]+(\.[0-9]+)*", options.release):
+        raise UserError(f"{options.release!r} is not a release of DeepSpeed", "name one, such as 0.19.8")
+    if getattr(options, "strategy", None) is not None:
+        raise UserError(f"{options.strategy} is not used with --features", "name the engine in the features")
+    if getattr(options, "precision", "fp32") != "fp32":
+        raise UserError("--precision is not used with --features", "name bf16, autocast or fp16 in the features")
 
 
 def _known_causes(combination: Combination, versions: dict[str, str | None], newest: Matrix) -> list[Cause]:

@@ -124,8 +124,8 @@ def advise_output(model: str, hardware: str) -> str:
         advise_command.run(parser.parse_args(arguments))
     lines = out.getvalue().splitlines()
     needs = [line for line in lines if line.startswith("needs DeepSpeed")]
-    shown = [*lines[:_ADVISE_LINES], "...", *needs]
-    return "\n".join(["```", f"$ study advise {' '.join(arguments)}", *shown, "```"])
+    excerpt = [*lines[:_ADVISE_LINES], "...", *needs]
+    return "\n".join(["```", f"$ study advise {' '.join(arguments)}", *excerpt, "```"])
 
 
 def _figure_name(column: str) -> str:
