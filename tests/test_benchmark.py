@@ -343,3 +343,12 @@ def test_a_tool_answers_rows_as_its_formula_has_it(tmp_path: Path) -> None:
     lines = csv.DictReader(out.open(encoding="utf-8"))
     answer = next(line for line in lines if line["id"] == row.id)
     assert float(answer["peak_gib"]) == pytest.approx(expected, abs=1e-3)
+
+
+def test_every_shipped_answer_is_of_a_row() -> None:
+    """A corrected row has another id, and an answer to the old one would silently be none."""
+    ids = {question.id for question in read_questions()}
+    files = sorted(answers.FOLDER.glob("*.csv"))
+    assert len(files) == len(LEAGUE) - 1
+    for file in files:
+        assert answers.parse_answers(file.read_text(encoding="utf-8"), file.name, QUESTIONS, ids)

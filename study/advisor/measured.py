@@ -95,6 +95,8 @@ def _parse_run(text: str) -> RunText:
         if repeated := fields.keys() & values.keys():
             raise argparse.ArgumentTypeError(f"{text!r} has two figures for {repeated.pop()}")
         values |= fields
+    if {"step_s", "tokens_per_s"} <= values.keys():
+        raise argparse.ArgumentTypeError(f"{text!r} has a step and tokens_per_s, which are one figure")
     return RunText(text, **values)
 
 

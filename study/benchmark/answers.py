@@ -76,7 +76,7 @@ def shipped_predictors(questions: Sequence[BenchmarkQuestion]) -> list[Predictor
         text = (FOLDER / entry["file"]).read_text(encoding="utf-8")
         answers = parse_answers(text, entry["file"], questions, ids=None)
         chosen = {name: answer for name, answer in answers.items() if name in ids}
-        predictors.append(Predictor(entry["name"], chosen, f"{entry['version']}; {entry['told']}"))
+        predictors.append(Predictor(entry["name"], chosen, f"{entry['version']}; {entry['inputs']}"))
     return predictors
 
 

@@ -73,11 +73,30 @@ class PredictedRun:
         return None if self.run.peak_bytes is None else self.run.peak_bytes - self.peak_bytes
 
 
-def peak_of_kind(memory: MemoryUse, kind: PeakKind) -> float:
-    """Return a predicted peak as torch or the driver measures it on a device with free memory."""
+def peak_of_kind(memory: MemoryUse, kind: PeakKind, context_bytes: float | None = None) -> float:
+    """Return a predicted peak as torch or the driver measures it on a device with free memory.
+
+    `context_bytes`: the driver's memory of a process without tensors, if it was measured.
+    """
     if kind == "allocated":
         return memory.peak_allocated.value
-    return memory.pool_with_room + (memory.device_parts["context"] if kind == "device" else 0.0)
+    context = context_bytes or memory.device_parts["context"]
+    return memory.pool_with_room + (context if kind == "device" else 0.0)
+
+
+def find_implausibility(request: Request, step_s: float | None, peak_bytes: float | None) -> str | None:
+    """Return why figures cannot be those of a request; None if they can."""
+    if peak_bytes is not None:
+        state = predict_state(request, unreduced=False)
+        minimum = state.params_device + state.optimizer_device
+        if peak_bytes < minimum:
+            return f"{peak_bytes / GIB:.1f} GiB, but weights and optimizer alone are {minimum / GIB:.1f}"
+    peak = request.box.device.peak_tflops.get(request.precision.removesuffix("-engine"))
+    if step_s is not None and peak is not None:
+        rate = model_flops(request) / step_s / 1e12
+        if rate > peak:
+            return f"{rate:.0f} TFLOP/s, but the device's peak is {peak:g}"
+    return None
 
 
 def check_run(run: MeasuredRun) -> None:
@@ -89,29 +108,12 @@ def check_run(run: MeasuredRun) -> None:
             raise UserError(f"{run.name}: its {what} is {value:g}", "give a positive number")
     if run.step_s is None and run.peak_bytes is None:
         raise UserError(f"{run.name}: neither a step nor a peak was measured", "add step_ms=... or peak_gib=...")
-    _check_speed(run)
-    if run.peak_bytes is not None:
-        device_gib = run.request.box.device.memory_gib
-        if run.peak_bytes > device_gib * GIB:
-            problem = f"its peak is {rounded(run.peak_bytes / GIB)} GiB, and the GPU has {device_gib:g}"
-            raise UserError(f"{run.name}: {problem}", "give the peak of one GPU, in GiB")
-        state = PredictedRun.predict(run).state_bytes
-        if run.peak_bytes < state:
-            problem = f"its peak is {rounded(run.peak_bytes / GIB)} GiB, and weights and optimizer alone have"
-            problem += f" {rounded(state / GIB)}"
-            raise UserError(f"{run.name}: {problem}", "check strategy, precision and unit")
-
-
-def _check_speed(run: MeasuredRun) -> None:
-    """Raise UserError for a step that is faster than the GPU."""
-    request = run.request
-    peak = request.box.device.peak_tflops.get(request.precision.removesuffix("-engine"))
-    if run.step_s is None or peak is None:
-        return
-    rate = model_flops(request) / run.step_s / 1e12
-    if rate > peak:
-        step = f"its step of {rounded_seconds(run.step_s)} is {rounded(rate)} TFLOP/s of one GPU"
-        raise UserError(f"{run.name}: {step}, whose peak is {peak:g}", "check unit, model, batch and accumulation")
+    device_gib = run.request.box.device.memory_gib
+    if run.peak_bytes is not None and run.peak_bytes > device_gib * GIB:
+        problem = f"its peak is {rounded(run.peak_bytes / GIB)} GiB, and the GPU has {device_gib:g}"
+        raise UserError(f"{run.name}: {problem}", "give the peak of one GPU, in GiB")
+    if (reason := find_implausibility(run.request, run.step_s, run.peak_bytes)) is not None:
+        raise UserError(f"{run.name}: {reason}", "check unit, strategy, precision, batch and accumulation")
 
 
 def check_setup(run: MeasuredRun, question: Request) -> None:

@@ -48,8 +48,9 @@ def make_forecast(receipt: ReceiptDocument) -> MeasuredForecast:
 
 def read_run(name: str) -> MeasuredRun:
     """Return the measured run of a receipt's file; UserError if it cannot be predicted."""
+    receipt = read_receipt(name)
     try:
-        return measured_run(read_receipt(name), name)
+        return measured_run(receipt, name)
     except UserError as refusal:
         raise UserError(f"{name}: {refusal.problem}", "use another receipt, or --measured") from None
 

@@ -30,6 +30,7 @@ from study.config.strategy_names import apply_overrides
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.activations import model_flops
+from study.predictor.calibration import find_implausibility, peak_of_kind
 from study.predictor.hardware import to_box
 from study.predictor.memory import EVALUATION_BYTES, predict_memory
 from study.predictor.request import Request
@@ -72,31 +73,14 @@ class Measurement:
 
 def implausibility(row: Measurement) -> str | None:
     """Return why a measurement is excluded or impossible; None if it is plausible."""
-    request = row.request
-    if row.refused:
-        return row.refused
-    if row.peak_bytes is not None:
-        state = predict_state(request, unreduced=False)
-        minimum = state.params_device + state.optimizer_device
-        if row.peak_bytes < minimum:
-            return f"{row.peak_bytes / GIB:.1f} GiB, but weights and optimizer alone are {minimum / GIB:.1f}"
-    peak = request.box.device.peak_tflops.get(request.precision.removesuffix("-engine"))
-    if row.step_s is not None and peak is not None:
-        rate = model_flops(request) / row.step_s / 1e12
-        if rate > peak:
-            return f"{rate:.0f} TFLOP/s, but the device's peak is {peak:g}"
-    return None
+    return row.refused or find_implausibility(row.request, row.step_s, row.peak_bytes)
 
 
 def predicted_peak(row: Measurement) -> float:
     """Return the predicted peak in bytes, of the row's kind."""
     memory, kind = predict_memory(_recomputing(row)), row.peak_kind
-    if kind == "allocated":
-        return memory.peak_allocated.value
-    if kind == "reserved":
-        return memory.pool_with_room
-    if kind == "device":
-        return memory.pool_with_room + (row.context_bytes or memory.device_parts["context"])
+    if kind in ("allocated", "reserved", "device"):
+        return peak_of_kind(memory, kind, row.context_bytes)
     tensors = memory.peak_reserved.value if kind == "resident" else memory.peak_allocated.value
     if row.evaluated == "last":
         tensors = max(tensors, memory.steady_allocated.value + EVALUATION_BYTES)

@@ -7,6 +7,7 @@ one, and the others are predicted with it and without it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
@@ -142,6 +143,7 @@ def _best_single_error(pairs: Mapping[float, Sequence[SetupPair]], without: str 
     return min(_SINGLE_ERRORS, key=mean_error)
 
 
+@functools.cache
 def held_out_pairs(figure: SetupFigure) -> list[SetupPair]:
     """Return the pairs, those of steps with a single error that was fitted without their page."""
     if figure == "peak":
