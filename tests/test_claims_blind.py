@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_claims import OUTCOMES
 
-from study.claims.agreement import FINDINGS, READINGS, agreement, compare, read_answers, stored_comparison
+from study.claims.agreement import FINDINGS, READINGS, agreement, compare, read_answers, store, stored_comparison
 from study.claims.blind import COLUMNS, draw, form_lines, is_quoted
 from study.claims.ledger import LEDGER, read_ledger
 from study.claims.scoreboard import JudgedClaim, Scoreboard
@@ -198,6 +198,17 @@ def test_an_entry_that_a_reading_mended_keeps_the_agreement_of_its_day(full_boar
     ((_, today, then),) = compare([file], claims).by_reader()
     assert then is not None
     assert (today.same, then.same) == (4, 3)
+
+
+def test_a_stored_reading_has_the_findings_of_its_day(full_board, tmp_path):
+    claims = full_board.document()["claims"]
+    file = write_answers(tmp_path / "ann.csv", [["S0-01", "holds", "a, b", ""], ["S0-02", "undecided", "", "limit"]])
+    stored = store(file, claims, tmp_path / "readings")
+    reading = read_answers(stored, [claim["id"] for claim in claims])
+    assert reading.then == {claim["id"]: claim["finding"] for claim in claims if claim["id"] in ("S0-01", "S0-02")}
+    assert dataclasses.replace(reading, then={}) == read_answers(file, reading.then)
+    with pytest.raises(UserError, match="exists"):
+        store(file, claims, tmp_path / "readings")
 
 
 @pytest.mark.parametrize(

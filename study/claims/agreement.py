@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -237,6 +238,36 @@ def compare(files: Sequence[Path], claims: Sequence[Mapping[str, Any]]) -> Readi
     return ReadingComparison(readings, by_id)
 
 
+def store(file: Path, claims: Sequence[Mapping[str, Any]], folder: Path = READINGS) -> Path:
+    """Write answers to a file of `folder`, with the ledger's findings of today; raise UserError if it exists."""
+    ledger = {claim["id"]: claim["finding"] for claim in claims}
+    reading = read_answers(file, ledger)
+    target = folder / f"{reading.reader}.csv"
+    if target.exists():
+        raise UserError(f"{target} exists", "name the file after another reader")
+    folder.mkdir(exist_ok=True)
+    with target.open("w", encoding="utf-8", newline="") as stream:
+        table = csv.writer(stream, lineterminator="\n")
+        table.writerow([*COLUMNS, _THEN])
+        for claim, finding in reading.findings.items():
+            texts = reading.reasons.get(claim, ""), reading.objections.get(claim, "")
+            table.writerow([claim, finding, *texts, reading.then.get(claim, ledger[claim])])
+    return target
+
+
 def stored_comparison(claims: Sequence[Mapping[str, Any]]) -> ReadingComparison:
     """Return the comparison of the committed readings."""
     return compare(sorted(READINGS.glob("*.csv")), claims)
+
+
+def main() -> None:
+    """Store the answers of readers: python -m study.claims.agreement FILE..."""
+    from study.claims.scoreboard import build_scoreboard
+
+    claims = build_scoreboard().document()["claims"]
+    for name in sys.argv[1:]:
+        print(store(Path(name), claims))
+
+
+if __name__ == "__main__":
+    main()

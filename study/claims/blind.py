@@ -73,6 +73,8 @@ def _claim_lines(scoreboard: Scoreboard, judged: JudgedClaim) -> Iterator[str]:
     by_part: dict[str, list[CheckResult]] = {}
     for result in judged.results:
         by_part.setdefault(result.check.tests, []).append(result)
+    if len(by_part) > 1 and not any(check.decides for check in claim.checks):
+        yield from _wrapped("The claim rests on no part alone.")
     for place, (words, results) in enumerate(by_part.items()):
         yield from _part_lines(claim, chr(ord("A") + place), words, results, is_only=len(by_part) == 1)
 
@@ -122,7 +124,7 @@ def _evidence_text(result: CheckResult) -> str:
         text += f", p after correction {result.p:.2g}"
     note = f" ({figure.note})" if figure.note else ""
     text = f"[{kind}] {text}; limit: {_limit_text(check)}. It is: {check.shows}{note}."
-    if figure.derivation:
+    if " " in figure.derivation:
         text += f" Arithmetic: {figure.derivation}."
     reports = Counter(record.split("/")[0] for record in figure.records if not record.startswith("accelerate_configs/"))
     for report, count in reports.items():
@@ -132,7 +134,7 @@ def _evidence_text(result: CheckResult) -> str:
 
 def _limit_text(check: ClaimCheck) -> str:
     words = check.region.words(check.unit)
-    if check.about is None or check.within is None:
+    if check.about is None or not check.within:
         return words
     return f"{number(check.about, check.unit)} within {100 * check.within:.3g} %, which is {words}"
 
