@@ -11,12 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from scipy import special
-
 from study.claims.blind import COLUMNS
 from study.claims.verdicts import FindingKind
 from study.config.errors import UserError, did_you_mean
-from study.records.statistics import CONFIDENCE
+from study.records.statistics import share_interval
 
 READINGS = Path(__file__).with_name("readings")
 FINDINGS: tuple[str, ...] = get_args(FindingKind)
@@ -51,12 +49,8 @@ class Agreement:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The exact binomial interval (Clopper-Pearson) of the share of equal findings."""
-        tail = (1 - CONFIDENCE) / 2
-        same, different = self.same, self.claims - self.same
-        low = special.betaincinv(same, different + 1, tail) if same else 0.0
-        high = special.betaincinv(same + 1, different, 1 - tail) if different else 1.0
-        return float(low), float(high)
+        """Interval of the share of equal findings."""
+        return share_interval(self.same, self.claims)
 
     @property
     def share_text(self) -> str:
