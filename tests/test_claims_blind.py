@@ -271,16 +271,16 @@ def test_times_and_losses_at_scale_are_of_a_gpu(full_board: Scoreboard) -> None:
 def test_the_page_has_the_stored_readings(full_board, tmp_path, monkeypatch):
     assert "| ann |" not in page(full_board)
     claims = full_board.document()["claims"]
-    other = next(finding for finding in FINDINGS if finding != claims[0]["finding"])
+    differing = next(finding for finding in FINDINGS if finding != claims[0]["finding"])
     rows = [[claim["id"], claim["finding"], "as it is", ""] for claim in claims[1:4]]
-    file = write_answers(tmp_path / "ann.csv", [[claims[0]["id"], other, "| other | limit", "a wider limit"], *rows])
+    file = write_answers(tmp_path / "ann.csv", [[claims[0]["id"], differing, "| other bound", "a wider limit"], *rows])
     store(file, claims, tmp_path / "readings")
     monkeypatch.setattr("study.claims.agreement.READINGS", tmp_path / "readings")
     text = page(full_board)
     assert "| ann | 4 | 3 | 75 % (19 to 99) |" in text
     name = claims[0]["id"]
-    assert f"| [{name}](#{name.lower()}) | {claims[0]['finding']} | ann: {other} |" in text
-    assert "| other | limit" not in text, "a reason is escaped"
+    assert f"| [{name}](#{name.lower()}) | {claims[0]['finding']} | ann: {differing} |" in text
+    assert r"ann: \| other bound" in text, "a reason is escaped"
     assert f"| [{name}](#{name.lower()}) | ann | a wider limit |" in text
 
 
