@@ -396,6 +396,13 @@ def test_published_adapters_have_the_predicted_peaks_and_count_in_no_interval_an
     assert held_out.index.tolist() == ["full training", "full training, offload"]
     assert held_out["rows"].sum() == (frame["peak_error"].notna() & (frame["use_memory"] == "score")).sum()
     assert set(steps["held out"]) == {"yes"}
+    # The peaks of 22 runs are there by torch's allocator and by nvidia-smi.
+    twice = frame["source"].str.endswith("-nvidia-smi").sum()
+    assert report.measured_peaks(frame) == {"peaks": held_out["rows"].sum(), "runs": held_out["rows"].sum() - twice}
+    assert twice == 22
+    assert (
+        report.fits(frame).set_index("rows").loc["published", "of those that ran out, called"] == "7 of 10 (35% to 93%)"
+    )
 
 
 def test_a_request_with_adapters_is_near_published_runs_with_adapters() -> None:

@@ -18,6 +18,7 @@ from study.claims.verdicts import Basis
 from study.config.errors import UserError, did_you_mean, require_extra
 from study.config.places import install_command
 from study.config.printing import TextTable, print_page
+from study.predictor.hardware import parse_int
 
 if TYPE_CHECKING:
     from study.records.frames import Records
@@ -48,6 +49,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--details", action="store_true", help="print every claim with its finding and its figure")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write all findings with plots as one HTML page")
+    parser.add_argument(
+        "--blind",
+        type=parse_int,
+        metavar="N",
+        help="print N claims with their words and evidence, without findings, as a form for a second reader",
+    )
+    parser.add_argument("--seed", type=parse_int, default=1, metavar="S", help="draw other claims for --blind")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="compare the answers of such forms with the findings: agreement, kappa and differences",
+    )
 
 
 def _kind(kinds: Sequence[str], text: str) -> str:
@@ -62,6 +77,10 @@ def _kind(kinds: Sequence[str], text: str) -> str:
 def run(options: argparse.Namespace) -> int:
     """Print or write the result of `study claims`, and return the exit status."""
     names: list[str] = options.what
+    if options.blind is not None or options.compare:
+        with require_extra("report"):
+            _read_blind(options, names)
+        return 0
     if (options.finding or options.evidence) and (options.page or _CHECK_TABLE in names):
         raise UserError("--finding and --evidence choose claims to print", "leave them out")
     if options.page and (names or options.json):
@@ -89,6 +108,38 @@ def run(options: argparse.Namespace) -> int:
                     head = [f"{_filter_line(document, options)}\n"]
                 print_page([*head, *(claim_lines(document) if names or options.details or is_filtered else [_MORE])])
     return 0
+
+
+def _read_blind(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Print the form for a second reader, or compare its answers to the findings."""
+    from study.claims.agreement import compare
+    from study.claims.agreement_page import comparison_text
+    from study.claims.blind import draw, form_lines
+    from study.claims.scoreboard import build_scoreboard
+
+    excluded = [options.finding, options.evidence, options.page, options.details, _CHECK_TABLE in names]
+    if (
+        any(excluded)
+        or (options.blind is not None and (options.compare or options.json))
+        or (options.compare and names)
+    ):
+        raise UserError(
+            "--blind takes only documents, claims and --seed, and --compare only --json", "leave the rest out"
+        )
+    scoreboard = build_scoreboard()
+    document = scoreboard.document()
+    if options.compare:
+        comparison = compare(options.compare, document["claims"])
+        if options.json:
+            print(json.dumps(comparison.document(), indent=1))
+        else:
+            print_page(comparison_text(comparison))
+        return
+    claims = {claim["id"] for claim in _select(document, names)}
+    if not 1 <= options.blind <= len(claims):
+        raise UserError(f"--blind {options.blind}: there are {len(claims)} claims", f"take 1 to {len(claims)}")
+    chosen = draw([item for item in scoreboard.judged if item.claim.id in claims], options.blind, options.seed)
+    print("\n".join(form_lines(scoreboard, chosen, options.seed)))
 
 
 def _print_table(file: Path, as_json: bool) -> None:

@@ -26,7 +26,8 @@ Text = Annotated[str, pydantic.Field(pattern=r"\S"), pydantic.AfterValidator(lam
 Number = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, pydantic.Field(strict=True, ge=0)]
 Flag = Annotated[bool, pydantic.Field(strict=True)]
-ClaimId = Annotated[str, pydantic.Field(pattern=r"^[SZ]\d-\d\d$")]
+CLAIM_ID = r"^[SZ]\d-\d\d$"
+ClaimId = Annotated[str, pydantic.Field(pattern=CLAIM_ID)]
 
 
 def _claim_of_ledger(claim: str, info: pydantic.ValidationInfo) -> str:
@@ -212,6 +213,8 @@ class Claim:
     # The ways to read its words, if there are several.
     readings: tuple[Text, ...] = ()
     rejected: tuple[RejectedReading, ...] = ()
+    # Words of the quote that are not judged here: other claims judge them, or nothing rests on them.
+    not_judged: tuple[Text, ...] = ()
     checks: tuple[ClaimCheck, ...] = ()
     # Why no record of this study can judge it, and which record would.
     untestable: str = ""
@@ -231,6 +234,12 @@ class Claim:
                 fix = "add one (form: missing names the records that it needs), or untestable: why"
                 raise written.refusal("checks", "are missing", fix)
         return written
+
+    @pydantic.model_validator(mode="after")
+    def _quotes_what_it_leaves_out(self) -> Claim:
+        if strange := [words for words in self.not_judged if words not in self.quote]:
+            raise ValueError(f"not_judged {strange[0]!r} is not in the quote")
+        return self
 
     @property
     def document(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -13,9 +14,12 @@ import pandas as pd
 from markupsafe import Markup
 
 from study.claims import gpu_checks
+from study.claims.agreement import stored_comparison
+from study.claims.agreement_page import reading_tables
 from study.claims.command import VERDICTS as VERDICTS_FILE
 from study.claims.command import first_line
 from study.claims.evidence import KEYS_FILE, Evidence
+from study.claims.ledger import CLAIM_ID
 from study.claims.provenance import NOT_OF_RUNS, provenance
 from study.claims.published import published_tables
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
@@ -43,7 +47,11 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
     """
     legend = scoreboard.ledger.legend
     *reading, check_table, reading_tables = paragraphs("claims_about.j2")
-    yield PageSection("How several checks make one finding", table=_table(legend["findings"], "finding", "when"))
+    yield PageSection(
+        "How several checks make one finding",
+        table=_table(legend["findings"], "finding", "when"),
+        notes=paragraphs("claims_rules.j2"),
+    )
     strongest = scoreboard.counts(lambda item: f"{item.finding.kind}, {item.finding.basis[0]}")["all"]
     kinds = [
         [name, words, *(strongest[f"{kind}, {name}"] or "-" for kind in FINDINGS)]
@@ -60,6 +68,7 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
         table=_table(legend["readings"], "rule", "a reading counts if"),
     )
     yield PageSection("How a check is judged", "\n\n".join(reading), classes="method")
+    yield _second_readings(scoreboard)
     for document in scoreboard.ledger.documents:
         code = document.code
         yield PageSection(
@@ -83,6 +92,19 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
         ]
         columns = ("model", "GPUs", "strategy", "trains", "on one GPU", "verdict", "why")
         yield PageSection(table.title, f"{table.address}. {table.note}", table=_table(rows, *columns), level=3)
+
+
+def _second_readings(scoreboard: Scoreboard) -> PageSection:
+    """Return the readings of others, compared to these findings, and the command that prints the form."""
+    comparison = stored_comparison(scoreboard.document()["claims"])
+    text = "\n\n".join(paragraphs("claims_readings.j2", count=len(comparison.readings)))
+    tables = {table.title: _table(map(_linked, table.rows), *table.columns) for table in reading_tables(comparison)}
+    return PageSection("Readings by others", text, tables=tables, classes="method")
+
+
+def _linked(row: Sequence[str]) -> Sequence[object]:
+    """Return a row with a link in its first cell, if that is a claim."""
+    return (Link(row[0], f"#{row[0].lower()}"), *row[1:]) if re.fullmatch(CLAIM_ID, row[0]) else row
 
 
 def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.DataFrame:

@@ -73,6 +73,14 @@ def interval(values: Iterable[float]) -> Interval:
     return Interval(center, center * math.exp(-reach), center * math.exp(reach), points)
 
 
+def share_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Return the exact binomial interval (Clopper-Pearson) of a share."""
+    tail, failures = (1 - CONFIDENCE) / 2, trials - successes
+    low = special.betaincinv(successes, failures + 1, tail) if successes else 0.0
+    high = special.betaincinv(successes + 1, failures, 1 - tail) if failures else 1.0
+    return float(low), float(high)
+
+
 def geometric_mean(values: Iterable[float]) -> float:
     """Return the geometric mean of positive values."""
     return float(np.exp(np.log(np.asarray(values, dtype=float)).mean()))

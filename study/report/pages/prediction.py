@@ -34,6 +34,7 @@ from study.predictor.validation.setups import (
     held_out_pairs,
     medians_by_page,
 )
+from study.records.statistics import share_interval
 from study.report.canvas import FAINT, GUIDE, SETTINGS, Drawing, as_svg, finish, sheet
 from study.report.document import render_markdown
 
@@ -159,6 +160,23 @@ def _worst_strategy(rows: pd.DataFrame, errors: pd.Series) -> str:
     return f"{worst}: {_percent(strategies.median()[worst])} of {strategies.count()[worst]}"
 
 
+def _share_text(called: int, ran_out: int) -> str:
+    """Return a count, with the interval of its share."""
+    if not ran_out:
+        return "0 of 0"
+    low, high = share_interval(called, ran_out)
+    return f"{called} of {ran_out} ({low:.0%} to {high:.0%})"
+
+
+def measured_peaks(scores: pd.DataFrame) -> dict[str, int]:
+    """Return the number of held-out published peaks, and of their runs: some were measured in two ways."""
+    published = by_origin(scores)["published"]
+    scored = published[(published["use_memory"] == "score") & published["peak_error"].notna()]
+    ways = scored.groupby([page(scored), "name", "peak_kind"]).size()
+    runs = ways.groupby(level=[0, 1]).max().sum()
+    return {"peaks": len(scored), "runs": int(runs)}
+
+
 def fits(scores: pd.DataFrame) -> pd.DataFrame:
     """Count right and wrong answers: a wrong "fits" costs a run, a wrong "does not fit" a chance."""
     counts = []
@@ -166,13 +184,13 @@ def fits(scores: pd.DataFrame) -> pd.DataFrame:
         judged = group.dropna(subset=["fits", "predicted_fits"])
         if len(judged):
             predicted, measured = judged["predicted_fits"].astype(bool), judged["fits"].astype(bool)
-            ran_out = int((~measured).sum())
+            ran_out, called = int((~measured).sum()), int((~predicted & ~measured).sum())
             counts.append(
                 {
                     "rows": what,
                     "judged": len(judged),
                     "right": _percent((predicted == measured).mean()),
-                    "of those that ran out, called": f"{int((~predicted & ~measured).sum())} of {ran_out}",
+                    "of those that ran out, called": _share_text(called, ran_out),
                     "said to fit, and did not": int((predicted & ~measured).sum()),
                     "said not to fit, and did": int((~predicted & measured).sum()),
                 }
@@ -454,6 +472,7 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str, league_alt: str) -> str
     return render_markdown(
         "prediction.md.j2",
         peaks=peaks,
+        measured=measured_peaks(frame),
         steps=steps,
         offload=offload,
         figure=Markup(FIGURE),

@@ -34,7 +34,7 @@ from study.records.frames import read_parquet
 from study.releases.command import LATEST_RELEASES, shown_causes
 from study.report.document import render_markdown, table_markdown
 from study.report.pages.memory_figure import MEMORY_FIGURE, memory_svg
-from study.report.pages.prediction import HELD_OUT, SCORES, foretold_errors, headline
+from study.report.pages.prediction import HELD_OUT, SCORES, foretold_errors, headline, measured_peaks
 from study.report.questions.virtual import state_by_stage
 from study.virtual.summaries import table1_rows
 
@@ -157,11 +157,13 @@ def errors_table() -> str:
 
 def held_out_errors(folder: Path) -> str:
     """Return the errors of predictions on published runs that fitted nothing, as a sentence."""
-    errors = headline(pd.read_parquet(folder / SCORES)).set_index("figure")
+    scores = pd.read_parquet(folder / SCORES)
+    errors = headline(scores).set_index("figure")
     peaks, steps, offload = (errors.loc[name] for name in HELD_OUT)
     return render_markdown(
         "readme_held_out.md.j2",
         peaks=peaks,
+        measured=measured_peaks(scores),
         steps=steps,
         offload=offload,
         gpu=foretold_errors(folder, _FORETOLD_ON_GPU),
