@@ -7,6 +7,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +94,15 @@ def test_the_readme_is_short_and_its_strategies_have_a_page() -> None:
     strategies = read("accelerate_configs/README.md")
     assert all(f"`{strategy}.yaml`" in strategies for strategy in STRATEGY_NAMES)
     assert f"[{len(STRATEGY_NAMES)} strategies](accelerate_configs/README.md)" in unwrapped("README.md")
+
+
+def test_the_page_of_strategies_names_the_processes_that_its_files_start() -> None:
+    files = (REPOSITORY / "accelerate_configs").glob("*.yaml")
+    counts = Counter(yaml.safe_load(file.read_text(encoding="utf-8"))["num_processes"] for file in files)
+    ((usual, _), *_) = counts.most_common()
+    text = unwrapped("accelerate_configs/README.md")
+    assert f"Most files start two processes (`num_processes: {usual}`), whatever the number of GPUs" in text
+    assert "add `--num_processes 8` before the script" in text
 
 
 def test_the_figure_of_memory_is_that_of_the_command_and_its_text_names_the_bars() -> None:
