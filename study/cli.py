@@ -12,7 +12,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from study import __version__
@@ -44,9 +44,13 @@ class Command(NamedTuple):
 
     def run(self, options: argparse.Namespace) -> int:
         """Run the subcommand; return the exit status."""
-        keywords = {keyword: self.find(place) for keyword, place in self.extras}
+        keywords = {keyword: self._imported_when_called(place) for keyword, place in self.extras}
         status: int = self.find(self.function)(options, **keywords)
         return status
+
+    def _imported_when_called(self, place: str) -> Callable[..., Any]:
+        """Return a function that imports the one of this place: most requests of a command call none of its extras."""
+        return lambda *values, **keywords: self.find(place)(*values, **keywords)
 
 
 def add_shell(parser: argparse.ArgumentParser) -> None:

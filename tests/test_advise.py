@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import io
 import json
 import math
@@ -89,6 +90,25 @@ def best_of(request: AdviceRequest, *names: str) -> Option:
 @pytest.fixture(scope="module")
 def eight_b() -> Advice:
     return advise(AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 2048, "bf16", price_per_gpu_hour=2.0))
+
+
+def test_advice_imports_no_reader_of_receipts_that_were_not_given() -> None:
+    code = "import sys; from study.cli import main; main(['advise', 'gpt2', '--hardware', '8xH100'])"
+    code += "; print(sorted({'pydantic', 'study.receipt.document', 'pandas', 'torch'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_advice_leaves_the_collection_of_garbage_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    during = list[bool]()
+
+    def no_lines(advice: Advice) -> list[str]:
+        during.append(gc.isenabled())
+        return []
+
+    monkeypatch.setattr(rules, "sensitivity_lines", no_lines)
+    assert main(["advise", "gpt2", "--hardware", "8xH100"]) == 0
+    assert (during, gc.isenabled()) == ([False], True)
 
 
 def test_eight_b_over_every_strategy_takes_less_than_ten_seconds_of_cpu() -> None:
