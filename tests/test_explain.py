@@ -268,7 +268,8 @@ def test_a_removed_setting_is_named_with_its_release_and_what_stands_in_its_plac
     ("document", "name", "says"),
     [
         ({MICRO_BATCH: 1, ZERO: {"stage": 2}}, "no-precision", "32 bits"),
-        (zero(3), "no-weights-saved", "zero_to_fp32.py"),
+        (zero(3), "no-weights-saved", "Accelerate's save_model and get_state_dict end with an error"),
+        (zero(3), "no-weights-saved", "zero_to_fp32.py joins"),
         ({**PLAIN, MICRO_BATCH: "auto"}, "auto-batch", "deepspeed.initialize alone ends with an error"),
         ({**PLAIN, MICRO_BATCH: None, "train_batch_size": "auto"}, "auto-batch", "deepspeed.initialize alone"),
         (zero(2), "default-changed", "1.0 by default since DeepSpeed 0.19.3"),

@@ -103,6 +103,12 @@ _SHARED_FLAGS = (
 _SHARED_SWITCHES = ("chunked_loss", "double_quant", "with_reference", "hub")
 
 
+SAVES_SHARDS = (
+    "To save a model of stage 3 by accelerator.save_model, set stage3_gather_16bit_weights_on_model_save to true in the"
+    " JSON file: the first rank then has all weights in host memory"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class AdvisedFiles:
     """Files of the recommended strategy, and the launch commands of the user's program, and of study/train.py if it can
@@ -521,6 +527,8 @@ def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterat
     yield f"  with the Trainer: {_trainer_arguments(request)}"
     if files.of_study is not None:
         yield f"  {files.of_study}"
+    if files.deepspeed and _saves_shards(json.loads(files.deepspeed.read_text(encoding="utf-8"))):
+        yield f"  {SAVES_SHARDS}"
     if request.strategy.uses_nvme and not Path(nvme_path).is_absolute():
         yield f"  nvme_path is {nvme_path} in the folder of the launch; --nvme_path DIR names a folder on NVMe"
     if files.of_study is None and request.fsdp_gathers_16_bits and not request.pure:
@@ -596,7 +604,15 @@ def write_configs(options: argparse.Namespace) -> int:
     # Standard output has paths alone, for scripts.
     print(f"launch: {line} YOUR_PROGRAM.py", file=sys.stderr)
     print("The precision is that of your program: Accelerator(mixed_precision=...), or bf16=True", file=sys.stderr)
+    if any(file.suffix == ".json" and _saves_shards(json.loads(text)) for file, text in texts.items()):
+        print(SAVES_SHARDS, file=sys.stderr)
     return 0
+
+
+def _saves_shards(deepspeed: Mapping[str, Any]) -> bool:
+    """Whether a DeepSpeed file keeps the weights sharded when the model is saved."""
+    zero = deepspeed["zero_optimization"]
+    return zero["stage"] == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save", False)
 
 
 def _strategy_texts(
