@@ -209,7 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(runs_something and not getattr(options, "dry_run", False))
     except OSError as error:
         # Errors that no command handles, such as a full disk, are one line as well.
-        fix = "make room there" if error.errno == errno.ENOSPC else "check that it can be read and written"
+        fixes = {errno.ENOSPC: "make room there", errno.ENOENT: "name one that exists"}
+        fix = fixes.get(error.errno or 0, "check that it can be read and written")
         where = clip(os.fsdecode(error.filename)) if error.filename else "a file"
         print(f"error: {where}: {error.strerror or first_line(error)}. To fix it: {fix}.", file=sys.stderr)
         return 2
