@@ -12,7 +12,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from study import __version__
@@ -44,9 +44,13 @@ class Command(NamedTuple):
 
     def run(self, options: argparse.Namespace) -> int:
         """Run the subcommand; return the exit status."""
-        keywords = {keyword: self.find(place) for keyword, place in self.extras}
+        keywords = {keyword: self._imported_when_called(place) for keyword, place in self.extras}
         status: int = self.find(self.function)(options, **keywords)
         return status
+
+    def _imported_when_called(self, place: str) -> Callable[..., Any]:
+        """Return a function that imports the one of this place: most requests of a command call none of its extras."""
+        return lambda *values, **keywords: self.find(place)(*values, **keywords)
 
 
 def add_shell(parser: argparse.ArgumentParser) -> None:
@@ -205,7 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(runs_something and not getattr(options, "dry_run", False))
     except OSError as error:
         # Errors that no command handles, such as a full disk, are one line as well.
-        fix = "make room there" if error.errno == errno.ENOSPC else "check that it can be read and written"
+        fixes = {errno.ENOSPC: "make room there", errno.ENOENT: "name one that exists"}
+        fix = fixes.get(error.errno or 0, "check that it can be read and written")
         where = clip(os.fsdecode(error.filename)) if error.filename else "a file"
         print(f"error: {where}: {error.strerror or first_line(error)}. To fix it: {fix}.", file=sys.stderr)
         return 2

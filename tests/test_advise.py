@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import io
 import json
 import math
@@ -31,7 +32,7 @@ from study.advisor.advise import (
     explain_best,
     offload_line,
 )
-from study.advisor.advise_command import add_arguments, build_advice_request, write_files
+from study.advisor.advise_command import SAVES_SHARDS, _file_lines, add_arguments, build_advice_request, write_files
 from study.advisor.fitted import RankKey, find_best, precision_under
 from study.cli import main
 from study.config.errors import UserError
@@ -89,6 +90,25 @@ def best_of(request: AdviceRequest, *names: str) -> Option:
 @pytest.fixture(scope="module")
 def eight_b() -> Advice:
     return advise(AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 2048, "bf16", price_per_gpu_hour=2.0))
+
+
+def test_advice_imports_no_reader_of_receipts_that_were_not_given() -> None:
+    code = "import sys; from study.cli import main; main(['advise', 'gpt2', '--hardware', '8xH100'])"
+    code += "; print(sorted({'pydantic', 'study.receipt.document', 'pandas', 'torch'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_advice_leaves_the_collection_of_garbage_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    during = list[bool]()
+
+    def no_lines(advice: Advice) -> list[str]:
+        during.append(gc.isenabled())
+        return []
+
+    monkeypatch.setattr(rules, "sensitivity_lines", no_lines)
+    assert main(["advise", "gpt2", "--hardware", "8xH100"]) == 0
+    assert (during, gc.isenabled()) == ([False], True)
 
 
 def test_eight_b_over_every_strategy_takes_less_than_ten_seconds_of_cpu() -> None:
@@ -612,3 +632,14 @@ def test_configs_prints_paths_alone_and_says_how_to_launch(tmp_path: Path, capsy
     assert [Path(line).name for line in printed.out.splitlines()] == ["zero3.json", "zero3.yaml", "ddp.yaml"]
     launch = printed.err.splitlines()[0].removeprefix("launch: ")
     assert launch == f"accelerate launch --config_file {tmp_path / 'zero3.yaml'} --num_processes GPUS YOUR_PROGRAM.py"
+    assert printed.err.splitlines()[-1] == SAVES_SHARDS
+    assert main(["configs", str(tmp_path), "zero2", "fsdp2"]) == 0
+    assert SAVES_SHARDS not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_files_of_stage_3_say_what_saving_the_model_needs(name: str, tmp_path: Path) -> None:
+    best = best_of(AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 2048, "bf16"), name)
+    files = write_files(best, tmp_path, "/nvme", "llama-3.1-8b")
+    lines = "\n".join(_file_lines(files, best.request, "/nvme"))
+    assert (SAVES_SHARDS in lines) == (name == "zero3")

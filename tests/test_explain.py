@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from engines import ROOT, printed_json
 from forked import fork_ranks, fork_script
 from study.advisor.explain import bucket_bytes, costs, find_answers
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
+from study.advisor.explain_check import is_config
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, known_settings, read_user_file, section_entries
 from study.cli import main
@@ -268,7 +268,8 @@ def test_a_removed_setting_is_named_with_its_release_and_what_stands_in_its_plac
     ("document", "name", "says"),
     [
         ({MICRO_BATCH: 1, ZERO: {"stage": 2}}, "no-precision", "32 bits"),
-        (zero(3), "no-weights-saved", "zero_to_fp32.py"),
+        (zero(3), "no-weights-saved", "Accelerate's save_model and get_state_dict end with an error"),
+        (zero(3), "no-weights-saved", "zero_to_fp32.py joins"),
         ({**PLAIN, MICRO_BATCH: "auto"}, "auto-batch", "deepspeed.initialize alone ends with an error"),
         ({**PLAIN, MICRO_BATCH: None, "train_batch_size": "auto"}, "auto-batch", "deepspeed.initialize alone"),
         (zero(2), "default-changed", "1.0 by default since DeepSpeed 0.19.3"),
@@ -692,7 +693,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str,
     assert "\n" not in str(refusal.value)
 
 
-def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     file, outer = tmp_path / "ds.json", tmp_path / "outer.yaml"
@@ -715,10 +716,59 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: 
     section = {"deepspeed_config_file": str(file)}
     outer.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
     assert [finding.kind for finding in read_user_file(str(outer)).findings] == ["refused"]
-    # The base installation does not include hjson.
-    monkeypatch.setitem(sys.modules, "hjson", None)
-    with pytest.raises(UserError, match=r"not readable as JSON.*pip install hjson"):
+    # The quick start installs DeepSpeed's reader without DeepSpeed.
+    _, _, project = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")
+    assert '"hjson>=' in project.partition("\n]")[0]
+
+
+HJSON = """\
+# samples
+train_batch_size: 8
+zero_optimization: {
+  stage: 3 // parameters
+  offload_param: {
+    device: cpu
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["ds.json", "ds.jsonc", "ds.hjson"])
+@pytest.mark.parametrize("text", [HJSON, f"/* of\nours */ {{\n{HJSON}}}", "# ours\n" + json.dumps(PLAIN)])
+def test_a_file_that_deepspeed_reads_as_hjson_is_read_under_any_of_its_names(name, text, tmp_path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    file = tmp_path / name
+    file.write_text(text)
+    expected = DeepSpeedConfig(str(file))
+    user_file = read_user_file(str(file))
+    assert user_file.deepspeed is not None
+    assert user_file.deepspeed[ZERO]["stage"] == expected.zero_config.stage
+    assert is_config(str(file))
+    (finding,) = (item for item in user_file.findings if item.kind == "conflict")
+    assert (finding.line, "Accelerate and the Trainer end with an error" in finding.message) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        (HJSON.replace("cpu\n  }", "cpu }"), 6, "a text without quotes, which ends with its line"),
+        ("{\n  # ours\n  bf16: {enabled: True}\n}", 3, "a text without quotes, which ends with its line"),
+        ('{ # ours\n  "zero_optimization": {"stage": 2\n}\n', 4, "the end of the file before its last bracket"),
+        ('{"train_batch_size": 8,\n "bf16": {"enabled": True}}', 2, "True, as Python writes it"),
+    ],
+)
+def test_a_file_that_deepspeed_does_not_read_either_is_refused_with_the_line(text, line, says, tmp_path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"line|Extra data|Expected"):
+        DeepSpeedConfig(str(file))
+    with pytest.raises(UserError) as refusal:
         read_user_file(str(file))
+    assert f": line {line} has {says}" in refusal.value.problem
+    assert refusal.value.problem.endswith("DeepSpeed ends with an error, too")
 
 
 def test_yaml_and_the_file_that_it_names_are_read_as_accelerate_reads_them(tmp_path, monkeypatch) -> None:

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from packaging.requirements import Requirement
 from test_records import write_run
 
 from engines import ROOT, launch
@@ -195,6 +197,74 @@ def test_an_unknown_flag_and_a_wrong_variable_are_refused_before_imports(tmp_pat
     wrong = {"OMP_NUM_THREADS": "abc"}
     assert_refused(tmp_path, "--nonsense", "1", says=("--nonsense",), fix="--help", forked=False)
     assert_refused(tmp_path, "--help", says=("OMP_NUM_THREADS", "abc"), fix="unset it", forked=False, **wrong)
+
+
+@pytest.fixture(scope="module")
+def base_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the packages of the base installation, as the quick start has them."""
+    _, _, project = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")
+    waiting = re.findall(r'^  "([\w-]+)', project.partition("\n]")[0], re.MULTILINE)
+    folder, names = tmp_path_factory.mktemp("base"), set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in names:
+            continue
+        names.add(name)
+        distribution = metadata.distribution(name)
+        assert distribution.files is not None
+        for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+            (folder / top).symlink_to(str(distribution.locate_file(top)))
+        needed = (Requirement(line) for line in distribution.requires or ())
+        waiting += [item.name for item in needed if item.marker is None or item.marker.evaluate({"extra": ""})]
+    return folder
+
+
+def call_base(base_packages: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of `study` with the base packages alone."""
+    code = f"import sys; sys.path[:0] = {[str(ROOT), str(base_packages)]}; sys.argv[0] = 'study'"
+    code += "; from study.cli import main; sys.exit(main())"
+    command = [sys.executable, "-I", "-S", "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "advise gpt2 --hardware 4xA100",
+        "predict gpt2 --strategy zero3 --hardware 8xH100",
+        "explain accelerate_configs/zero3.yaml gpt2",
+        "releases 0.19.8 zero2",
+        "releases 0.19.8 --features zero2,clipping",
+        "releases costs",
+        "claims S1",
+        "benchmark",
+    ],
+)
+def test_a_question_needs_no_torch(command: str, base_packages: Path) -> None:
+    result = call_base(base_packages, *command.split())
+    assert (result.returncode, "Traceback" in result.stderr) == (0, False), result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "verify --quick",
+        "verify --features zero2,muon",
+        "releases costs --measure",
+        "run laptop",
+        "prepare laptop",
+        "autopsy run",
+        "virtual --model_name_or_path gpt2 --strategy zero3 --world_size 8",
+        "advise gpt2 --hardware this",
+        "predict gpt2 --strategy zero3 --hardware 8xH100 --traced",
+    ],
+)
+def test_a_command_that_needs_torch_names_the_tested_release_to_install(command: str, base_packages: Path) -> None:
+    result = call_base(base_packages, *command.split())
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    (pin,) = re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert re.search(r"torch.* not installed|not installed here: .*torch", result.stderr)
+    assert re.search(rf"pip install -e '\.\[train\]' .*{re.escape(pin)}", result.stderr)
 
 
 def test_the_launcher_s_own_flag_is_not_ignored() -> None:

@@ -115,6 +115,20 @@ def test_the_rows_are_those_around_the_release(
     assert [line.split()[0] for line in table] == releases
 
 
+@pytest.mark.parametrize("arguments", ["", "0.19.8", "0.19.8 zero3", "0.17.5 zero3_nvme", "0.19.8 --details"])
+def test_the_grid_names_the_command_that_answers_for_a_combination(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["releases", *arguments.split()])
+    printed = capsys.readouterr().out
+    (command,) = re.findall(r"^combinations .*: study (releases \S+ --features \S+)", printed, re.MULTILINE)
+    assert command.split()[1] == (arguments.split() or ["0.19.8"])[0]
+    assert ("zero3," in command) == (arguments == "0.19.8 zero3")
+    # An answer, or that there is none.
+    assert main(command.split()) in (0, 1, 3)
+    assert "combinations of features" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["stage2", "zero-2", "ZeRO_stage_2", "z2"])
 def test_a_stage_by_another_name_is_suggested(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["releases", "0.17.5", name]) == 2

@@ -90,7 +90,7 @@ def _is_deepspeed(text: str) -> bool:
         document = json.loads(text)
     except (ValueError, RecursionError):
         # Hjson, or JSON with a mistake.
-        return any(re.search(rf'(^|[{{,])\s*"{key}"\s*:', text, re.MULTILINE) for key in _DEEPSPEED_KEYS)
+        return any(re.search(rf'(^|[{{,])\s*["\']?{key}["\']?\s*:', text, re.MULTILINE) for key in _DEEPSPEED_KEYS)
     if not isinstance(document, dict):
         return False
     reference = user_settings.known_settings()

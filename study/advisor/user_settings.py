@@ -28,6 +28,10 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
 # In the order of torch's ShardingStrategy, from 1.
 _SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+_JSON_SUFFIXES = (".json", ".jsonc", ".json5", ".hjson")
+_SPACE_OR_COMMENT = re.compile(r"\s+|(?:#|//)[^\n]*|/\*[\s\S]*?\*/")
+# A value without quotes that begins as a name does, up to the end of its line.
+_UNQUOTED = re.compile(r":[ \t]*([A-Za-z_][^\n]*)")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _IS_OUTSIDE = "is outside of the checked repository or folder, where --strict reads nothing"
 _INSIDE = "give a copy of that file inside"
@@ -183,8 +187,16 @@ def is_inside(name: str, tree: Path) -> bool:
 
 
 def is_json(path: Path, text: str) -> bool:
-    """Whether a file is read as JSON: by its name, or by its beginning, as JSON may have any name."""
-    return path.suffix == ".json" or text.lstrip().startswith("{")
+    """Whether a file is read as JSON or Hjson: by its name, or by its beginning, as JSON may have any name."""
+    if path.suffix in _JSON_SUFFIXES:
+        return True
+    # In a YAML, # begins a comment, too.
+    if path.suffix in (".yaml", ".yml"):
+        return text.lstrip().startswith("{")
+    place = 0
+    while match := _SPACE_OR_COMMENT.match(text, place):
+        place = match.end()
+    return text.startswith("{", place)
 
 
 def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:
@@ -266,25 +278,47 @@ def _too_deep(name: str) -> UserError:
     return UserError(f"{name} is nested more than {_MAX_NESTING} levels deep", _EITHER)
 
 
-def _json_mistake(text: str, error: json.JSONDecodeError) -> tuple[str, str]:
-    """Return the mistake at the place of an error, and its fix."""
+def _json_mistake(text: str, error: json.JSONDecodeError) -> tuple[str, str, bool]:
+    """Return the mistake at the place of an error, its fix, and whether Hjson permits it."""
     before, rest = text[: error.pos].rstrip(), text[error.pos :].lstrip()
     # Python 3.13 names the place of the comma, releases before it that of the bracket.
     has_comma = before.endswith(",") or rest.startswith(",")
     rest = rest.removeprefix(",").lstrip()
     if rest.startswith(("#", "//", "/*")):
-        return "a comment", "take it out"
+        return "a comment", "take it out", True
     if has_comma and rest.startswith(("}", "]")):
-        return "a comma before a closing bracket", "take it out"
+        return "a comma before a closing bracket", "take it out", True
     if word := re.match(r"(True|False|None)\b", rest):
-        return f"{word[0]}, as Python writes it", f"write {json.dumps({'True': True, 'False': False}.get(word[0]))}"
+        fix = f"write {json.dumps({'True': True, 'False': False}.get(word[0]))}"
+        return f"{word[0]}, as Python writes it", fix, False
+    if rest.startswith("'"):
+        return "single quotes", "write double ones", True
+    if re.match(r"[A-Za-z_]", rest) and error.msg.startswith("Expecting property name"):
+        return "a name without quotes", "put it in double quotes", True
     if error.msg.startswith("Expecting ',' delimiter"):
-        return "no comma after the value before it", "add one"
-    return " ".join(error.msg.split())[:120], "make it JSON at that place"
+        return "no comma after the value before it", "add one", False
+    return " ".join(error.msg.split())[:120], "make it JSON at that place", False
+
+
+def _hjson_mistake(text: str, error: Any) -> tuple[int, str, str]:
+    """Return the line of a mistake in Hjson, the mistake, and its fix."""
+    for number, line in enumerate(text.splitlines(), 1):
+        value = match[1] if (match := _UNQUOTED.search(line)) else ""
+        is_word = re.match(r"(true|false|null)\s*([]},#/]|$)", value)
+        if not is_word and any(value.count(end) > value.count(start) for start, end in ("[]", "{}")):
+            # Without the text itself, since --strict also reads the files of strangers.
+            mistake = "a text without quotes, which ends with its line and so includes the bracket"
+            return number, mistake, "put the text in quotes"
+    # An infinite number has no place.
+    place = getattr(error, "lineno", None) or 1
+    message = str(getattr(error, "msg", error))
+    if "eof" in message:
+        return place, "the end of the file before its last bracket is closed", "close it"
+    return place, " ".join(message.split())[:120], "correct it there"
 
 
 def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
-    """Read a JSON, or a Hjson, which may have comments and which only DeepSpeed reads by itself."""
+    """Read a JSON, or a Hjson, which may have comments and names without quotes, and which only DeepSpeed reads."""
     twice, not_finite = set[str](), list[str]()
 
     def to_float(number: str) -> float:
@@ -301,9 +335,9 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
     except RecursionError:
         raise _too_deep(name) from None
     except json.JSONDecodeError as error:
-        mistake, fix = _json_mistake(text, error)
+        mistake, fix, is_hjson = _json_mistake(text, error)
         problem = f"{name} is not readable as JSON: line {error.lineno} has {mistake}"
-        document = _read_hjson(name, text, to_mapping, UserError(problem, fix))
+        document = _read_hjson(name, text, to_mapping, None if is_hjson else UserError(problem, fix))
         findings += _accelerate_reads_no_hjson(name, document, error.lineno, mistake, fix)
     # A file with "auto" is one of the Trainer's or Accelerate's, whose reader is Python's.
     by_python = '"auto"' in text
@@ -316,18 +350,21 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
     return document
 
 
-def _read_hjson(name: str, text: str, to_mapping: Callable[..., dict[str, Any]], not_json: UserError) -> Any:
-    """Return the document of a text that is not JSON; raise the given error if it is not Hjson either."""
-    try:
-        import hjson
+def _read_hjson(name: str, text: str, to_mapping: Callable[..., dict[str, Any]], not_json: UserError | None) -> Any:
+    """Return the document of a text that is not JSON, by DeepSpeed's reader, or raise UserError.
 
+    A given error names the mistake.
+    """
+    # Imported here, since few files are Hjson.
+    import hjson
+
+    try:
         return hjson.loads(text, object_pairs_hook=to_mapping)
-    except ModuleNotFoundError:
-        fix = f"{not_json.fix}; or run: pip install hjson, with which DeepSpeed reads comments"
-        raise UserError(not_json.problem, fix) from None
     # An OverflowError is that of an infinite number.
-    except (ValueError, OverflowError):
-        raise not_json from None
+    except (ValueError, OverflowError) as error:
+        line, mistake, fix = _hjson_mistake(text, error)
+        refusal = not_json or UserError(f"{name} is not readable as Hjson: line {line} has {mistake}", fix)
+        raise UserError(f"{refusal.problem}; DeepSpeed ends with an error, too", refusal.fix) from None
     except RecursionError:
         raise _too_deep(name) from None
 

@@ -13,6 +13,7 @@ from study.compositions.features import Combination, make_combination, read_rows
 from study.compositions.matrix import Matrix, fill
 from study.compositions.session import CombinationOutcome, CombinationSession
 from study.config.errors import UserError
+from study.config.places import install_command
 from study.config.printing import TextTable, print_page, print_result
 from study.config.text import format_duration
 from study.host.stacks import package_version
@@ -90,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
     stack = installed_stack()
     needed = [name for name in ("torch", "transformers") if stack[name] is None]
     if needed:
-        raise UserError(f"not installed here: {' and '.join(needed)}", "install the releases to test")
+        fix = f"install the releases to test, or those of this study: {install_command('train', missing=needed)}"
+        raise UserError(f"not installed here: {' and '.join(needed)}", fix)
     if options.pairs is not None:
         return _run_pairs(options, stack)
     combinations = [options.features] if hasattr(options, "features") else _located(options.only)

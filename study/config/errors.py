@@ -70,7 +70,8 @@ def require_extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise NotInstalled(f"{error.name} is not installed here", f"run: {install_command(name)}") from None
+        fix = f"run: {install_command(name, missing=[(error.name or '').partition('.')[0]])}"
+        raise NotInstalled(f"{error.name} is not installed here", fix) from None
 
 
 class ModelTooLarge(Unsupported):

@@ -59,7 +59,8 @@ def check_training_packages() -> None:
     """Raise UserError if a package that every run imports is not installed."""
     needed = ENGINE_PACKAGES if is_engines_only() else TRAINING_PACKAGES
     if missing := [name for name in needed if package_version(name) is None]:
-        raise errors.UserError(f"not installed here: {', '.join(missing)}", f"run: {install_command('train')}")
+        fix = f"run: {install_command('train', missing=missing)}"
+        raise errors.UserError(f"not installed here: {', '.join(missing)}", fix)
 
 
 def is_at_least(name: str, release: str) -> bool:

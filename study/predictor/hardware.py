@@ -388,7 +388,7 @@ def _this() -> Hardware:
         return dataclasses.replace(box, device=device)
     if importlib.util.find_spec("torch") is None:
         problem = "torch is not installed here, and this machine's compute rate is measured with it"
-        raise UserError(problem, f"run: {install_command('train')}; or name the hardware")
+        raise UserError(problem, f"run: {install_command('train', missing=['torch'])}; or name the hardware")
     try:
         rates = dict(measured_rates(OMP_NUM_THREADS="1")["tflops"])
     except MEASUREMENT_ERRORS as error:

@@ -467,6 +467,8 @@ def _kept_inputs_bytes(request: Request, saved: Activations, place: int) -> floa
 # Sum, gradients and buffers, which are the criteria of the largest, and the snapshot that they belong to.
 _Candidate = tuple[tuple[float, float, float], Snapshot]
 _CRITERIA = 3
+# Layer, None for the optimizer step; whether it is before the layer's backward pass; and the part of the layer.
+_Part = tuple[int | None, bool, str]
 
 
 def _gradient_request(request: Request) -> Request:
@@ -508,16 +510,7 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
     phases = _phases(shape)
     # By layer, None for the optimizer step, and by part of a layer: the largest sum, gradients and buffers, each with
     # its own gradients, buffers and snapshot.
-    largest: dict[tuple[int | None, bool, str], list[_Candidate]] = {}
-
-    def consider(snapshot: Snapshot, part: tuple[int | None, bool, str], grads: float, buffers: float) -> None:
-        sizes = (grads + buffers, grads, buffers)
-        if (rows := largest.get(part)) is None:
-            largest[part] = [(sizes, snapshot)] * _CRITERIA
-            return
-        for criterion, size in enumerate(sizes):
-            if size > rows[criterion][0][criterion]:
-                rows[criterion] = (sizes, snapshot)
+    largest: dict[_Part, list[_Candidate]] = {}
 
     for snapshot in gradient_snapshots(request):
         param, at, buffers = snapshot.param, snapshot.place, max(standing, snapshot.buffers)
@@ -527,19 +520,38 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
             live = gathers.live_at.get(param.index, live)
             name = phases[param.index] if 0 <= at < shape.layers else ""
         part = (None if snapshot.step else at, snapshot.between, name)
-        consider(snapshot, part, snapshot.grads, buffers + live * request.weight_bytes)
+        _keep_largest(largest, snapshot, part, (snapshot.grads, buffers + live * request.weight_bytes))
         if snapshot.arrival and param is not None and param.index in gathers.live_before:
             # A tied embedding has both gradients and their sum; before that, only the head's.
             count = 2 if param.index == shape.embedding.index and has_tied_gradients(shape) else 1
             grads = snapshot.grads - float(count * param.elements * request.weight_bytes)
-            consider(snapshot, part, grads, buffers + gathers.live_before[param.index] * request.weight_bytes)
+            buffers += gathers.live_before[param.index] * request.weight_bytes
+            _keep_largest(largest, snapshot, part, (grads, buffers))
     decisive = _without_inner_layers(largest, shape.layers)
     return [snapshot._replace(grads=grads, buffers=buffers) for (_, grads, buffers), snapshot in decisive]
 
 
-def _without_inner_layers(
-    largest: Mapping[tuple[int | None, bool, str], Sequence[_Candidate]], layers: int
-) -> list[_Candidate]:
+def _keep_largest(
+    largest: dict[_Part, list[_Candidate]], snapshot: Snapshot, part: _Part, sizes: tuple[float, float]
+) -> None:
+    """Keep a snapshot whose gradients, buffers or their sum are the largest of its part.
+
+    The criteria are written out: this runs for each gradient of each strategy.
+    """
+    grads, buffers = sizes
+    total = grads + buffers
+    if (rows := largest.get(part)) is None:
+        largest[part] = [((total, grads, buffers), snapshot)] * _CRITERIA
+        return
+    if total > rows[0][0][0]:
+        rows[0] = ((total, grads, buffers), snapshot)
+    if grads > rows[1][0][1]:
+        rows[1] = ((total, grads, buffers), snapshot)
+    if buffers > rows[2][0][2]:
+        rows[2] = ((total, grads, buffers), snapshot)
+
+
+def _without_inner_layers(largest: Mapping[_Part, Sequence[_Candidate]], layers: int) -> list[_Candidate]:
     """Return the candidates without those of layers that cannot be the peak, whatever grows or falls by layer."""
     chosen = [(part, criterion, row) for part, rows in largest.items() for criterion, row in enumerate(rows)]
     # The same part of all layers.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.compositions.command import parse_features
+from study.compositions.features import read_rows
 from study.config.printing import TextTable, print_page
 from study.host.stacks import release_key
 from study.releases import bisect, combinations, costs
@@ -33,6 +34,7 @@ LATEST_RELEASES = 8
 # Rows around a release on the command line, with its own.
 _NEAREST_RELEASES = 5
 EPILOG = """\
+The grid is of strategies alone; `study releases RELEASE --features A,B,...` answers for a combination of features.
 `study releases bisect STRATEGY` finds the release that introduced or fixed a fault, by training. `study releases costs
 [--features A,B,...]` prints memory, communication and host time of a step by release, with all changes. The exit status
 is 0 if no fault was found, 1 with a known fault, and 3 if this was not tested.
@@ -95,7 +97,12 @@ def releases_text(
     table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
     causes = [cause_line(letter, cause) for letter, cause in sorted(by_letter.items())]
     tested = document["tested" if stack.precision == "fp32" else "tested_in_bf16"]
-    more = [] if details else ["--details prints all tested releases"]
+    engine = stack.strategy if stack.strategy in read_rows()["engine"].levels else "zero2"
+    combined = f"study releases {stack.deepspeed} --features {engine},accumulation,clipping"
+    more = [
+        f"combinations of features are not in the grid: {combined} (--features list prints all)",
+        *([] if details else ["--details prints all tested releases"]),
+    ]
     changed_costs = []
     if stack.strategy in costs.MEASURED_STRATEGIES:
         changed_costs = costs.later_changes(costs.read_costs(), stack.deepspeed, stack.strategy, stack.short_precision)

@@ -20,6 +20,7 @@ import yaml
 from study.compositions.features import Combination, make_combination
 from study.compositions.session import RankServer
 from study.config.errors import UserError
+from study.config.places import install_command
 from study.config.printing import TextTable, print_page
 from study.host.stacks import package_version, release_key
 
@@ -403,8 +404,9 @@ def _packages(table: CostTable) -> str:
 def _compare_installed(combinations: list[Combination]) -> int:
     """Measure the installed release, and print its figures next to those of the newest stored release."""
     installed = package_version("deepspeed")
-    if installed is None or package_version("torch") is None:
-        raise UserError("not installed here: torch or deepspeed", "install the release to measure")
+    if missing := [name for name in ("torch", "deepspeed") if package_version(name) is None]:
+        fix = f"install the release to measure, or those of this study: {install_command('train', missing=missing)}"
+        raise UserError(f"not installed here: {' and '.join(missing)}", fix)
     table = read_costs()
     release = installed if installed in table.releases else table.names[-1]
     measured = measure_costs(combinations, report=lambda line: print_page([line], sys.stderr))

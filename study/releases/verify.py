@@ -304,7 +304,7 @@ def _check_packages(strategies: Sequence[str], stack: Mapping[str, str | None], 
         # `.[train]` would replace the releases under test.
         fix = f"install {' and '.join(lacking)} next to the releases under test"
         if not any(stack.values()):
-            fix = f"install the releases to test, or those of this study: {install_command('train')}"
+            fix = f"install the releases to test, or those of this study: {install_command('train', missing=lacking)}"
         raise UserError(f"not installed here: {', '.join(lacking)}", fix)
     if "muon" in extras and not is_at_least("deepspeed", _MUON_SINCE):
         problem = f"deepspeed {stack['deepspeed']} has no Muon outside ZeRO, so no run of one process to compare with"
