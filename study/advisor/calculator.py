@@ -128,8 +128,10 @@ class Calculator:
     @_as_json
     def best(self, name: str) -> dict[str, Any]:
         """Return a strategy with its best settings, as in the document of `study advise --json`."""
+        # A newer question has its own.
+        results = self.found
         (option,) = advise.advise(self._asked(), [name]).options
-        self.found[name] = option
+        results[name] = option
         return _row(option)
 
     @_as_json
