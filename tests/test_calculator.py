@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import yaml
@@ -58,7 +58,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Build the calculator and serve it; return its address."""
     folder = tmp_path_factory.mktemp("calculator")
     try:
-        build.pyodide_archive()
+        build.fetch(build.PYODIDE)
         build.wheels()
     except UserError as refusal:
         pytest.skip(f"{refusal.problem}: {refusal.fix}")
@@ -453,3 +453,66 @@ def test_another_archive_than_the_pinned_one_is_refused(
     monkeypatch.setattr("sys.argv", ["build.py", str(tmp_path / "site")])
     assert build.main() == 2
     assert "its digest is another one. To fix it: name the archive of npm's package" in capsys.readouterr().err
+
+
+AXE = build.Package(
+    "axe-core", "4.14.1", "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
+)
+GUIDELINES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+# Rules that a page broke, each with its elements.
+VIOLATIONS = """
+(tags) => axe.run({ runOnly: tags }).then(({ violations }) => violations.flatMap(
+  ({ id, nodes }) => nodes.map(({ target, failureSummary }) => `${id}: ${target.join(" ")}: ${failureSummary}`)))
+"""
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """Fetch axe-core, which checks the guidelines for accessibility, and return its code."""
+    try:
+        archive = build.fetch(AXE)
+    except UserError as refusal:
+        pytest.skip(f"{refusal.problem}: {refusal.fix}")
+    return build.read_member(archive, "axe.min.js").decode()
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_meets_the_guidelines_for_accessibility(
+    browser: Browser, site: str, axe: str, scheme: Literal["light", "dark"], width: int
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+
+    def violations() -> Any:
+        page.evaluate("document.querySelectorAll('details').forEach((element) => { element.open = true; })")
+        return page.evaluate(VIOLATIONS, GUIDELINES)
+
+    # With a stored answer, its table and drawings.
+    page.goto(f"{site}/index.html")
+    page.wait_for_selector("body[data-started=yes]")
+    page.evaluate(axe)
+    assert page.locator("#table tbody tr").count() > 5
+    assert violations() == []
+    # Refused, so without a table.
+    page.goto(f"{site}/index.html?empty#model=%3C")
+    page.wait_for_selector("#status:has-text('To fix it')", timeout=PYTHON_TIMEOUT_MS)
+    page.evaluate(axe)
+    assert page.is_hidden("#result")
+    assert violations() == []
+    if (scheme, width) == ("dark", 400):
+        # With everything that Python adds: buttons, changes, files, findings and faults.
+        page.fill("[name=model]", "gpt2")
+        page.click("#form button")
+        page.wait_for_selector("#table button", timeout=PYTHON_TIMEOUT_MS)
+        page.click("#what-if")
+        page.wait_for_selector("#what-if:enabled")
+        page.locator("#table button").first.click()
+        page.wait_for_selector("#files pre")
+        page.fill("[name=text]", '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "nothing": 1}')
+        page.click("#file-form button")
+        page.wait_for_selector("#file-form[data-done]", timeout=PYTHON_TIMEOUT_MS)
+        page.fill("[name=release]", "0.19.5")
+        page.click("#releases-form button")
+        page.wait_for_selector("#faults li")
+        assert violations() == []
+    page.close()

@@ -222,7 +222,7 @@ new ResizeObserver(() => {
 }).observe(at("plot"));
 
 const COLUMNS = ["strategy", "micro-batch", "accumu\u00adlation", "check\u00adpointing", "peak GiB", "90 % bound", "tokens/s, all GPUs", "80 % of runs",
-  "sent a step and GPU, GB", "host GiB", "NVMe GiB", "", ""];
+  "sent a step and GPU, GB", "host GiB", "NVMe GiB", "remark", "files"];
 
 function cells(name, row) {
   const speed = row.fits ? `${row.offloads ? "≤ " : ""}${rounded(row.tokens_per_s)}` : "-";
@@ -243,7 +243,7 @@ function drawTable() {
     cell.scope = "col";
     titles.append(cell);
   }
-  titles.firstChild.className = "text";
+  for (const place of [0, -2]) [...titles.cells].at(place).className = "text";
   const body = document.createElement("tbody");
   for (const [name, row] of entries()) {
     const line = body.insertRow();
@@ -277,6 +277,15 @@ function save(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
+// A text that the keyboard scrolls.
+function block(name, text) {
+  const element = made("pre", text);
+  element.tabIndex = 0;
+  element.setAttribute("role", "region");
+  element.setAttribute("aria-label", name);
+  return element;
+}
+
 async function showFiles(name) {
   const found = await call(at("status"), "files", name);
   if (found.refused) {
@@ -284,12 +293,12 @@ async function showFiles(name) {
     return;
   }
   const where = "Save them in one folder, and launch in it: the Accelerate file names the JSON by its name alone.";
-  const parts = [made("h2", `Files of ${name}`), made("p", where), made("pre", `${found.launch}\n${found.predict}`)];
+  const parts = [made("h2", `Files of ${name}`), made("p", where), block("commands", `${found.launch}\n${found.predict}`)];
   for (const [file, text] of Object.entries(found.texts)) {
     const button = made("button", `Save ${file}`);
     button.type = "button";
     button.onclick = () => save(file, text, "text/plain");
-    parts.push(button, made("pre", text));
+    parts.push(button, block(file, text));
   }
   at("files").replaceChildren(...parts);
   at("files").firstChild.scrollIntoView();
