@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 import yaml
 
+from firefox import find_firefox, firefox
 from study import cli
 from study.config.errors import UserError
 from tools.calculator import build
@@ -516,3 +517,40 @@ def test_the_page_meets_the_guidelines_for_accessibility(
         page.wait_for_selector("#faults li")
         assert violations() == []
     page.close()
+
+
+# A question to Python as the page asks it: the rows of the table, by strategy.
+ASKED = """new Promise((done, fail) => {
+  const [worker, rows] = [new Worker("worker.js", { type: "module" }), {}];
+  worker.onerror = ({ message }) => fail(message);
+  worker.onmessage = ({ data }) => {
+    if (data.failed) fail(data.failed);
+    if (data.row) rows[data.strategy] = JSON.parse(data.row);
+    if (data.rank) done({ rows, rank: JSON.parse(data.rank) });
+  };
+  worker.postMessage({ id: 1, call: "compare", words: WORDS });
+})"""
+
+
+def test_firefox_has_the_answer_of_the_command(site: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    executable = find_firefox()
+    if executable is None:
+        pytest.skip("no Firefox is installed: apt-get install firefox-esr")
+    document = advised(capsys, WORDS)
+    with firefox(executable, tmp_path) as window:
+        window.open(f"{site}/index.html{ADDRESS}")
+        window.wait("document.body.dataset.done", 240)
+        assert "Firefox" in window.evaluate("navigator.userAgent")
+        answer = f"Use {document['recommended']}: {document['how_sure']}"
+        assert window.evaluate("document.querySelector('#answer').innerText") == answer
+        order = "[...document.querySelectorAll('#table tbody th')].map((cell) => cell.innerText)"
+        assert window.evaluate(order) == [row["strategy"] for row in document["strategies"]]
+        ours = window.evaluate(ASKED.replace("WORDS", json.dumps(WORDS)))
+        assert ours["rank"]["recommended"] == document["recommended"]
+        for row in document["strategies"]:
+            assert_same({name: ours["rows"][row["strategy"]][name] for name in row}, row)
+        # No width scrolls sideways; 500 is the least of Firefox.
+        for width in (500, 1600):
+            window.resize(width, 900)
+            assert window.evaluate("innerWidth") == width
+            assert window.evaluate("document.documentElement.scrollWidth") <= window.evaluate("innerWidth")
