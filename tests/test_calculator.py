@@ -439,6 +439,44 @@ def test_a_release_is_judged_as_by_the_command(
     assert bool(page.locator("#faults li").count()) == (code == 1)
 
 
+@pytest.mark.parametrize(
+    ("release", "features", "verdict"),
+    [
+        ("0.19.8", ("zero2", "muon", "clipping"), "Wrong"),
+        ("0.19.8", ("zero2", "accumulation"), "Right"),
+        ("0.19.5", ("zero2", "accumulation"), "Wrong"),
+        ("0.14.0", ("zero3",), "Not tested"),
+        ("0.19.8", ("zero0", "fp16", "zero_init"), None),
+    ],
+)
+def test_a_combination_of_features_is_judged_as_by_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], release: str, features: tuple[str, ...], verdict: str | None
+) -> None:
+    page.evaluate("document.querySelector('#releases').open = true")
+    page.fill("#releases-form [name=release]", release)
+    for choice in page.locator("#features select").all():
+        names = choice.evaluate("(select) => [...select.options].map((option) => option.value)")
+        choice.select_option(next((name for name in features if name in names), names[0]))
+    assert page.is_disabled("#releases-form [name=strategy]")
+    page.click("#releases-form button")
+    page.wait_for_selector("#releases-form[data-done]")
+    words = page.inner_text("#releases-command").split()[1:]
+    assert words[words.index("--features") + 1] == ",".join(features)
+    capsys.readouterr()
+    code = cli.main(words)
+    printed = capsys.readouterr()
+    status = page.inner_text("#releases-status")
+    if verdict is None:
+        assert (code, status) == (2, printed.err.removeprefix("error: ").strip())
+    else:
+        assert {0: "Right", 1: "Wrong", 3: "Not tested"}[code] == verdict
+        first, *lines = printed.out.splitlines()
+        assert status == f"{verdict}. {first}"
+        assert page.locator("#faults li").all_inner_texts() == lines
+    page.locator("#features select").first.select_option("")
+    assert page.is_enabled("#releases-form [name=strategy]")
+
+
 def test_the_wheels_have_the_versions_of_this_installation() -> None:
     pinned = re.findall(r"^(\S+==\S+) --hash", build.WHEELS.read_text(), re.MULTILINE)
     constraints = (ROOT / "constraints.txt").read_text().splitlines()

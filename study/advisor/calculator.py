@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from study.advisor import advise, advise_command, explain
+from study.compositions.command import parse_features
+from study.compositions.features import read_rows
 from study.config.errors import NotInstalled, UserError
 from study.config.flags import Parser
 from study.config.strategies import STRATEGY_NAMES, read_strategy
@@ -31,6 +33,7 @@ from study.predictor.hardware import known_devices
 from study.predictor.live import live_notes
 from study.predictor.time import device_bytes, max_offload_slowdown, usable_bytes
 from study.releases.causes import GRID
+from study.releases.combinations import answer_features
 from study.releases.judge import add_stack_arguments, cause_line, judge_request
 from study.workloads.presets import PRESETS
 
@@ -77,7 +80,7 @@ class Calculator:
 
     @_as_json
     def choices(self) -> dict[str, Any]:
-        """Return the models, the GPUs that have a name, the tested releases, and the strategies of DeepSpeed."""
+        """Return the models, the GPUs that have a name, the tested releases, strategies of DeepSpeed, and features."""
         document = json.loads(GRID.read_text(encoding="utf-8"))
         return {
             "models": list(PRESETS),
@@ -85,6 +88,7 @@ class Calculator:
             "releases": [row["DeepSpeed"] for row in document["releases"]],
             "versions": document["versions"],
             "strategies": [name for name in STRATEGY_NAMES if read_strategy(name).deepspeed is not None],
+            "features": {name: dict(row.levels) for name, row in read_rows().items()},
         }
 
     @_as_json
@@ -198,10 +202,18 @@ class Calculator:
 
     @_as_json
     def releases(self, words: str) -> dict[str, Any]:
-        """Return the first line of `study releases`, its exit status, and the faults; the words are JSON."""
+        """Return the first line of `study releases`, its exit status, and the faults; the words are JSON.
+
+        With --features the other lines are in place of the faults.
+        """
         parser = Parser(prog="study releases", allow_abbrev=False)
         add_stack_arguments(parser)
-        _, _, verdict = judge_request(parser.parse_args(json.loads(words)))
+        parser.add_argument("--features", type=parse_features, default=None)
+        options = parser.parse_args(json.loads(words))
+        if options.features is not None:
+            status, lines = answer_features(options)
+            return {"first_line": lines[0], "status": status, "faults": lines[1:]}
+        _, _, verdict = judge_request(options)
         faults = [cause_line(letter, cause) for letter, cause in sorted(verdict.faults.items())]
         return {"first_line": verdict.text, "status": verdict.status, "faults": faults}
 
