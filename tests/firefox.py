@@ -1,4 +1,4 @@
-"""Firefox, headless, by Marionette: its protocol for tests, JSON over TCP. Playwright drives its patched Firefox."""
+"""Firefox, headless, by Marionette: its protocol for tests, JSON over TCP. Playwright starts only a patched one."""
 
 from __future__ import annotations
 

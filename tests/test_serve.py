@@ -521,7 +521,9 @@ def test_a_class_that_no_table_describes_is_answered_on_the_page(
     assert [sentence.partition(":")[0] for sentence in sentences.split("; ")] == fitting
     page.click("#what-if")
     page.wait_for_selector("#what-if:enabled")
-    assert page.locator("#changes li").all_inner_texts()[-1] == document["optimizer_on_host"]
+    changes = page.locator("#changes li").all_inner_texts()
+    assert changes[-1] == document["optimizer_on_host"]
+    assert changes[-3].startswith("with one more GPU, 66 samples per step: ")
     page.click(f"button[aria-label='files of {document['recommended']}']")
     page.wait_for_selector("#files pre")
     assert "study predict config.json --strategy" in page.inner_text("#files")

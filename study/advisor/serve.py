@@ -54,6 +54,7 @@ _CALLS = (
     "best",
     "rank",
     "changes",
+    "what_ifs",
     "files",
     "explain",
     "releases",
