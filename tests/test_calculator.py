@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 import yaml
 
+from drawn_questions import drawn_questions
 from firefox import find_firefox, firefox
 from study import cli
 from study.config.errors import UserError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 ADDRESS = "#model=gpt2-xl&gpus=2&device=4090&host_memory=64&seq_length=1024"
 WORDS = ["gpt2-xl", "--hardware", "2x4090", "--host_memory", "64", "--seq_length", "1024"]
 PYTHON_TIMEOUT_MS = 240_000
+DRAWN = 8
 # As on the page.
 FORM_ORDER = (
     *("model", "seq_length", "nodes", "gpus", "device", "host_memory", "nvme_gb_per_s", "network_gb_per_s"),
@@ -219,6 +221,40 @@ def test_files_and_changes_are_those_of_the_command(
     drawing = Path(download.value.path()).read_text()
     assert drawing.count("<circle") == sum(option["fits"] for option in document["strategies"])
     assert drawing.count(" tokens/s") >= drawing.count("<circle")
+
+
+# The answers of Python in the browser to questions, each a list of words: its rows and ranks, or its refusal.
+EACH = """
+async (questions) => {
+  const { call } = await import("./common.js");
+  const status = document.createElement("p");
+  const answers = [];
+  for (const words of questions) {
+    const about = await call(status, "ask", JSON.stringify(words));
+    const rows = {};
+    for (const name of about.names ?? []) rows[name] = await call(status, "best", name);
+    answers.push({ about, rows, rank: about.names ? await call(status, "rank") : null });
+  }
+  return answers;
+}
+"""
+
+
+def test_drawn_questions_have_the_answers_of_the_command(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    # The page of `study serve` is asked forty, by the same methods.
+    questions = list(drawn_questions(DRAWN))
+    for words, ours in zip(questions, page.evaluate(EACH, questions), strict=True):
+        if "refused" in ours["about"]:
+            capsys.readouterr()
+            assert cli.main(["advise", *words]) == 2
+            message = f"error: {ours['about']['refused']}. To fix it: {ours['about']['fix']}.\n"
+            assert capsys.readouterr().err == message
+            continue
+        document = advised(capsys, words)
+        assert ours["rank"]["order"] == [row["strategy"] for row in document["strategies"]], words
+        assert ours["rank"]["recommended"] == document["recommended"], words
+        for row in document["strategies"]:
+            assert_same({name: ours["rows"][row["strategy"]][name] for name in row}, row)
 
 
 @pytest.mark.parametrize(
@@ -569,7 +605,8 @@ def test_a_combination_of_features_is_judged_as_by_the_command(
     page: Page, capsys: pytest.CaptureFixture[str], release: str, features: tuple[str, ...], verdict: str | None
 ) -> None:
     page.evaluate("document.querySelector('#releases').open = true")
-    page.fill("#releases-form [name=release]", release)
+    for name, version in (("release", release), ("accelerate", "1.15.0"), ("torch", "2.13.0")):
+        page.fill(f"#releases-form [name={name}]", version)
     for choice in page.locator("#features select").all():
         names = choice.evaluate("(select) => [...select.options].map((option) => option.value)")
         choice.select_option(next((name for name in features if name in names), names[0]))

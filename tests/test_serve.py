@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import re
 import shlex
 import signal
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from drawn_questions import drawn_questions
 from engines import ROOT
 from study import cli
 from study.advisor import serve
@@ -117,38 +117,6 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     capsys.readouterr()
     cli.main([*words, "--json"])
     return json.loads(capsys.readouterr().out)
-
-
-def drawn_questions(count: int) -> Iterator[list[str]]:
-    """Yield words of `study advise` for small models on few GPUs."""
-    draw = random.Random(82)
-    choices = {
-        "seq_length": ("256", "512"),
-        "precision": ("bf16", "fp32"),
-        "gradient_checkpointing": ("on", "off"),
-        "global_batch_size": ("32", "64", "128"),
-        "attn_implementation": ("eager", "flash_attention_2"),
-        "loss_kernel": ("liger", "flash"),
-        "host_memory": ("16", "64"),
-        "network_gb_per_s": ("1", "12.5"),
-        "lora_rank": ("8", "16"),
-    }
-    models = (
-        "gpt2",
-        "gpt2-medium",
-        "gpt2-xl",
-        "bert-base-uncased",
-        "bert-large-uncased",
-        "llama-3.2-1b",
-        "qwen2.5-0.5b",
-    )
-    hardware = ("1x4090", "2x4090", "4xA100-40", "8xH100", "2x8xH100", "2xA10", "8xL4")
-    for _ in range(count):
-        words = [draw.choice(models), "--hardware", draw.choice(hardware)]
-        for name in draw.sample(sorted(choices), draw.randint(0, 3)):
-            words += ["--peft", "lora"] if name == "lora_rank" else []
-            words += [f"--{name}", draw.choice(choices[name])]
-        yield words
 
 
 def test_forty_drawn_questions_have_the_answers_of_the_commands(
@@ -378,6 +346,16 @@ def test_two_traced_files_are_explained_at_a_time(
         monkeypatch.chdir(folder)
         theirs = printed(capsys, "explain", "mine.json", "models", "--hardware", "2x4090")
         assert answers[page]["findings"] == theirs["findings"]
+
+
+def test_the_process_of_traces_is_replaced_before_its_memory_grows(
+    fresh_server: serve.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("study.advisor.trace_process.MAX_TRACES", 1)
+    folder = ask(fresh_server, "keep_config", "mine", json.dumps(TRACED))["folder"]
+    answer = ask(fresh_server, "ask", json.dumps([folder, "--hardware", "2x4090"]))
+    assert answer["model"] == "mine"
+    assert fresh_server._traces._process is None
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:

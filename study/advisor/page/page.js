@@ -346,7 +346,7 @@ at("copy-link").onclick = async () => {
   linkVersion = null;
   try {
     await navigator.clipboard.writeText(location.href);
-    at("status").textContent = "The link is copied.";
+    at("status").textContent = value("config") ? "The link is copied, without config.json." : "The link is copied.";
   } catch {
     at("status").textContent = `The browser does not copy; the link is in its address: ${location.href}`;
   }
