@@ -394,6 +394,31 @@ def test_an_option_that_fits_only_by_its_predicted_peak_is_named_separately(
     assert peak.high == pytest.approx(state + 2 * (peak.value - state))
 
 
+@pytest.mark.parametrize(
+    ("model", "hardware", "flags", "changes"),
+    [
+        ("gpt-13b", "2xT4", ("--host_memory", "16"), ["LoRA", "QLoRA (4-bit weights)", "8 such machines"]),
+        (LLAMA_8B, "1x4090", ("--seq_length", "32768", "--peft", "lora"), ["--chunked_loss", "8192 tokens per sample"]),
+    ],
+)
+def test_if_nothing_fits_the_changes_that_make_something_fit_are_printed(
+    model: str, hardware: str, flags: tuple[str, ...], changes: list[str]
+) -> None:
+    lines = re.findall(r"^with (.*) it would be (\w+)$", print_page(model, hardware, *flags, status=1), re.MULTILINE)
+    assert [label for label, _ in lines] == changes
+    # With the last change the command recommends the named strategy; with less of it nothing fits.
+    words = {
+        "8 such machines": ("8x2xT4", *flags),
+        "8192 tokens per sample": (hardware, "--seq_length", "8192", *flags[2:]),
+    }
+    less = {
+        "8 such machines": ("4x2xT4", *flags),
+        "8192 tokens per sample": (hardware, "--seq_length", "16384", *flags[2:]),
+    }
+    assert print_page(model, *words[changes[-1]]).startswith(f"Use {lines[-1][1]},")
+    print_page(model, *less[changes[-1]], status=1)
+
+
 def test_if_nothing_fits_it_prints_what_would_help() -> None:
     page = print_page(LLAMA_8B, "8xH100", "--seq_length", "65536", status=1)
     # The sample's own figures: logits 93.9, activations 18.0, context 1.4.

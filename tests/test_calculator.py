@@ -9,17 +9,21 @@ import math
 import re
 import shutil
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import yaml
 
+from drawn_questions import drawn_questions
+from firefox import find_firefox, firefox
 from study import cli
 from study.config.errors import UserError
+from study.config.text import rounded
 from tools.calculator import build
 
 if TYPE_CHECKING:
@@ -29,6 +33,13 @@ if TYPE_CHECKING:
 ADDRESS = "#model=gpt2-xl&gpus=2&device=4090&host_memory=64&seq_length=1024"
 WORDS = ["gpt2-xl", "--hardware", "2x4090", "--host_memory", "64", "--seq_length", "1024"]
 PYTHON_TIMEOUT_MS = 240_000
+DRAWN = 8
+# As on the page.
+FORM_ORDER = (
+    *("model", "seq_length", "nodes", "gpus", "device", "host_memory", "nvme_gb_per_s", "network_gb_per_s"),
+    *("global_batch_size", "precision", "peft", "lora_rank", "lora_targets", "with_reference"),
+    *("gradient_checkpointing", "attn_implementation", "loss_kernel"),
+)
 # The number of the question whose answer is whole.
 ANSWERED = "body[data-done]:not([data-done=''])"
 
@@ -58,7 +69,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Build the calculator and serve it; return its address."""
     folder = tmp_path_factory.mktemp("calculator")
     try:
-        build.pyodide_archive()
+        build.fetch(build.PYODIDE)
         build.wheels()
     except UserError as refusal:
         pytest.skip(f"{refusal.problem}: {refusal.fix}")
@@ -181,8 +192,20 @@ def test_files_and_changes_are_those_of_the_command(
     page.click("#what-if")
     page.wait_for_selector("#what-if:enabled")
     changes = page.locator("#changes li").all_inner_texts()
+    what_ifs = []
+    for label, hardware, flags in (
+        ("one more GPU, 66 samples per step", "3x4090", [*WORDS[3:], "--global_batch_size", "66"]),
+        ("512 tokens per sample", "2x4090", [*WORDS[3:-1], "512"]),
+    ):
+        advice = advised(capsys, [WORDS[0], "--hardware", hardware, *flags])
+        (row,) = [row for row in advice["strategies"] if row["strategy"] == advice["recommended"]]
+        checkpointing = f"{'' if row['gradient_checkpointing'] else 'no '}gradient checkpointing"
+        settings = f"micro-batch {row['micro_batch']} x accumulation {row['accumulation']}, {checkpointing}"
+        figures = f"{rounded(row['device_bytes'] / 2**30)} GiB, {rounded(row['tokens_per_s'])} tokens/s"
+        what_ifs.append(f"with {label}: {advice['recommended']} ({settings}), {figures}")
     assert changes == [
         *(document["changes"] or ["nothing of: more or fewer GPUs, a slower network, longer samples"]),
+        *what_ifs,
         *([document["optimizer_on_host"]] if document["optimizer_on_host"] else []),
     ]
     with page.expect_download() as download:
@@ -198,6 +221,40 @@ def test_files_and_changes_are_those_of_the_command(
     drawing = Path(download.value.path()).read_text()
     assert drawing.count("<circle") == sum(option["fits"] for option in document["strategies"])
     assert drawing.count(" tokens/s") >= drawing.count("<circle")
+
+
+# The answers of Python in the browser to questions, each a list of words: its rows and ranks, or its refusal.
+EACH = """
+async (questions) => {
+  const { call } = await import("./common.js");
+  const status = document.createElement("p");
+  const answers = [];
+  for (const words of questions) {
+    const about = await call(status, "ask", JSON.stringify(words));
+    const rows = {};
+    for (const name of about.names ?? []) rows[name] = await call(status, "best", name);
+    answers.push({ about, rows, rank: about.names ? await call(status, "rank") : null });
+  }
+  return answers;
+}
+"""
+
+
+def test_drawn_questions_have_the_answers_of_the_command(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    # The page of `study serve` is asked forty, by the same methods.
+    questions = list(drawn_questions(DRAWN))
+    for words, ours in zip(questions, page.evaluate(EACH, questions), strict=True):
+        if "refused" in ours["about"]:
+            capsys.readouterr()
+            assert cli.main(["advise", *words]) == 2
+            message = f"error: {ours['about']['refused']}. To fix it: {ours['about']['fix']}.\n"
+            assert capsys.readouterr().err == message
+            continue
+        document = advised(capsys, words)
+        assert ours["rank"]["order"] == [row["strategy"] for row in document["strategies"]], words
+        assert ours["rank"]["recommended"] == document["recommended"], words
+        for row in document["strategies"]:
+            assert_same({name: ours["rows"][row["strategy"]][name] for name in row}, row)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +299,102 @@ def test_a_model_of_ones_own_is_read_from_its_config(page: Page) -> None:
     ask(page)
     assert "mine-1b" in page.inner_text("#status")
     assert page.inner_text("#answer").startswith("Use ")
+
+
+def test_a_recommendation_has_its_notes_as_printed_by_the_command(
+    page: Page, site: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page.goto(f"{site}/index.html?notes")
+    page.wait_for_selector("body[data-started=yes]")
+    capsys.readouterr()
+    cli.main(["advise", "llama-3.1-8b", "--hardware", "8xH100"])
+    printed = capsys.readouterr().out.splitlines()
+    notes = page.locator("#notes li").all_inner_texts()
+    assert any(note.startswith("needs DeepSpeed 0.19.6 or later") for note in notes)
+    assert {*notes} <= {*printed}
+
+
+def test_what_does_not_fit_has_the_changes_that_make_it_fit(
+    page: Page, site: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page.goto(f"{site}/index.html?fit#model=llama-3.1-70b&gpus=1&device=T4&host_memory=64")
+    page.wait_for_selector(ANSWERED)
+    assert page.inner_text("#answer").startswith("nothing fits")
+    document = advised(capsys, ["llama-3.1-70b", "--hardware", "1xT4", "--host_memory", "64"])
+    assert len(document["changes"]) >= 2
+    page.click("#what-if")
+    page.wait_for_selector("#what-if:enabled")
+    lines = page.locator("#changes li").all_inner_texts()
+    assert lines[: len(document["changes"])] == document["changes"]
+
+
+def test_every_field_is_in_the_command_and_in_the_link(
+    page: Page, site: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {
+        "model": "gpt2",
+        "nodes": "2",
+        "gpus": "4",
+        "device": "A10",
+        "host_memory": "64",
+        "nvme_gb_per_s": "7,3",
+        "network_gb_per_s": "3",
+        "seq_length": "256",
+        "global_batch_size": "32",
+        "precision": "fp16",
+        "peft": "qlora",
+        "lora_rank": "16",
+        "lora_targets": "c_attn",
+        "gradient_checkpointing": "on",
+        "attn_implementation": "eager",
+        "loss_kernel": "liger",
+    }
+    page.goto(f"{site}/index.html?fields#{urllib.parse.urlencode(fields)}")
+    page.wait_for_selector(ANSWERED)
+    assert page.evaluate("[...document.querySelector('#form').elements].filter((field) => field.name).length") == 18
+    command = page.inner_text("#command").split()[2:]
+    document = advised(capsys, command)
+    assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
+    assert {*fields.values()} - {"gpt2", "2", "4", "A10", "qlora"} <= {*command}
+    # A link has the version of the code; that of another version is named.
+    assert "the link is of version" not in page.inner_text("#status")
+    page.click("#form button")
+    page.wait_for_selector(ANSWERED)
+    assert page.evaluate("[...new URLSearchParams(location.hash.slice(1))]") == [
+        *([name, value] for name, value in sorted(fields.items(), key=lambda item: FORM_ORDER.index(item[0]))),
+        [
+            "version",
+            page.evaluate("fetch('stored.json').then((answer) => answer.json()).then(({ version }) => version)"),
+        ],
+    ]
+    page.goto(f"{site}/index.html?older#model=gpt2&gpus=1&device=4090&with_reference=yes&version=0123abcd")
+    page.wait_for_selector(ANSWERED)
+    assert "the link is of version 0123abcd, these figures of " in page.inner_text("#status")
+    assert page.inner_text("#command") == "study advise gpt2 --hardware 1x4090 --with_reference"
+
+
+def test_python_starts_with_the_first_input(page: Page, site: str, requests: list[str]) -> None:
+    page.goto(f"{site}/index.html?input")
+    page.wait_for_selector("body[data-started=yes]")
+    requests.clear()
+    page.fill("[name=seq_length]", "512")
+    page.wait_for_event("requestfinished", lambda request: request.url.endswith("study.zip"))
+    assert page.is_hidden("#progress")
+    page.click("#form button")
+    assert page.is_visible("#progress")
+    page.wait_for_selector(ANSWERED)
+    assert page.is_hidden("#progress")
+    assert sum(url.endswith("study.zip") for url in requests) == 1
+
+
+def test_the_texts_of_drawings_are_readable_at_any_width(page: Page) -> None:
+    for width in (400, 1400):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_function("document.querySelector('#bars svg').getBoundingClientRect().width <= innerWidth")
+        heights = page.evaluate(
+            "[...document.querySelectorAll('#result svg text')].map((text) => text.getBoundingClientRect().height)"
+        )
+        assert min(heights) > 11
 
 
 @pytest.mark.parametrize("width", [400, 800, 1600])
@@ -438,6 +591,45 @@ def test_a_release_is_judged_as_by_the_command(
     assert bool(page.locator("#faults li").count()) == (code == 1)
 
 
+@pytest.mark.parametrize(
+    ("release", "features", "verdict"),
+    [
+        ("0.19.8", ("zero2", "muon", "clipping"), "Wrong"),
+        ("0.19.8", ("zero2", "accumulation"), "Right"),
+        ("0.19.5", ("zero2", "accumulation"), "Wrong"),
+        ("0.14.0", ("zero3",), "Not tested"),
+        ("0.19.8", ("zero0", "fp16", "zero_init"), None),
+    ],
+)
+def test_a_combination_of_features_is_judged_as_by_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], release: str, features: tuple[str, ...], verdict: str | None
+) -> None:
+    page.evaluate("document.querySelector('#releases').open = true")
+    for name, version in (("release", release), ("accelerate", "1.15.0"), ("torch", "2.13.0")):
+        page.fill(f"#releases-form [name={name}]", version)
+    for choice in page.locator("#features select").all():
+        names = choice.evaluate("(select) => [...select.options].map((option) => option.value)")
+        choice.select_option(next((name for name in features if name in names), names[0]))
+    assert page.is_disabled("#releases-form [name=strategy]")
+    page.click("#releases-form button")
+    page.wait_for_selector("#releases-form[data-done]")
+    words = page.inner_text("#releases-command").split()[1:]
+    assert words[words.index("--features") + 1] == ",".join(features)
+    capsys.readouterr()
+    code = cli.main(words)
+    printed = capsys.readouterr()
+    status = page.inner_text("#releases-status")
+    if verdict is None:
+        assert (code, status) == (2, printed.err.removeprefix("error: ").strip())
+    else:
+        assert {0: "Right", 1: "Wrong", 3: "Not tested"}[code] == verdict
+        first, *lines = printed.out.splitlines()
+        assert status == f"{verdict}. {first}"
+        assert page.locator("#faults li").all_inner_texts() == lines
+    page.locator("#features select").first.select_option("")
+    assert page.is_enabled("#releases-form [name=strategy]")
+
+
 def test_the_wheels_have_the_versions_of_this_installation() -> None:
     pinned = re.findall(r"^(\S+==\S+) --hash", build.WHEELS.read_text(), re.MULTILINE)
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
@@ -453,3 +645,122 @@ def test_another_archive_than_the_pinned_one_is_refused(
     monkeypatch.setattr("sys.argv", ["build.py", str(tmp_path / "site")])
     assert build.main() == 2
     assert "its digest is another one. To fix it: name the archive of npm's package" in capsys.readouterr().err
+
+
+AXE = build.Package(
+    "axe-core", "4.14.1", "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
+)
+GUIDELINES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+# Rules that a page broke, each with its elements.
+VIOLATIONS = """
+(tags) => axe.run({ runOnly: tags }).then(({ violations }) => violations.flatMap(
+  ({ id, nodes }) => nodes.map(({ target, failureSummary }) => `${id}: ${target.join(" ")}: ${failureSummary}`)))
+"""
+
+
+# The least contrast of a placeholder with its field, which axe-core does not check: relative luminances of WCAG 1.4.3.
+PLACEHOLDERS = """
+Math.min(...[...document.querySelectorAll("[placeholder]")].map((field) => {
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d");
+  const luminance = (color) => {
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    const [red, green, blue] = [...canvas.getImageData(0, 0, 1, 1).data].map((byte) => byte / 255)
+      .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  const text = luminance(getComputedStyle(field, "::placeholder").color);
+  const back = luminance(getComputedStyle(field).backgroundColor);
+  return (Math.max(text, back) + 0.05) / (Math.min(text, back) + 0.05);
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """Fetch axe-core, which checks the guidelines for accessibility, and return its code."""
+    try:
+        archive = build.fetch(AXE)
+    except UserError as refusal:
+        pytest.skip(f"{refusal.problem}: {refusal.fix}")
+    return build.read_member(archive, "axe.min.js").decode()
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_meets_the_guidelines_for_accessibility(
+    browser: Browser, site: str, axe: str, scheme: Literal["light", "dark"], width: int
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+
+    def violations() -> Any:
+        page.evaluate("document.querySelectorAll('details').forEach((element) => { element.open = true; })")
+        return page.evaluate(VIOLATIONS, GUIDELINES)
+
+    # With a stored answer, its table and drawings.
+    page.goto(f"{site}/index.html")
+    page.wait_for_selector("body[data-started=yes]")
+    page.evaluate(axe)
+    assert page.locator("#table tbody tr").count() > 5
+    assert violations() == []
+    assert page.evaluate(PLACEHOLDERS) >= 4.5
+    # Refused, so without a table.
+    page.goto(f"{site}/index.html?empty#model=%3C")
+    page.wait_for_selector("#status:has-text('To fix it')", timeout=PYTHON_TIMEOUT_MS)
+    page.evaluate(axe)
+    assert page.is_hidden("#result")
+    assert violations() == []
+    if (scheme, width) == ("dark", 400):
+        # With everything that Python adds: buttons, changes, files, findings and faults.
+        page.fill("[name=model]", "gpt2")
+        page.click("#form button")
+        page.wait_for_selector("#table button", timeout=PYTHON_TIMEOUT_MS)
+        page.click("#what-if")
+        page.wait_for_selector("#what-if:enabled")
+        page.locator("#table button").first.click()
+        page.wait_for_selector("#files pre")
+        page.fill("[name=text]", '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "nothing": 1}')
+        page.click("#file-form button")
+        page.wait_for_selector("#file-form[data-done]", timeout=PYTHON_TIMEOUT_MS)
+        page.fill("[name=release]", "0.19.5")
+        page.click("#releases-form button")
+        page.wait_for_selector("#faults li")
+        assert violations() == []
+    page.close()
+
+
+# A question to Python as the page asks it: the rows of the table, by strategy.
+ASKED = """new Promise((done, fail) => {
+  const [worker, rows] = [new Worker("worker.js", { type: "module" }), {}];
+  worker.onerror = ({ message }) => fail(message);
+  worker.onmessage = ({ data }) => {
+    if (data.failed) fail(data.failed);
+    if (data.row) rows[data.strategy] = JSON.parse(data.row);
+    if (data.rank) done({ rows, rank: JSON.parse(data.rank) });
+  };
+  worker.postMessage({ id: 1, call: "compare", words: WORDS });
+})"""
+
+
+def test_firefox_has_the_answer_of_the_command(site: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    executable = find_firefox()
+    if executable is None:
+        pytest.skip("no Firefox is installed: apt-get install firefox-esr")
+    document = advised(capsys, WORDS)
+    with firefox(executable, tmp_path) as window:
+        window.open(f"{site}/index.html{ADDRESS}")
+        window.wait("document.body.dataset.done", 240)
+        assert "Firefox" in window.evaluate("navigator.userAgent")
+        answer = f"Use {document['recommended']}: {document['how_sure']}"
+        assert window.evaluate("document.querySelector('#answer').innerText") == answer
+        order = "[...document.querySelectorAll('#table tbody th')].map((cell) => cell.innerText)"
+        assert window.evaluate(order) == [row["strategy"] for row in document["strategies"]]
+        ours = window.evaluate(ASKED.replace("WORDS", json.dumps(WORDS)))
+        assert ours["rank"]["recommended"] == document["recommended"]
+        for row in document["strategies"]:
+            assert_same({name: ours["rows"][row["strategy"]][name] for name in row}, row)
+        # No width scrolls sideways; 500 is the least of Firefox.
+        for width in (500, 1600):
+            window.resize(width, 900)
+            assert window.evaluate("innerWidth") == width
+            assert window.evaluate("document.documentElement.scrollWidth") <= window.evaluate("innerWidth")

@@ -6,7 +6,7 @@ import base64
 import contextlib
 import http.client
 import json
-import random
+import os
 import re
 import shlex
 import signal
@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from drawn_questions import drawn_questions
 from engines import ROOT
 from study import cli
 from study.advisor import serve
 from study.advisor.calculator import page_files
+from study.predictor import live
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -42,13 +44,47 @@ TRACED = {
 }
 
 
+def started(*, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "study.cli", "serve"]
+    variables = {**os.environ, **(environment or {})}
+    return subprocess.Popen(command, cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[serve.Server]:
     """Serve the page from a thread of this process."""
+    with served() as server:
+        yield server
+
+
+@contextlib.contextmanager
+def served() -> Iterator[serve.Server]:
     with serve.make_server() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
+
+
+@pytest.fixture
+def fresh_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[serve.Server]:
+    """Serve the page without any trace made before."""
+    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
+    live.answer.cache_clear()
+    with served() as server:
+        yield server
+
+
+@contextlib.contextmanager
+def paused_trace(server: serve.Server) -> Iterator[None]:
+    """Stop the process of traces as soon as it has a request, for the time of a block."""
+    while server._traces._process is None:
+        time.sleep(0.01)
+    os.kill(server._traces._process.pid, signal.SIGSTOP)
+    try:
+        yield
+        assert server._traces._lock.locked()
+    finally:
+        os.kill(server._traces._process.pid, signal.SIGCONT)
 
 
 def request(
@@ -81,38 +117,6 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     capsys.readouterr()
     cli.main([*words, "--json"])
     return json.loads(capsys.readouterr().out)
-
-
-def drawn_questions(count: int) -> Iterator[list[str]]:
-    """Yield words of `study advise` for small models on few GPUs."""
-    draw = random.Random(82)
-    choices = {
-        "seq_length": ("256", "512"),
-        "precision": ("bf16", "fp32"),
-        "gradient_checkpointing": ("on", "off"),
-        "global_batch_size": ("32", "64", "128"),
-        "attn_implementation": ("eager", "flash_attention_2"),
-        "loss_kernel": ("liger", "flash"),
-        "host_memory": ("16", "64"),
-        "network_gb_per_s": ("1", "12.5"),
-        "lora_rank": ("8", "16"),
-    }
-    models = (
-        "gpt2",
-        "gpt2-medium",
-        "gpt2-xl",
-        "bert-base-uncased",
-        "bert-large-uncased",
-        "llama-3.2-1b",
-        "qwen2.5-0.5b",
-    )
-    hardware = ("1x4090", "2x4090", "4xA100-40", "8xH100", "2x8xH100", "2xA10", "8xL4")
-    for _ in range(count):
-        words = [draw.choice(models), "--hardware", draw.choice(hardware)]
-        for name in draw.sample(sorted(choices), draw.randint(0, 3)):
-            words += ["--peft", "lora"] if name == "lora_rank" else []
-            words += [f"--{name}", draw.choice(choices[name])]
-        yield words
 
 
 def test_forty_drawn_questions_have_the_answers_of_the_commands(
@@ -290,6 +294,109 @@ def test_a_slow_answer_keeps_no_other_request_waiting(server: serve.Server) -> N
     assert not waiting.is_alive()
 
 
+def test_a_preset_is_answered_while_a_model_is_traced(
+    fresh_server: serve.Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    server, place, answers = fresh_server, Path.cwd(), list[Any]()
+    folder = ask(server, "keep_config", "traced", json.dumps(TRACED))["folder"]
+    words = json.dumps([folder, "--hardware", "2x4090"])
+    thread = threading.Thread(target=lambda: answers.append(ask(server, "ask", words)))
+    thread.start()
+    with paused_trace(server):
+        about = ask(server, "ask", json.dumps(["gpt2", "--hardware", "2x4090"]), page="preset")
+        for name in about["names"]:
+            ask(server, "best", name, page="preset")
+        rank = ask(server, "rank", page="preset")
+        assert not answers
+    document = printed(capsys, "advise", "gpt2", "--hardware", "2x4090")
+    assert (rank["recommended"], rank["how_sure"]) == (document["recommended"], document["how_sure"])
+    thread.join(120)
+    assert answers[0]["names"] == about["names"]
+    assert Path.cwd() == place
+    (tmp_path / "config.json").write_text(json.dumps(TRACED))
+    row = ask(server, "best", "zero2")
+    theirs = printed(capsys, "advise", str(tmp_path), "--hardware", "2x4090")["strategies"]
+    assert {name: row[name] for name in theirs[0]} == next(entry for entry in theirs if entry["strategy"] == "zero2")
+
+
+def test_two_traced_files_are_explained_at_a_time(
+    fresh_server: serve.Server, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = dict[str, Any]()
+
+    def explain(page: str, config: str, text: str) -> None:
+        folder = ask(fresh_server, "keep_config", "models", config, page=page)["folder"]
+        words = ["mine.json", folder, "--hardware", "2x4090"]
+        contents = {"mine.json": base64.b64encode(text.encode()).decode()}
+        answers[page] = ask(fresh_server, "explain", json.dumps(words), json.dumps(contents), page=page)
+
+    # Both files have the same name, in the folders of their pages.
+    texts = [json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}) for stage in (2, 3)]
+    configs = [json.dumps({**TRACED, "vocab_size": size}) for size in (2000, 3000)]
+    threads = [threading.Thread(target=explain, args=item) for item in zip("ab", configs, texts, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for page, config, text in zip("ab", configs, texts, strict=True):
+        folder = tmp_path / page
+        (folder / "models").mkdir(parents=True)
+        (folder / "mine.json").write_text(text)
+        (folder / "models" / "config.json").write_text(config)
+        monkeypatch.chdir(folder)
+        theirs = printed(capsys, "explain", "mine.json", "models", "--hardware", "2x4090")
+        assert answers[page]["findings"] == theirs["findings"]
+
+
+def test_the_process_of_traces_is_replaced_before_its_memory_grows(
+    fresh_server: serve.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("study.advisor.trace_process.MAX_TRACES", 1)
+    folder = ask(fresh_server, "keep_config", "mine", json.dumps(TRACED))["folder"]
+    answer = ask(fresh_server, "ask", json.dumps([folder, "--hardware", "2x4090"]))
+    assert answer["model"] == "mine"
+    assert fresh_server._traces._process is None
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    """Return the processes that any thread of a process has started."""
+    files = Path(f"/proc/{process.pid}/task").glob("*/children")
+    return [int(word) for file in files for word in file.read_text().split()]
+
+
+def test_the_process_of_traces_has_torch_and_ends_with_the_server(tmp_path: Path) -> None:
+    with started(environment={"ZERO_STUDY_CACHE": str(tmp_path)}) as process:
+        assert process.stdout is not None
+        port, token = re.findall(r"127\.0\.0\.1:(\d+)/([\w-]{43})/", process.stdout.readline())[0]
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=120)
+
+        def call(method: str, *words: str) -> Any:
+            body = json.dumps({"session": "a", "method": method, "words": words})
+            connection.request("POST", f"/{token}/ask", body, {"Content-Type": "application/json"})
+            return json.loads(connection.getresponse().read())
+
+        for vocabulary in (1000, 1001):
+            folder = call("keep_config", "mine", json.dumps({**TRACED, "vocab_size": vocabulary}))["folder"]
+            assert call("ask", json.dumps([folder, "--hardware", "2x4090"]))["model"] == "mine"
+            # One process, also for a second model; the server itself does not load torch.
+            (tracer,) = children(process)
+            assert "libtorch" in Path(f"/proc/{tracer}/maps").read_text()
+            assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+        # It is killed during a trace: that question fails, and the next one is answered.
+        os.kill(tracer, signal.SIGSTOP)
+        folder = call("keep_config", "mine", json.dumps({**TRACED, "vocab_size": 1002}))["folder"]
+        threading.Timer(1, os.kill, (tracer, signal.SIGKILL)).start()
+        question = json.dumps([folder, "--hardware", "2x4090"])
+        assert call("ask", question)["refused"] == "the process that traces models has ended"
+        assert call("ask", question)["model"] == "mine"
+        (tracer,) = children(process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        connection.close()
+    assert (process.returncode, out, err) == (0, "", "")
+    assert not Path(f"/proc/{tracer}").exists()
+
+
 def test_a_pasted_config_is_private_and_removed() -> None:
     with serve.make_server() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -307,11 +414,6 @@ def test_a_pasted_config_is_private_and_removed() -> None:
         server.shutdown()
         server._sessions.clear()
     assert not private.exists()
-
-
-def started(*flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "study.cli", "serve", *flags]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_the_command_prints_its_address_and_ctrl_c_ends_it() -> None:
@@ -358,13 +460,11 @@ def test_a_browser_is_opened_by_a_private_file(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_class_that_no_table_describes_is_answered_on_the_page(
     browser: Browser,
-    server: serve.Server,
+    fresh_server: serve.Server,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Nothing is traced before.
-    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
+    server = fresh_server
     requests, errors = list[str](), list[str]()
     page = browser.new_page(viewport={"width": 400, "height": 900})
     page.set_default_timeout(240_000)
@@ -376,7 +476,15 @@ def test_a_class_that_no_table_describes_is_answered_on_the_page(
     page.evaluate("document.querySelector('#form details').open = true")
     page.fill("[name=config]", json.dumps(TRACED))
     page.click("#form button")
-    page.wait_for_selector("body[data-done='2']")
+    # A newer question of the page is answered while the older one is traced, and replaces it.
+    page.fill("[name=config]", "")
+    with paused_trace(server):
+        page.click("#form button")
+        page.wait_for_selector("body[data-done='3']")
+    assert page.inner_text("#status").startswith("gpt2, ")
+    page.fill("[name=config]", json.dumps(TRACED))
+    page.click("#form button")
+    page.wait_for_selector("body[data-done='4']")
     (tmp_path / "config.json").write_text(json.dumps(TRACED))
     document = printed(capsys, "advise", str(tmp_path / "config.json"), "--hardware", "2x4090")
     assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
@@ -391,7 +499,9 @@ def test_a_class_that_no_table_describes_is_answered_on_the_page(
     assert [sentence.partition(":")[0] for sentence in sentences.split("; ")] == fitting
     page.click("#what-if")
     page.wait_for_selector("#what-if:enabled")
-    assert page.locator("#changes li").all_inner_texts()[-1] == document["optimizer_on_host"]
+    changes = page.locator("#changes li").all_inner_texts()
+    assert changes[-1] == document["optimizer_on_host"]
+    assert changes[-3].startswith("with one more GPU, 66 samples per step: ")
     page.click(f"button[aria-label='files of {document['recommended']}']")
     page.wait_for_selector("#files pre")
     assert "study predict config.json --strategy" in page.inner_text("#files")

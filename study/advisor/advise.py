@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import bisect
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -20,6 +22,7 @@ from study.advisor.fitted import (
     usual_weights,
 )
 from study.advisor.predict_command import workload_text
+from study.config.errors import UserError
 from study.config.registry import REGISTRY
 from study.config.strategies import WITH_REPLICAS, Strategy, read_strategy
 from study.config.text import rounded
@@ -36,7 +39,7 @@ from study.predictor.request import (
     StepTime,
     TrainerSettings,
 )
-from study.predictor.shape import ModelShape
+from study.predictor.shape import ModelShape, apply_lora_options
 from study.predictor.state import unswapped_kind
 
 # On none of the listed devices a larger micro-batch raises the throughput.
@@ -52,6 +55,9 @@ _PARTS_OF_A_SAMPLE = ("logits", "activations", "attention", "context")
 # What-if questions skip the options that are slower than this fraction of the best one.
 _FAR_BEHIND = 0.5
 _WORTH_SAYING = 0.05
+# The changes that are tried if nothing fits.
+_FEWEST_TOKENS = 128
+_MACHINES = (2, 4, 8, 16, 32, 64)
 _PARTS_OF_A_STEP = {
     "compute": "compute",
     "communication_exposed": "exposed communication",
@@ -564,7 +570,10 @@ def _near(advice: Advice, question: AdviceRequest) -> list[str]:
 
 
 def sensitivity_lines(advice: Advice) -> Iterator[str]:
-    """Yield what-if lines: changes of hardware or sequence length that change the recommendation."""
+    """Yield what-if lines: changes of hardware or sequence length that change the recommendation.
+
+    If nothing fits, also a chunked loss, adapters, and the least change of tokens or machines that makes something fit.
+    """
     question, best = advice.question, advice.best
     if question.box.nodes > 1:
         worth = (1 - SPEED_TOLERANCE) * best.tokens_per_s if best is not None and best.is_safe else 0.0
@@ -578,6 +587,70 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
         changed = advise_without_losers(scenario, _near(advice, scenario), None if best is None else best.name)
         if changed is not None and (change := _changed_advice(best, changed)) is not None:
             yield f"with {label} {change}"
+    if best is None:
+        yield from _fitting_lines(question)
+
+
+def _fitting_lines(question: AdviceRequest) -> Iterator[str]:
+    """Yield the changes of a request that nothing fits with which something does."""
+    scenarios = dict[str, AdviceRequest]()
+    if question.trainer.loss_kernel == "transformers":
+        trainer = dataclasses.replace(question.trainer, loss_kernel="liger")
+        scenarios["--chunked_loss"] = dataclasses.replace(question, trainer=trainer)
+    # Not every class has layers that peft gives adapters by default.
+    with contextlib.suppress(UserError):
+        if question.shape.lora_rank is None:
+            scenarios["LoRA"] = _with_adapters(question, "none")
+            scenarios["QLoRA (4-bit weights)"] = dataclasses.replace(_with_adapters(question, "4bit"), quantized=True)
+    for label, scenario in scenarios.items():
+        yield from _fitting_line(label, scenario)
+    shorter, more = dict[str, AdviceRequest](), dict[str, AdviceRequest]()
+    length = question.sequence_length // 2
+    while length >= _FEWEST_TOKENS:
+        shorter[f"{length} tokens per sample"] = dataclasses.replace(question, sequence_length=length)
+        length //= 2
+    for times in _MACHINES:
+        label = f"{times} such machines" if question.box.nodes == 1 else f"{times} x the nodes"
+        more[label] = _resized(question, nodes=times * question.box.nodes)
+    for group in (shorter, more):
+        # The smallest change that is enough.
+        lines = (line for label, scenario in group.items() for line in _fitting_line(label, scenario))
+        yield from itertools.islice(lines, 1)
+
+
+def _fitting_line(label: str, scenario: AdviceRequest) -> Iterator[str]:
+    changed = advise_without_losers(scenario, candidates(scenario))
+    if changed is not None and changed.best is not None:
+        yield f"with {label} it would be {changed.best.name}"
+
+
+def _with_adapters(question: AdviceRequest, quantization: str) -> AdviceRequest:
+    """Return a request that trains LoRA adapters with peft's defaults."""
+    options = argparse.Namespace(
+        peft="lora", quantization=quantization, with_reference=False, lora_rank=None, lora_targets=None
+    )
+    return dataclasses.replace(question, shape=apply_lora_options(question.shape, options), reference_model=False)
+
+
+def what_if_lines(question: AdviceRequest) -> Iterator[str]:
+    """Yield the recommendation, its peak and its speed with one more GPU or node, and with half the tokens."""
+    box, scenarios = question.box, dict[str, AdviceRequest]()
+    if box.nodes > 1:
+        scenarios["one more node"] = _resized(question, nodes=box.nodes + 1)
+    else:
+        scenarios["one more GPU"] = _resized(question, gpus_per_node=box.gpus_per_node + 1)
+    if (half := question.sequence_length // 2) >= _FEWEST_TOKENS:
+        scenarios[f"{half} tokens per sample"] = dataclasses.replace(question, sequence_length=half)
+    for label, scenario in scenarios.items():
+        best = advise(scenario).best
+        if best is None:
+            yield f"with {label} nothing fits"
+        else:
+            peak, speed = rounded(timing.device_bytes(best.memory) / GIB), rounded(best.tokens_per_s)
+            most = "at most " * best.request.strategy.offloads
+            samples = f", {scenario.global_batch} samples per step" * (scenario.global_batch != question.global_batch)
+            figures = f"{peak} GiB, {most}{speed} tokens/s"
+            yield f"with {label}{samples}: {best.name} ({workload_text(best.request)}), {figures}"
 
 
 def offload_line(advice: Advice) -> str | None:
@@ -624,6 +697,13 @@ def _has_only_optimizer_on_host(strategy: Strategy) -> bool:
 
 def _with_box(question: AdviceRequest, **changes: Any) -> AdviceRequest:
     return dataclasses.replace(question, box=dataclasses.replace(question.box, **changes))
+
+
+def _resized(question: AdviceRequest, **changes: Any) -> AdviceRequest:
+    """Return a request on more hardware, with as many more samples per step as its ranks need to share them."""
+    changed = _with_box(question, **changes)
+    batch, ranks = question.global_batch, changed.box.ranks
+    return dataclasses.replace(changed, global_batch=batch and -(-batch // ranks) * ranks)
 
 
 def _scenarios(question: AdviceRequest) -> dict[str, AdviceRequest]:

@@ -400,6 +400,11 @@ def _speed_range(option: Option) -> str:
 
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
     yield f"why {best.name}: {advise.explain_best(advice)}"
+    yield from advice_notes(advice, best, riskier)
+
+
+def advice_notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
+    """Yield the release that the recommendation needs, the alternatives, and the assumptions of the figures."""
     if release := least_sound_release(best.name, best.request.accumulation, best.request.precision):
         why = "earlier ones compute wrong gradients with these settings (`study releases`)"
         yield f"needs DeepSpeed {release} or later: {why}"

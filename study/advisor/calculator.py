@@ -11,6 +11,7 @@ import base64
 import copy
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import re
@@ -23,14 +24,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from study.advisor import advise, advise_command, explain
+from study.compositions.command import parse_features
+from study.compositions.features import read_rows
 from study.config.errors import NotInstalled, UserError
 from study.config.flags import Parser
+from study.config.places import PACKAGE
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import known_devices
 from study.predictor.live import live_notes
 from study.predictor.time import device_bytes, max_offload_slowdown, usable_bytes
 from study.releases.causes import GRID
+from study.releases.combinations import answer_features
 from study.releases.judge import add_stack_arguments, cause_line, judge_request
 from study.workloads.presets import PRESETS
 
@@ -77,7 +82,7 @@ class Calculator:
 
     @_as_json
     def choices(self) -> dict[str, Any]:
-        """Return the models, the GPUs that have a name, the tested releases, and the strategies of DeepSpeed."""
+        """Return the lists of the forms: models, GPUs, releases, strategies, features; and the version of the code."""
         document = json.loads(GRID.read_text(encoding="utf-8"))
         return {
             "models": list(PRESETS),
@@ -85,6 +90,8 @@ class Calculator:
             "releases": [row["DeepSpeed"] for row in document["releases"]],
             "versions": document["versions"],
             "strategies": [name for name in STRATEGY_NAMES if read_strategy(name).deepspeed is not None],
+            "version": _version(),
+            "features": {name: dict(row.levels) for name, row in read_rows().items()},
         }
 
     @_as_json
@@ -128,20 +135,24 @@ class Calculator:
     @_as_json
     def best(self, name: str) -> dict[str, Any]:
         """Return a strategy with its best settings, as in the document of `study advise --json`."""
+        # A newer question has its own.
+        results = self.found
         (option,) = advise.advise(self._asked(), [name]).options
-        self.found[name] = option
+        results[name] = option
         return _row(option)
 
     @_as_json
     def rank(self) -> dict[str, Any]:
-        """Order the strategies found, with the recommendation and the remark of each."""
+        """Order the strategies found, with the recommendation, its notes, and the remark of each."""
         order = functools.partial(advise.order_key, at_upper_bound=True)
         advice = advise.Advice(self._asked(), advise.rank_options(sorted(self.found.values(), key=order)))
         self.advice, best = advice, advice.best
+        notes = advise_command.advice_notes(advice, best, advise.faster_riskier_option(advice)) if best else ()
         return {
             "order": [option.name for option in advice.options],
             "recommended": best and best.name,
             "how_sure": advise.explain_best(advice),
+            "notes": list(notes),
             "remarks": {option.name: advise_command.remark(option, best) for option in advice.options},
         }
 
@@ -154,6 +165,11 @@ class Calculator:
             "changes": list(advise.sensitivity_lines(self.advice)),
             "optimizer_on_host": advise.offload_line(self.advice),
         }
+
+    @_as_json
+    def what_ifs(self) -> dict[str, Any]:
+        """Return the recommendations with one more GPU and with half the tokens."""
+        return {"lines": list(advise.what_if_lines(self._asked()))}
 
     @_as_json
     def files(self, name: str) -> dict[str, Any]:
@@ -196,10 +212,18 @@ class Calculator:
 
     @_as_json
     def releases(self, words: str) -> dict[str, Any]:
-        """Return the first line of `study releases`, its exit status, and the faults; the words are JSON."""
+        """Return the first line of `study releases`, its exit status, and the faults; the words are JSON.
+
+        With --features the other lines are in place of the faults.
+        """
         parser = Parser(prog="study releases", allow_abbrev=False)
         add_stack_arguments(parser)
-        _, _, verdict = judge_request(parser.parse_args(json.loads(words)))
+        parser.add_argument("--features", type=parse_features, default=None)
+        options = parser.parse_args(json.loads(words))
+        if options.features is not None:
+            status, lines = answer_features(options)
+            return {"first_line": lines[0], "status": status, "faults": lines[1:]}
+        _, _, verdict = judge_request(options)
         faults = [cause_line(letter, cause) for letter, cause in sorted(verdict.faults.items())]
         return {"first_line": verdict.text, "status": verdict.status, "faults": faults}
 
@@ -228,6 +252,16 @@ class Calculator:
             for place in [Path(name), *(path for path in inner_paths if path.name == name)]:
                 (self._given / place).parent.mkdir(parents=True, exist_ok=True)
                 (self._given / place).write_bytes(content)
+
+
+def _version() -> str:
+    """Return eight digits of the digest of the modules and tables that the answers are computed from."""
+    digest = hashlib.sha256()
+    for room in ("config", "workloads", "predictor", "advisor", "releases", "compositions"):
+        files = (PACKAGE / room).rglob("*.*")
+        for file in sorted(file for file in files if file.suffix in (".py", ".yaml", ".json")):
+            digest.update(file.relative_to(PACKAGE).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def _row(option: advise.Option) -> dict[str, Any]:

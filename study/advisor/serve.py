@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import hmac
 import html
 import http.server
@@ -28,8 +29,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from study.advisor.calculator import Calculator, page_files
+from study.advisor.trace_process import MissingTrace, TraceProcess, find_trace
 from study.config.errors import UserError, first_line
 from study.predictor.hardware import parse_int
+from study.predictor.live import TRACER
 from study.records.outcome import Terminated, raise_on_signals
 
 EPILOG = """\
@@ -51,6 +54,7 @@ _CALLS = (
     "best",
     "rank",
     "changes",
+    "what_ifs",
     "files",
     "explain",
     "releases",
@@ -123,6 +127,7 @@ class Server(http.server.ThreadingHTTPServer):
     allow_reuse_port = False
 
     def __init__(self, port: int) -> None:
+        self._traces = TraceProcess()
         super().__init__((ADDRESS, port), _Handler)
         self.token = secrets.token_urlsafe()
         self._files = {file.name: file.read_bytes() for file in page_files("served")}
@@ -131,7 +136,7 @@ class Server(http.server.ThreadingHTTPServer):
         self._files["stored.json"] = json.dumps({**choices, "answers": []}).encode()
         # By the random name of a page, the newest last.
         self._sessions = OrderedDict[str, Calculator]()
-        # The advisor has caches and one working folder.
+        # The process has one working folder.
         self._lock = threading.Lock()
 
     @property
@@ -145,7 +150,19 @@ class Server(http.server.ThreadingHTTPServer):
         return None if content is None else (content, _TYPES[Path(name).suffix])
 
     def answer(self, session: str, call: str, words: list[str]) -> str:
-        """Return the JSON of a call, one call at a time."""
+        """Return the JSON of a call. Calls take turns.
+
+        One that needs a trace ends there, and is repeated with it: the trace takes seconds, and others have their turn.
+        """
+        traces = dict[tuple[Any, ...], dict[str, Any]]()
+        TRACER.set(functools.partial(find_trace, traces))
+        while True:
+            try:
+                return self._answer(session, call, words)
+            except MissingTrace as missing:
+                traces[missing.request] = self._traces.trace(missing.request)
+
+    def _answer(self, session: str, call: str, words: list[str]) -> str:
         with self._lock:
             calculator = self._sessions.pop(session, None) or Calculator()
             self._sessions[session] = calculator
@@ -153,6 +170,11 @@ class Server(http.server.ThreadingHTTPServer):
                 self._sessions.popitem(last=False)
             result: str = getattr(calculator, call)(*words)
             return result
+
+    def server_close(self) -> None:
+        """Close the port, and end the process of traces."""
+        super().server_close()
+        self._traces.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing about a page that was closed before its answer."""

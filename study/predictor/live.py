@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,17 +107,26 @@ def answer(kind: Literal["survey", "measure"], document: str, rank: int | None, 
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         pass
-    with require_extra("train"):
-        from study.predictor import live_trace
-
-        run = live_trace.survey if kind == "survey" else live_trace.measure
-        with live_trace.quiet():
-            result = run(json.loads(document), rank, **json.loads(options))
+    result = TRACER.get()(kind, document, rank, options)
     # A cache that cannot be written costs only time.
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, result)
     return result
+
+
+def _trace(kind: str, document: str, rank: int | None, options: str) -> dict[str, Any]:
+    """Trace a model in this process."""
+    with require_extra("train"):
+        from study.predictor import live_trace
+
+        run = live_trace.survey if kind == "survey" else live_trace.measure
+        with live_trace.quiet():
+            return dict(run(json.loads(document), rank, **json.loads(options)))
+
+
+# What answers if the cache does not; `study serve` asks another process.
+TRACER = ContextVar[Callable[[str, str, "int | None", str], "dict[str, Any]"]]("TRACER", default=_trace)
 
 
 @functools.cache

@@ -35,6 +35,13 @@ def judge_features(options: argparse.Namespace) -> int:
     if options.features is None:
         print_page([feature_table()])
         return 0
+    status, lines = answer_features(options)
+    print_page(lines)
+    return status
+
+
+def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
+    """Return the exit status and the lines of the answer for a combination."""
     _check(options)
     matrices = list(read_matrices())
     newest = matrices[0]
@@ -47,18 +54,16 @@ def judge_features(options: argparse.Namespace) -> int:
         described = "; ".join(f"{cause.title}{_fixed_in(cause)}" for cause in causes)
         only_errors = all(cause.ends_training for cause in causes)
         outcome = _WORDS["error" if only_errors else "wrong"]
-        print_page([f"{request}: {outcome}: {described}", "by the causes of `study releases`, which has their sources"])
-        return FAULTY
+        source = "by the causes of `study releases`, which has their sources"
+        return FAULTY, [f"{request}: {outcome}: {described}", source]
     tested = next((matrix for matrix in matrices if _has_releases(matrix, versions)), None)
     if tested is None:
         answer = look_up_answer(options.features, newest)
         nearest = f"with {_stack_text(newest)}: {_WORDS[answer.kind]}: {answer.text}"
-        print_page([f"{request}: not tested; {command}", nearest, _HOW])
-        return UNTESTED
+        return UNTESTED, [f"{request}: not tested; {command}", nearest, _HOW]
     answer = look_up_answer(options.features, tested)
     status = _STATUS[answer.kind]
-    print_page([f"{request}: {_WORDS[answer.kind]}: {answer.text}", *[command] * (status == UNTESTED), _HOW])
-    return status
+    return status, [f"{request}: {_WORDS[answer.kind]}: {answer.text}", *[command] * (status == UNTESTED), _HOW]
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -24,15 +24,31 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from study.advisor.calculator import Calculator, page_files
 from study.config.errors import UserError
 from study.host.folders import cache_directory
 
 ROOT = Path(__file__).resolve().parents[2]
-RELEASE = "314.0.7"
-# Of the archive in npm's registry: `npm view pyodide@RELEASE dist.integrity`.
-SHA512 = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
+
+
+class Package(NamedTuple):
+    """An archive of npm's registry; its digest is that of `npm view NAME@RELEASE dist.integrity`."""
+
+    name: str
+    release: str
+    sha512: str
+
+    @property
+    def variable(self) -> str:
+        """Return the environment variable that names the archive where there is no network."""
+        return self.name.upper().replace("-", "_")
+
+
+PYODIDE = Package(
+    "pyodide", "314.0.7", "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
+)
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
 # What `study advise` reads.
 MODULES = (
@@ -93,12 +109,12 @@ def build(folder: Path) -> None:
     """Write all files of the calculator."""
     runtime = folder / "pyodide"
     runtime.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(pyodide_archive()) as archive:
-        for name in RUNTIME:
-            (runtime / name).write_bytes(_read(archive, name))
-        # What loadPyodide() compares with its own, instead of the list of all packages.
-        info = json.loads(_read(archive, "pyodide-lock.json"))["info"]
-    (runtime / "info.json").write_text(json.dumps(info | {"version": RELEASE}), encoding="utf-8")
+    archive = fetch(PYODIDE)
+    for name in RUNTIME:
+        (runtime / name).write_bytes(read_member(archive, name))
+    # What loadPyodide() compares with its own, instead of the list of all packages.
+    info = json.loads(read_member(archive, "pyodide-lock.json"))["info"]
+    (runtime / "info.json").write_text(json.dumps(info | {"version": PYODIDE.release}), encoding="utf-8")
     for file in page_files("static"):
         shutil.copyfile(file, folder / file.name)
     write_modules(folder / "study.zip")
@@ -106,41 +122,44 @@ def build(folder: Path) -> None:
     (folder / "stored.json").write_text(json.dumps(stored_answers()), encoding="utf-8")
 
 
-def _read(archive: tarfile.TarFile, name: str) -> bytes:
-    member = archive.extractfile(f"package/{name}")
-    assert member is not None, f"Pyodide {RELEASE} has no {name}"
-    return member.read()
+def read_member(archive: Path, name: str) -> bytes:
+    """Return a file of an archive of npm's registry."""
+    with tarfile.open(archive) as opened:
+        member = opened.extractfile(f"package/{name}")
+        assert member is not None, f"{archive} has no {name}"
+        return member.read()
 
 
-def pyodide_archive() -> Path:
-    """Return the archive of Pyodide from the cache, or fetch it; raise UserError without it or with another digest."""
-    fix = f"name the archive of npm's package pyodide@{RELEASE}: PYODIDE=FILE"
-    if named := os.environ.get("PYODIDE"):
-        return _checked(Path(named), fix)
-    kept = cache_directory() / f"pyodide-{RELEASE}.tgz"
+def fetch(package: Package) -> Path:
+    """Return an archive from the cache, or fetch it; raise UserError without it or with another digest."""
+    name, release = package.name, package.release
+    fix = f"name the archive of npm's package {name}@{release}: {package.variable}=FILE"
+    if file := os.environ.get(package.variable):
+        return _checked(package, Path(file), fix)
+    kept = cache_directory() / f"{name}-{release}.tgz"
     if not kept.exists():
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 result = subprocess.run(
-                    ["npm", "pack", "--silent", f"pyodide@{RELEASE}"], cwd=scratch, capture_output=True, text=True
+                    ["npm", "pack", "--silent", f"{name}@{release}"], cwd=scratch, capture_output=True, text=True
                 )
             except OSError as error:
-                raise UserError(f"Pyodide cannot be fetched: npm does not start ({error.strerror})", fix) from None
+                raise UserError(f"{name} cannot be fetched: npm does not start ({error.strerror})", fix) from None
             if result.returncode:
                 reason = (result.stderr.strip() or "npm pack failed").splitlines()[-1]
-                raise UserError(f"Pyodide cannot be fetched: {reason}", fix)
+                raise UserError(f"{name} cannot be fetched: {reason}", fix)
             kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(_checked(Path(scratch) / f"pyodide-{RELEASE}.tgz", fix), kept)
-    return _checked(kept, f"remove {kept}")
+            shutil.move(_checked(package, Path(scratch) / f"{name}-{release}.tgz", fix), kept)
+    return _checked(package, kept, f"remove {kept}")
 
 
-def _checked(archive: Path, fix: str) -> Path:
+def _checked(package: Package, archive: Path, fix: str) -> Path:
     try:
         digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     except OSError as error:
         raise UserError(f"{archive} cannot be read ({error.strerror})", fix) from None
-    if digest != SHA512:
-        raise UserError(f"{archive} is not Pyodide {RELEASE}: its digest is another one", fix)
+    if digest != package.sha512:
+        raise UserError(f"{archive} is not {package.name} {package.release}: its digest is another one", fix)
     return archive
 
 

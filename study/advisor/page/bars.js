@@ -1,9 +1,8 @@
 // A drawing of the memory of one GPU by part, one bar a strategy.
 const SPACE = "http://www.w3.org/2000/svg";
 const LINE = 22;
-const LEFT = 160;
-const RIGHT = 80;
-const WIDTH = 1000;
+const LEFT = 150;
+const RIGHT = 64;
 
 export const PARTS = [
   "parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention", "context", "allocator", "fragmentation",
@@ -17,24 +16,24 @@ export function make(tag, attributes, text) {
 }
 
 // A list of {name, fits, parts, total, bound, label} in bytes; bars far beyond the limit are cut.
-export function bars(list, limit, limitText, size) {
+export function bars(list, limit, limitText, size, width) {
   const most = Math.max(1.15 * limit, ...list.map((item) => Math.min(item.total, 2.2 * limit)));
-  const scale = (WIDTH - LEFT - RIGHT) / most;
+  const end = width - RIGHT;
+  const scale = (end - LEFT) / most;
   const bottom = list.length * LINE;
-  const drawing = make("svg", { viewBox: `0 0 ${WIDTH} ${bottom + 20}`, role: "img" });
+  const drawing = make("svg", { viewBox: `0 0 ${width} ${bottom + 20}`, width, height: bottom + 20, role: "img" });
   const texts = list.map((item) => `${item.name} ${item.label}${item.fits ? "" : ", does not fit"}`);
   drawing.append(make("title", {}, `Predicted memory of one GPU, ${limitText}: ${texts.join(", ")}`));
   const x = LEFT + limit * scale;
   drawing.append(make("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "limit" }));
-  list.forEach((item, place) => drawing.append(bar(item, place * LINE, scale, size)));
+  list.forEach((item, place) => drawing.append(bar(item, place * LINE, scale, size, end)));
   drawing.append(make("text", { x, y: bottom + 15, class: "middle" }, limitText));
   return drawing;
 }
 
-function bar(item, y, scale, size) {
+function bar(item, y, scale, size, end) {
   const group = make("g", item.fits ? {} : { class: "out" });
   group.append(make("text", { x: LEFT - 8, y: y + 15, class: "end" }, item.name));
-  const end = WIDTH - RIGHT;
   let x = LEFT;
   for (const part of PARTS) {
     const width = Math.min((item.parts[part] ?? 0) * scale, end - x);

@@ -18,14 +18,30 @@ let send = null;
 let last = 0;
 const listeners = new Map();
 
-export const isStarted = () => send !== null;
+let hasAnswered = false;
 
-// Where the newest question shows what Python does.
+export const isStarted = () => hasAnswered;
+
+// Where the newest question shows what Python does; it may start before the first one.
 let place = null;
+let lastText = "";
+
+function say(text) {
+  lastText = text;
+  if (place) place.textContent = text;
+}
+
+export function start() {
+  send ??= connect(say, (data) => {
+    hasAnswered = true;
+    listeners.get(data.id)?.(data);
+  });
+}
 
 export function post(status, message, listener) {
   place = status;
-  send ??= connect((text) => { place.textContent = text; }, (data) => listeners.get(data.id)?.(data));
+  start();
+  if (!hasAnswered) say(lastText);
   last += 1;
   listeners.set(last, listener);
   send({ id: last, ...message });

@@ -1,6 +1,6 @@
 // The page: its form, the answers of Python, and what one takes away. Text is only ever set as textContent.
 import { bars, PARTS, svgText } from "./bars.js";
-import { at, call, isStarted, made, post, quoted } from "./common.js";
+import { at, call, isStarted, made, post, quoted, start } from "./common.js";
 import { connectFile } from "./file.js";
 import { plot } from "./plot.js";
 import { connectReleases } from "./releases.js";
@@ -11,7 +11,7 @@ const form = at("form");
 const fields = [...form.elements].filter((field) => field.name);
 const DEFAULTS = { model: "llama-3.1-8b", nodes: "1", gpus: "8", device: "H100" };
 // Fields that are flags of `study advise` by the same name.
-const FLAGS = ["host_memory", "network_gb_per_s", "seq_length", "global_batch_size", "precision", "gradient_checkpointing",
+const FLAGS = ["host_memory", "nvme_gb_per_s", "network_gb_per_s", "seq_length", "global_batch_size", "precision", "gradient_checkpointing",
   "attn_implementation", "loss_kernel"];
 // Of these `study explain` has another form, or none.
 const OTHERWISE = ["global_batch_size", "precision", "gradient_checkpointing"];
@@ -36,9 +36,12 @@ function flags(names) {
   }
   if (value("peft")) {
     found.push("--peft", "lora");
-    if (value("lora_rank")) found.push("--lora_rank", value("lora_rank"));
+    for (const name of ["lora_rank", "lora_targets"]) {
+      if (value(name)) found.push(`--${name}`, value(name));
+    }
   }
   if (value("peft") === "qlora") found.push("--quantization", "4bit");
+  if (value("with_reference")) found.push("--with_reference");
   return found;
 }
 
@@ -62,16 +65,21 @@ function ownModel() {
   return { name, config };
 }
 
-// The address has what differs from the defaults, so that a link reproduces the question; it has no config.json.
+// The address has what differs from the defaults, so that a link reproduces the question; it has no config.json. Another
+// version of the code may answer otherwise.
+let linkVersion = null;
+
 function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
+  linkVersion = given.get("version");
   for (const field of fields) field.value = given.get(field.name) ?? DEFAULTS[field.name] ?? field.options?.[0]?.value ?? "";
 }
 
 function address() {
   const usual = (field) => DEFAULTS[field.name] ?? field.options?.[0]?.value ?? "";
   const changed = fields.filter((field) => field.name !== "config" && field.value !== usual(field));
-  return `#${new URLSearchParams(changed.map((field) => [field.name, field.value]))}`;
+  const values = changed.map((field) => [field.name, field.value]);
+  return `#${new URLSearchParams([...values, ["version", stored.version]])}`;
 }
 
 // --- the answer
@@ -101,6 +109,9 @@ function predict() {
   // A stored answer stays until Python has the whole one, with its files.
   const isShown = showStored();
   if (!isShown) at("status").textContent = isStarted() ? "comparing ..." : "";
+  // How long Python loads is not known; then it counts strategies.
+  at("progress").removeAttribute("value");
+  at("progress").hidden = false;
   current = post(at("status"), { call: "compare", words: words(), ...ownModel() }, (data) => {
     if (data.id !== current) return;
     if (data.failed) return refuse({ refused: data.failed, fix: "run study advise on a machine" });
@@ -164,10 +175,13 @@ function show() {
   at("progress").value = shown.count ?? 0;
   const question = `${about.model}, ${rounded(about.parameters / 1e9)} B parameters, on ${about.hardware}: `
     + `${size(about.usable_bytes)} GiB usable of a GPU, ${about.sequence_length} tokens a sample, ${about.precision}`;
-  at("status").textContent = rank ? [question, ...about.notes].join("; ")
+  const versions = linkVersion && linkVersion !== stored.version
+    ? [`the link is of version ${linkVersion.slice(0, 20)}, these figures of ${stored.version}`] : [];
+  at("status").textContent = rank ? [question, ...about.notes, ...versions].join("; ")
     : `${question}; ${shown.step === "one_sample" ? "one sample a GPU first" : "now the largest micro-batches"} ...`;
   const best = rank?.recommended ? `Use ${rank.recommended}: ` : "";
   at("answer").textContent = rank ? `${best}${rank.how_sure}` : "";
+  at("notes").replaceChildren(...(rank?.notes ?? []).map((text) => made("li", text)));
   drawBars();
   drawPlot();
   drawTable();
@@ -182,7 +196,8 @@ function drawBars() {
   const list = entries().map(([name, row]) => ({
     name, fits: row.fits, parts: row.device_parts, total: row.device_bytes, bound: row.bound_bytes, label: `${size(row.device_bytes)} GiB`,
   }));
-  at("bars").replaceChildren(bars(list, shown.about.usable_bytes, `usable ${size(shown.about.usable_bytes)} GiB`, size));
+  const width = Math.max(340, Math.min(at("bars").clientWidth, 1250));
+  at("bars").replaceChildren(bars(list, shown.about.usable_bytes, `usable ${size(shown.about.usable_bytes)} GiB`, size, width));
   at("legend").replaceChildren(...PARTS.map((part) => {
     const item = made("li", "");
     item.className = part;
@@ -218,11 +233,13 @@ function drawPlot() {
 }
 
 new ResizeObserver(() => {
-  if (shown.about && at("plot").clientWidth !== drawnWidth) drawPlot();
+  if (!shown.about || at("plot").clientWidth === drawnWidth) return;
+  drawBars();
+  drawPlot();
 }).observe(at("plot"));
 
 const COLUMNS = ["strategy", "micro-batch", "accumu\u00adlation", "check\u00adpointing", "peak GiB", "90 % bound", "tokens/s, all GPUs", "80 % of runs",
-  "sent a step and GPU, GB", "host GiB", "NVMe GiB", "", ""];
+  "sent a step and GPU, GB", "host GiB", "NVMe GiB", "remark", "files"];
 
 function cells(name, row) {
   const speed = row.fits ? `${row.offloads ? "≤ " : ""}${rounded(row.tokens_per_s)}` : "-";
@@ -243,7 +260,7 @@ function drawTable() {
     cell.scope = "col";
     titles.append(cell);
   }
-  titles.firstChild.className = "text";
+  for (const place of [0, -2]) [...titles.cells].at(place).className = "text";
   const body = document.createElement("tbody");
   for (const [name, row] of entries()) {
     const line = body.insertRow();
@@ -277,6 +294,15 @@ function save(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
+// A text that the keyboard scrolls.
+function block(name, text) {
+  const element = made("pre", text);
+  element.tabIndex = 0;
+  element.setAttribute("role", "region");
+  element.setAttribute("aria-label", name);
+  return element;
+}
+
 async function showFiles(name) {
   const found = await call(at("status"), "files", name);
   if (found.refused) {
@@ -284,12 +310,12 @@ async function showFiles(name) {
     return;
   }
   const where = "Save them in one folder, and launch in it: the Accelerate file names the JSON by its name alone.";
-  const parts = [made("h2", `Files of ${name}`), made("p", where), made("pre", `${found.launch}\n${found.predict}`)];
+  const parts = [made("h2", `Files of ${name}`), made("p", where), block("commands", `${found.launch}\n${found.predict}`)];
   for (const [file, text] of Object.entries(found.texts)) {
     const button = made("button", `Save ${file}`);
     button.type = "button";
     button.onclick = () => save(file, text, "text/plain");
-    parts.push(button, made("pre", text));
+    parts.push(button, block(file, text));
   }
   at("files").replaceChildren(...parts);
   at("files").firstChild.scrollIntoView();
@@ -301,6 +327,7 @@ at("what-if").onclick = async () => {
   let answer;
   try {
     answer = await call(at("status"), "changes");
+    if (!answer.refused) answer.lines = (await call(at("status"), "what_ifs")).lines;
   } catch (error) {
     answer = { refused: error.message, fix: "run study advise on a machine" };
   }
@@ -308,11 +335,22 @@ at("what-if").onclick = async () => {
   at("changes").replaceChildren(...changeTexts(answer).map((text) => made("li", text)));
 };
 
-function changeTexts({ refused, fix, changes, optimizer_on_host: offload }) {
+function changeTexts({ refused, fix, changes, optimizer_on_host: offload, lines }) {
   if (refused) return [`${refused}. To fix it: ${fix}.`];
   const texts = changes.length ? changes : ["nothing of: more or fewer GPUs, a slower network, longer samples"];
-  return offload ? [...texts, offload] : texts;
+  return [...texts, ...lines, ...(offload ? [offload] : [])];
 }
+
+at("copy-link").onclick = async () => {
+  history.replaceState(null, "", address());
+  linkVersion = null;
+  try {
+    await navigator.clipboard.writeText(location.href);
+    at("status").textContent = value("config") ? "The link is copied, without config.json." : "The link is copied.";
+  } catch {
+    at("status").textContent = `The browser does not copy; the link is in its address: ${location.href}`;
+  }
+};
 
 at("save-csv").onclick = () => {
   const plain = (text) => `"${String(text).replaceAll("\u00ad", "").replaceAll('"', '""')}"`;
@@ -324,10 +362,15 @@ at("save-csv").onclick = () => {
 at("save-svg").onclick = () => save("memory.svg", svgText(at("bars").firstChild), "image/svg+xml");
 at("save-plot").onclick = () => save("speed.svg", svgText(at("plot").firstChild), "image/svg+xml");
 
+// Python loads while the question is typed.
+form.addEventListener("input", start, { once: true });
+
 form.onsubmit = (event) => {
   event.preventDefault();
+  linkVersion = null;
   history.pushState(null, "", address());
   predict();
+  at("status").scrollIntoView({ block: "nearest" });
 };
 onpopstate = () => {
   readAddress();

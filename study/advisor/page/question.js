@@ -1,10 +1,14 @@
-// The calls of Python that a question needs, one after another. `ask(method, ...words)` promises the text of an answer,
-// JSON from study/advisor/calculator.py; `say` takes the messages to the page, each with the number of its question.
-export function questions(ask, say) {
+// The calls of Python that a question needs, one after another. `open()` returns the `ask` of a new question, and
+// `ask(method, ...words)` promises the text of an answer, JSON from study/advisor/calculator.py; `say` takes the messages
+// to the page, each with the number of its question.
+export function questions(open, say) {
   let newest = 0;
+  // Files and changes are of the newest question.
+  let current = open();
 
   async function compare(id, { words, config, name }) {
-    newest = id;
+    const ask = open();
+    [newest, current] = [id, ask];
     if (config) words = [JSON.parse(await ask("keep_config", name, config)).folder, ...words.slice(1)];
     const about = await ask("ask", JSON.stringify(words));
     say({ id, about });
@@ -22,7 +26,7 @@ export function questions(ask, say) {
   return async ({ id, call, ...rest }) => {
     try {
       if (call === "compare") await compare(id, rest);
-      else say({ id, answer: await ask(call, ...(rest.words ?? [])) });
+      else say({ id, answer: await current(call, ...(rest.words ?? [])) });
     } catch (error) {
       say({ id, failed: String(error.message ?? error) });
     }

@@ -8,12 +8,12 @@ const SLOW_MS = 2_000;
 // `say` shows a text where the newest question is, and `listen` takes the answers.
 export function connect(say, listen) {
   say("asking Python on this machine ...");
-  // Each page has its own question in Python.
-  const session = crypto.randomUUID();
-  let before = Promise.resolve();
+  let newest = null;
 
-  async function send(method, words) {
-    const slow = setTimeout(() => say("still computing; a model that no table describes is traced first, which takes up to a minute ..."), SLOW_MS);
+  async function send(session, method, words) {
+    const slow = setTimeout(() => {
+      if (session === newest) say("still computing; a model that no table describes is traced first, which takes up to a minute ...");
+    }, SLOW_MS);
     let response;
     try {
       response = await fetch("ask", {
@@ -29,12 +29,18 @@ export function connect(say, listen) {
     return text;
   }
 
-  // One call at a time, in their order, as in a worker.
-  function ask(method, ...words) {
-    const answer = before.then(() => send(method, words));
-    before = answer.catch(() => {});
-    return answer;
+  // Each question has its own session in Python, so that a new one does not wait for the call of the last. Calls of one
+  // session are sent one at a time, in their order, as in a worker.
+  function open() {
+    const session = crypto.randomUUID();
+    newest = session;
+    let before = Promise.resolve();
+    return (method, ...words) => {
+      const answer = before.then(() => send(session, method, words));
+      before = answer.catch(() => {});
+      return answer;
+    };
   }
 
-  return questions(ask, listen);
+  return questions(open, listen);
 }

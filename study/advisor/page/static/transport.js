@@ -7,9 +7,13 @@ export const header = null;
 export function connect(say, listen) {
   say("Python is loading: 14 MB once, 7 where the server compresses ...");
   const worker = new Worker("worker.js", { type: "module" });
-  worker.onerror = () => say("Python does not start in this browser.");
+  const fail = (text) => {
+    say(`Python does not start in this browser${text}`);
+    document.getElementById("progress").hidden = true;
+  };
+  worker.onerror = () => fail(".");
   worker.onmessage = ({ data }) => {
-    if (data.id === 0 && data.failed) say(`Python does not start in this browser: ${data.failed}`);
+    if (data.id === 0 && data.failed) fail(`: ${data.failed}`);
     else listen(data);
   };
   return (message) => worker.postMessage(message);

@@ -55,5 +55,5 @@ async function ask(method, ...words) {
   return session[method](...words);
 }
 
-const answer = questions(ask, (message) => postMessage(message));
+const answer = questions(() => ask, (message) => postMessage(message));
 onmessage = ({ data }) => answer(data);
