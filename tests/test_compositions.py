@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engines import run_without_torch
 from study.cli import main
@@ -18,6 +19,7 @@ from study.compositions.answers import look_up_answer, match_known_finding, read
 from study.compositions.command import exit_status, parse_features
 from study.compositions.covering import Design, list_pairs, list_triples
 from study.compositions.features import Combination, find_row, make_combination, read_rows
+from study.compositions.groups import ContextRing, make_group
 from study.compositions.locate import first_difference
 from study.compositions.matrix import Matrix, fill
 from study.compositions.reference import PlainReference, make_reference, reference_key
@@ -191,6 +193,45 @@ def test_what_changes_no_figure_shares_a_reference() -> None:
         assert reference_key(make_combination(["zero2", "accumulation", feature])) != plain
 
 
+@pytest.mark.parametrize("feature", ["zero2,autotp", "fsdp2,tp", "zero3,ulysses", "fsdp2,cp"])
+def test_two_ranks_of_a_group_have_the_samples_of_one_rank_without_groups(feature: str) -> None:
+    combination = make_combination(feature.split(","))
+    assert combination.ranks == 4
+    assert [combination.data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    plain = make_combination([combination.level("engine")])
+    assert [plain.data_rank(rank) for rank in range(plain.ranks)] == [0, 1]
+    assert reference_key(combination) == reference_key(plain)
+
+
+def test_a_reference_has_the_trace_of_its_samples_for_every_rank_of_a_group(reference: PlainReference) -> None:
+    expanded = reference.expand_ranks(make_combination(["zero3", "ulysses"]))
+    assert [expanded.traces[rank] is reference.traces[rank // 2] for rank in range(4)] == [True] * 4
+    assert reference.traces[0] is not reference.traces[1]
+    assert first_difference(dict(expanded.traces), expanded) is None
+    swapped = {**expanded.traces, 1: expanded.traces[2]}
+    assert first_difference(swapped, expanded) is not None
+
+
+def test_parts_of_a_ring_are_put_in_the_order_of_the_sequence() -> None:
+    tokens = torch.arange(8).reshape(1, 8)
+    quarters = tokens.chunk(4, dim=1)
+    parts = [torch.cat([quarters[0], quarters[3]], 1), torch.cat([quarters[1], quarters[2]], 1)]
+    ring = make_group(make_combination(["fsdp2", "cp"]), 0)
+    assert isinstance(ring, ContextRing)
+    assert torch.equal(torch.cat(ring.in_order(parts), 1), tokens)
+
+
+def test_labels_of_a_divided_sequence_are_those_of_the_next_token_of_the_whole() -> None:
+    tokens = torch.arange(16).reshape(2, 8)
+    group = make_group(make_combination(["zero3", "ulysses"]), 1)
+    with group.divided({"input_ids": tokens, "labels": tokens}) as inputs:
+        assert inputs["input_ids"].tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
+        assert inputs["position_ids"].tolist() == [[4, 5, 6, 7]] * 2
+        assert inputs["shift_labels"].tolist() == [[5, 6, 7, -100], [13, 14, 15, -100]]
+        # Of 16 tokens 14 have a next one, and each of two ranks divides by half of these.
+        assert float(inputs["num_items_in_batch"]) == 7
+
+
 def outcome(features: str, kind: str = "equal") -> CombinationOutcome:
     return CombinationOutcome(make_combination(features.split(",")), kind, "", "", 1.0)
 
@@ -307,11 +348,23 @@ def session() -> Iterator[CombinationSession]:
         "zero3,accelerate,bf16",
         "fsdp2,clipping,resume",
         "zero1,ep",
+        "zero3,accelerate,autotp",
+        "zero3,ulysses",
+        "fsdp2,tp",
+        "fsdp2,cp",
     ],
 )
 def test_an_engine_trains_as_one_process(session: CombinationSession, features: str) -> None:
     result = session.run(make_combination(features.split(",")))
     assert (result.kind, result.says) == ("equal", "")
+
+
+@pytest.mark.engine
+def test_ulysses_below_stage_3_doubles_the_gradients_of_two_ranks(session: CombinationSession) -> None:
+    result = session.run(make_combination(["zero2", "ulysses"]))
+    assert result.difference is not None
+    assert result.difference["stage"] == "gradient"
+    assert result.difference["factor"] == pytest.approx(2, rel=1e-4)
 
 
 @pytest.mark.engine
@@ -347,6 +400,26 @@ def test_an_interrupted_matrix_goes_on(tmp_path: Path, session: CombinationSessi
 
 def test_the_page_is_that_of_the_records() -> None:
     assert compositions.PAGE.read_text(encoding="utf-8") == compositions.page(next(read_matrices()), REPLANTED)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (("zero0", "--precision", "bf16"), 1, "wrong with --features zero0,bf16: stage 0 in bf16 takes a step"),
+        (("--precision", "bf16"), 1, "wrong with --features zero0,bf16: stage 0 in bf16 takes a step"),
+        (("zero0",), 0, "no fault found"),
+        (("zero1", "--precision", "bf16"), 0, "no fault found"),
+    ],
+)
+def test_the_grid_knows_what_the_runs_of_combinations_say_of_a_stage(
+    words: tuple[str, ...], status: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack = next(read_matrices()).stack
+    packages = ["--accelerate", f"{stack['accelerate']}", "--torch", f"{stack['torch']}"]
+    assert main(["releases", "0.19.8", *words, *packages]) == status
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert text in first_line
+    assert ("wrong with" in first_line) == bool(status)
 
 
 def test_an_unknown_feature_has_a_hint() -> None:
@@ -414,6 +487,14 @@ def test_an_equal_run_with_what_lifts_a_fault_does_not_answer_for_combinations_w
         ("zero2,muon,clipping_unset", "wrong", "clipping judges by the norm of Muon's updates"),
         ("zero2,clipping_unset", "by_design", ""),
         ("zero2,accelerate,cpu_adam,optimizer_cpu,zenflow", "error", "ZenFlow takes no optimizer of Accelerate's"),
+        # A feature of GPUs.
+        ("zero3,quantized_weights", "untested", "needs a GPU"),
+        # Groups that share samples.
+        ("zero2,ulysses,clipping", "wrong", "too large by the number of ranks that share a sequence"),
+        ("zero3,ulysses,no_reduce_scatter", "wrong", "too large by the number of ranks that share a sequence"),
+        ("zero1,muon,autotp", "wrong", "Muon orthogonalizes each rank's part"),
+        ("zero3,accelerate,autotp,schedule", "wrong", "the schedule takes a step for each process"),
+        ("zero3,accelerate,ulysses,evaluation", "wrong", "attention sees only the rank's part"),
     ],
 )
 def test_an_answer_knows_what_lifts_a_finding_and_which_finding_comes_first(

@@ -92,7 +92,7 @@ class Loop(abc.ABC):
         if self.combination.has("ep"):
             replace_experts(plain, self.rank)
         # On the plain modules, which every wrapper calls.
-        watch_modules(plain, self.trace, self._forward_place, self.group.whole_output)
+        watch_modules(plain, self.trace, self._forward_place, self.group.full_output)
         self.group.prepare(plain)
         self.set_up(plain)
 
@@ -120,7 +120,7 @@ class Loop(abc.ABC):
             loss = self.forward(inputs)
             self._noting = None
             if self.notes_figures:
-                self.trace.note(Place(step, "loss", f"micro-batch {micro_step + 1}"), self.group.whole_loss(loss))
+                self.trace.note(Place(step, "loss", f"micro-batch {micro_step + 1}"), self.group.full_loss(loss))
             yield loss
 
     def note_gradients(self, step: int) -> None:
@@ -145,7 +145,7 @@ class Loop(abc.ABC):
 
         self.model.eval()
         with torch.no_grad(), self.group.divided(self.batch(0, step)) as inputs:
-            self.trace.note(Place(step, "evaluation"), self.group.whole_loss(self.forward(inputs)))
+            self.trace.note(Place(step, "evaluation"), self.group.full_loss(self.forward(inputs)))
         self.model.train()
 
     def discard(self) -> None:  # noqa: B027
@@ -235,11 +235,11 @@ class DeepSpeedLoop(Loop):
             for name, weight in self.engine.module.named_parameters()
         }
         if kind == "weight":
-            return {name: self.group.whole_weight(name, self._undivided(weight)) for name, weight in names.items()}
+            return {name: self.group.full_weight(name, self._undivided(weight)) for name, weight in names.items()}
         trained = {name: weight for name, weight in names.items() if weight.requires_grad}
         read = self._gradient if kind == "gradient" else self._master
         tensors = {name: read(weight) for name, weight in trained.items()}
-        return {name: self.group.whole_weight(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+        return {name: self.group.full_weight(name, tensor) for name, tensor in tensors.items() if tensor is not None}
 
     def _undivided(self, weight: torch.nn.Parameter) -> torch.Tensor:
         import deepspeed

@@ -80,7 +80,7 @@ class Combination:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks, or groups of them, with samples of their own."""
+        """Number of ranks, or groups of ranks, with different samples."""
         return self.ranks // GROUP_SIZE if self.shares_samples else self.ranks
 
     def data_rank(self, rank: int) -> int:

@@ -103,7 +103,7 @@ def _outcome(request: dict[str, Any], folder: Path, references: _References) -> 
     if failure is not None:
         return outcome | failure
     traces = {rank: FigureTrace.load(folder / f"trace-{rank}.npz") for rank in range(combination.ranks)}
-    mismatch = first_difference(traces, reference.of_ranks(combination))
+    mismatch = first_difference(traces, reference.expand_ranks(combination))
     if mismatch is None:
         return outcome | {"kind": "equal", "says": ""}
     return outcome | {"kind": "differs", "says": mismatch.describe, "difference": dataclasses.asdict(mismatch)}

@@ -1,4 +1,4 @@
-"""Groups of ranks that share samples: layers or sequences divided over them, and figures put together again."""
+"""Groups of ranks that share samples: layers or sequences divided over them, and the full figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKENS = 1
 
 
 def make_group(combination: Combination, rank: int) -> RankGroup:
-    """Return what a rank shares with others."""
+    """Return the group of a rank."""
     if combination.has("autotp", "tp"):
         return DividedLayers(combination, rank)
     if combination.has("ulysses"):
@@ -31,7 +31,7 @@ def make_group(combination: Combination, rank: int) -> RankGroup:
 
 
 class RankGroup:
-    """A rank with samples of its own; the others share samples."""
+    """A rank alone; the groups below share samples."""
 
     def __init__(self, combination: Combination, rank: int):
         self.combination, self.rank = combination, rank
@@ -49,15 +49,15 @@ class RankGroup:
         """Yield this rank's inputs of a batch, for the forward and backward pass within the block."""
         yield batch
 
-    def whole_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def full_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of the samples."""
         return loss.detach()
 
-    def whole_output(self, output: torch.Tensor) -> torch.Tensor:
+    def full_output(self, output: torch.Tensor) -> torch.Tensor:
         """Return a layer's output for whole sequences."""
         return output
 
-    def whole_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def full_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a whole tensor of a weight's shape."""
         return tensor
 
@@ -85,7 +85,7 @@ class DividedLayers(RankGroup):
     def prepare(self, model: torch.nn.Module) -> None:
         self._shapes = {plain_name(name): weight.shape for name, weight in model.named_parameters()}
 
-    def whole_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def full_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         import torch
 
         shape = self._shapes[name]
@@ -112,18 +112,18 @@ class DividedSequence(RankGroup):
         scored = (following != _NOT_SCORED).sum()
         return {name: tensor.clone() for name, tensor in inputs.items()}, scored / GROUP_SIZE
 
-    def whole_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def full_loss(self, loss: torch.Tensor) -> torch.Tensor:
         import torch
 
         return torch.stack(self._gathered(loss)).mean()
 
-    def whole_output(self, output: torch.Tensor) -> torch.Tensor:
+    def full_output(self, output: torch.Tensor) -> torch.Tensor:
         import torch
 
         # Some layers of OPT see the tokens of all samples in one axis.
         by_sample = output.reshape(self._samples, -1, output.shape[-1])
-        whole = torch.cat(self.in_order(self._gathered(by_sample)), dim=_TOKENS)
-        return whole if output.ndim > 2 else whole.flatten(0, 1)
+        full = torch.cat(self.in_order(self._gathered(by_sample)), dim=_TOKENS)
+        return full if output.ndim > 2 else full.flatten(0, 1)
 
     def in_order(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the ranks' parts in the order of the sequence."""
@@ -163,7 +163,7 @@ class UlyssesGroup(DividedSequence):
         )
 
     def _unregister(self) -> None:
-        """Take back what a process registers once: DeepSpeed has no function for it."""
+        """Forget the registration of earlier objects, for which DeepSpeed has no function."""
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

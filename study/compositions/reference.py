@@ -51,7 +51,7 @@ def reference_key(combination: Combination) -> str:
 class PlainReference:
     """The exact training, the allowed difference of each place, and the gradient of every micro-batch of step 1.
 
-    Its ranks are those with samples of their own.
+    Its ranks are those with different samples.
     """
 
     traces: dict[int, FigureTrace]
@@ -59,7 +59,7 @@ class PlainReference:
     # By rank and micro-batch: the gradients of the first step by tensor, before they are averaged.
     shares: dict[tuple[int, int], dict[str, np.ndarray[Any, Any]]]
 
-    def of_ranks(self, combination: Combination) -> PlainReference:
+    def expand_ranks(self, combination: Combination) -> PlainReference:
         """Return it with the traces of every rank: ranks of a group share one."""
         data_ranks = {rank: combination.data_rank(rank) for rank in range(combination.ranks)}
         traces = {rank: self.traces[data_rank] for rank, data_rank in data_ranks.items()}

@@ -137,7 +137,7 @@ def learning_rate(combination: Combination, step: int, highest: float = LEARNING
         return _warmed_up_rate(combination, step, highest)
     if not combination.has("schedule"):
         return highest
-    # Accelerate counts samples: its schedule advances by the number of ranks with samples of their own in each step.
+    # Accelerate counts samples: its schedule advances by the number of ranks with different samples in each step.
     pace = combination.data_ranks if combination.has("accelerate") else 1
     return highest * _share(pace * (step - 1))
 

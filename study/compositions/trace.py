@@ -78,11 +78,11 @@ def watch_modules(
     model: torch.nn.Module,
     trace: FigureTrace,
     find_place: Callable[[str], Place | None],
-    whole: Callable[[torch.Tensor], torch.Tensor] = lambda output: output,
+    complete: Callable[[torch.Tensor], torch.Tensor] = lambda output: output,
 ) -> None:
     """Note the outputs of layers, embeddings and head for which `find_place(module name)` is a place.
 
-    `whole` returns the output for whole samples, of which a rank may have a part.
+    `complete` returns the output for whole samples from that of a rank's part.
     """
     import torch
 
@@ -93,7 +93,7 @@ def watch_modules(
             if place is not None and place not in trace.figures:
                 tensor = output[0] if isinstance(output, tuple) else output
                 if torch.is_tensor(tensor):
-                    trace.note(place, whole(tensor))
+                    trace.note(place, complete(tensor))
 
         return note_output
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 
-from study.compositions.answers import look_up_answer, read_matrices
+from study.compositions.answers import look_up_answer, read_matrices, read_other_matrices
 from study.compositions.command import feature_table
 from study.compositions.features import Combination
 from study.compositions.matrix import Matrix
@@ -49,7 +50,8 @@ def judge_features(options: argparse.Namespace) -> int:
         outcome = _WORDS["error" if only_errors else "wrong"]
         print_page([f"{request}: {outcome}: {described}", "by the causes of `study releases`, which has their sources"])
         return FAULTY
-    tested = next((matrix for matrix in matrices if _has_releases(matrix, versions)), None)
+    every_matrix = itertools.chain(matrices, read_other_matrices())
+    tested = next((matrix for matrix in every_matrix if _has_releases(matrix, versions)), None)
     if tested is None:
         answer = look_up_answer(options.features, newest)
         nearest = f"with {_stack_text(newest)}: {_WORDS[answer.kind]}: {answer.text}"
