@@ -15,7 +15,13 @@ import torch
 
 from engines import run_without_torch
 from study.cli import main
-from study.compositions.answers import look_up_answer, match_known_finding, read_known_findings, read_matrices
+from study.compositions.answers import (
+    look_up_answer,
+    match_known_finding,
+    read_known_findings,
+    read_matrices,
+    read_other_matrices,
+)
 from study.compositions.command import exit_status, parse_features
 from study.compositions.covering import Design, list_pairs, list_triples
 from study.compositions.features import Combination, find_row, make_combination, read_rows
@@ -275,9 +281,9 @@ def test_the_answer_of_a_matrix() -> None:
         (["equal", "differs"], 1),
         (["crashes"], 1),
         (["hangs"], 1),
-        (["refuses"], 2),
-        (["equal", "refuses"], 2),
-        (["no reference"], 2),
+        (["refuses"], 3),
+        (["equal", "refuses"], 3),
+        (["no reference"], 3),
     ],
 )
 def test_the_exit_status_of_outcomes(kinds: list[str], status: int) -> None:
@@ -285,7 +291,8 @@ def test_the_exit_status_of_outcomes(kinds: list[str], status: int) -> None:
 
 
 def test_every_finding_of_a_stored_matrix_is_explained_and_every_explanation_is_used() -> None:
-    findings = [finding for matrix in read_matrices() for finding in matrix.findings.values()]
+    matrices = [*read_matrices(), *read_other_matrices()]
+    findings = [finding for matrix in matrices for finding in matrix.findings.values()]
     assert findings
     unexplained = [
         f"{finding.combination.name}: {finding.says}" for finding in findings if match_known_finding(finding) is None
@@ -399,7 +406,9 @@ def test_an_interrupted_matrix_goes_on(tmp_path: Path, session: CombinationSessi
 
 
 def test_the_page_is_that_of_the_records() -> None:
-    assert compositions.PAGE.read_text(encoding="utf-8") == compositions.page(next(read_matrices()), REPLANTED)
+    assert compositions.PAGE.read_text(encoding="utf-8") == compositions.page(
+        next(read_matrices()), REPLANTED, list(read_other_matrices())
+    )
 
 
 @pytest.mark.parametrize(
