@@ -24,7 +24,7 @@ from study.compositions.answers import (
 )
 from study.compositions.command import exit_status, parse_features
 from study.compositions.covering import Design, list_pairs, list_triples
-from study.compositions.features import Combination, find_row, make_combination, read_rows
+from study.compositions.features import Combination, find_row, make_combination, read_chosen, read_rows
 from study.compositions.groups import ContextRing, make_group
 from study.compositions.locate import first_difference
 from study.compositions.matrix import Matrix, fill
@@ -319,12 +319,17 @@ def test_a_finding_is_lifted_by_all_features_of_a_list() -> None:
 def test_a_stored_matrix_covers_nearly_every_pair_that_is_not_a_finding() -> None:
     for matrix in read_matrices():
         assert matrix.pairs > 1300
-        # The others are in findings alone: ZenFlow, for one, is right in no run.
-        assert len(matrix.open_pairs) < 0.06 * matrix.pairs
+        # The others are in findings alone: ZenFlow, for one, is right in no run, and Ulysses under one engine of four.
+        assert len(matrix.open_pairs) < 0.07 * matrix.pairs
         assert matrix.triples > 4500
-        assert len(matrix.open_triples) < 0.08 * matrix.triples
+        assert len(matrix.open_triples) < 0.10 * matrix.triples
+        found = set[str]().union(*(combination.features for combination in matrix.findings))
+        engines = read_rows()["engine"].levels
+        for levels in [*matrix.open_pairs, *matrix.open_triples]:
+            assert (set(levels) - engines.keys()) & found, levels
         # Each run is of a combination that the features still allow.
         assert all(combination.conflict is None for combination in matrix.outcomes)
+        assert set(read_chosen()) <= set(matrix.outcomes)
 
 
 def test_a_matrix_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -534,14 +539,16 @@ def test_a_wrong_request_of_features_is_one_line(
 
 
 def test_a_known_fault_applies_to_no_equal_run() -> None:
-    for matrix in read_matrices():
-        for outcome in matrix.outcomes.values():
-            if outcome.is_equal:
-                levels = outcome.combination.levels
-                applying = [e.title for e in read_known_findings() if e.verdict == "wrong" and e.arises_with(levels)]
-                assert not [title for title in applying if title != "the optimizer's state is not loaded"], (
-                    outcome.combination.name
-                )
+    # The first makes no difference without a state, the second is smaller than the rounding of 16 bits.
+    hidden_with = {
+        "the optimizer's state is not loaded": set(read_rows()["precision"].levels),
+        "attention sees only the rank's part of a sequence in evaluations": {"bf16", "fp32_accumulation"},
+    }
+    equal_runs = [run for matrix in read_matrices() for run in matrix.outcomes.values() if run.is_equal]
+    for levels, name in ((run.combination.levels, run.combination.name) for run in equal_runs):
+        for entry in read_known_findings():
+            if entry.verdict == "wrong" and entry.arises_with(levels):
+                assert levels & hidden_with.get(entry.title, set()), (name, entry.title)
 
 
 def test_no_torch_is_imported_for_an_answer() -> None:

@@ -65,6 +65,10 @@ def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_p
         "stage 0 in bf16 takes a step with gradients of zero before training",
         "clipping judges by the norm of Muon's updates",
         "gradients of weights that AdamW steps with Muon are lost",
+        "gradients are too large by the number of ranks that share a sequence",
+        "without reduce_scatter gradients are too large by the number of ranks that share a sequence",
+        "Muon orthogonalizes each rank's part of a matrix instead of the matrix",
+        "hpZ gathers layers from a rank with another part of them",
     }
     assert conditional == {
         "the checkpoint does not restore the weights",

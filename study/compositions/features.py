@@ -145,6 +145,12 @@ def read_rows() -> dict[str, Row]:
 
 
 @functools.cache
+def read_chosen() -> tuple[Combination, ...]:
+    """Return the combinations that are run whatever pairs they cover."""
+    return tuple(make_combination(names) for names in _read()["chosen"])
+
+
+@functools.cache
 def read_rules() -> tuple[Never, ...]:
     return tuple(
         Never(
