@@ -11,13 +11,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engines import run_without_torch
 from study.cli import main
-from study.compositions.answers import look_up_answer, match_known_finding, read_known_findings, read_matrices
+from study.compositions.answers import (
+    look_up_answer,
+    match_known_finding,
+    read_known_findings,
+    read_matrices,
+    read_other_matrices,
+)
 from study.compositions.command import exit_status, parse_features
 from study.compositions.covering import Design, list_pairs, list_triples
-from study.compositions.features import Combination, find_row, make_combination, read_rows
+from study.compositions.features import Combination, find_row, make_combination, read_chosen, read_rows
+from study.compositions.groups import ContextRing, make_group
 from study.compositions.locate import first_difference
 from study.compositions.matrix import Matrix, fill
 from study.compositions.reference import PlainReference, make_reference, reference_key
@@ -191,6 +199,45 @@ def test_what_changes_no_figure_shares_a_reference() -> None:
         assert reference_key(make_combination(["zero2", "accumulation", feature])) != plain
 
 
+@pytest.mark.parametrize("feature", ["zero2,autotp", "fsdp2,tp", "zero3,ulysses", "fsdp2,cp"])
+def test_two_ranks_of_a_group_have_the_samples_of_one_rank_without_groups(feature: str) -> None:
+    combination = make_combination(feature.split(","))
+    assert combination.ranks == 4
+    assert [combination.data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    plain = make_combination([combination.level("engine")])
+    assert [plain.data_rank(rank) for rank in range(plain.ranks)] == [0, 1]
+    assert reference_key(combination) == reference_key(plain)
+
+
+def test_a_reference_has_the_trace_of_its_samples_for_every_rank_of_a_group(reference: PlainReference) -> None:
+    expanded = reference.expand_ranks(make_combination(["zero3", "ulysses"]))
+    assert [expanded.traces[rank] is reference.traces[rank // 2] for rank in range(4)] == [True] * 4
+    assert reference.traces[0] is not reference.traces[1]
+    assert first_difference(dict(expanded.traces), expanded) is None
+    swapped = {**expanded.traces, 1: expanded.traces[2]}
+    assert first_difference(swapped, expanded) is not None
+
+
+def test_parts_of_a_ring_are_put_in_the_order_of_the_sequence() -> None:
+    tokens = torch.arange(8).reshape(1, 8)
+    quarters = tokens.chunk(4, dim=1)
+    parts = [torch.cat([quarters[0], quarters[3]], 1), torch.cat([quarters[1], quarters[2]], 1)]
+    ring = make_group(make_combination(["fsdp2", "cp"]), 0)
+    assert isinstance(ring, ContextRing)
+    assert torch.equal(torch.cat(ring.in_order(parts), 1), tokens)
+
+
+def test_labels_of_a_divided_sequence_are_those_of_the_next_token_of_the_whole() -> None:
+    tokens = torch.arange(16).reshape(2, 8)
+    group = make_group(make_combination(["zero3", "ulysses"]), 1)
+    with group.divided({"input_ids": tokens, "labels": tokens}) as inputs:
+        assert inputs["input_ids"].tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
+        assert inputs["position_ids"].tolist() == [[4, 5, 6, 7]] * 2
+        assert inputs["shift_labels"].tolist() == [[5, 6, 7, -100], [13, 14, 15, -100]]
+        # Of 16 tokens 14 have a next one, and each of two ranks divides by half of these.
+        assert float(inputs["num_items_in_batch"]) == 7
+
+
 def outcome(features: str, kind: str = "equal") -> CombinationOutcome:
     return CombinationOutcome(make_combination(features.split(",")), kind, "", "", 1.0)
 
@@ -234,9 +281,9 @@ def test_the_answer_of_a_matrix() -> None:
         (["equal", "differs"], 1),
         (["crashes"], 1),
         (["hangs"], 1),
-        (["refuses"], 2),
-        (["equal", "refuses"], 2),
-        (["no reference"], 2),
+        (["refuses"], 3),
+        (["equal", "refuses"], 3),
+        (["no reference"], 3),
     ],
 )
 def test_the_exit_status_of_outcomes(kinds: list[str], status: int) -> None:
@@ -244,7 +291,8 @@ def test_the_exit_status_of_outcomes(kinds: list[str], status: int) -> None:
 
 
 def test_every_finding_of_a_stored_matrix_is_explained_and_every_explanation_is_used() -> None:
-    findings = [finding for matrix in read_matrices() for finding in matrix.findings.values()]
+    matrices = [*read_matrices(), *read_other_matrices()]
+    findings = [finding for matrix in matrices for finding in matrix.findings.values()]
     assert findings
     unexplained = [
         f"{finding.combination.name}: {finding.says}" for finding in findings if match_known_finding(finding) is None
@@ -271,12 +319,17 @@ def test_a_finding_is_lifted_by_all_features_of_a_list() -> None:
 def test_a_stored_matrix_covers_nearly_every_pair_that_is_not_a_finding() -> None:
     for matrix in read_matrices():
         assert matrix.pairs > 1300
-        # The others are in findings alone: ZenFlow, for one, is right in no run.
-        assert len(matrix.open_pairs) < 0.06 * matrix.pairs
+        # The others are in findings alone: ZenFlow, for one, is right in no run, and Ulysses under one engine of four.
+        assert len(matrix.open_pairs) < 0.07 * matrix.pairs
         assert matrix.triples > 4500
-        assert len(matrix.open_triples) < 0.08 * matrix.triples
+        assert len(matrix.open_triples) < 0.10 * matrix.triples
+        features = set[str]().union(*(combination.features for combination in matrix.findings))
+        engines = read_rows()["engine"].levels
+        for levels in [*matrix.open_pairs, *matrix.open_triples]:
+            assert (set(levels) - engines.keys()) & features, levels
         # Each run is of a combination that the features still allow.
         assert all(combination.conflict is None for combination in matrix.outcomes)
+        assert set(read_chosen()) <= set(matrix.outcomes)
 
 
 def test_a_matrix_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -307,11 +360,23 @@ def session() -> Iterator[CombinationSession]:
         "zero3,accelerate,bf16",
         "fsdp2,clipping,resume",
         "zero1,ep",
+        "zero3,accelerate,autotp",
+        "zero3,ulysses",
+        "fsdp2,tp",
+        "fsdp2,cp",
     ],
 )
 def test_an_engine_trains_as_one_process(session: CombinationSession, features: str) -> None:
     result = session.run(make_combination(features.split(",")))
     assert (result.kind, result.says) == ("equal", "")
+
+
+@pytest.mark.engine
+def test_ulysses_below_stage_3_doubles_the_gradients_of_two_ranks(session: CombinationSession) -> None:
+    result = session.run(make_combination(["zero2", "ulysses"]))
+    assert result.difference is not None
+    assert result.difference["stage"] == "gradient"
+    assert result.difference["factor"] == pytest.approx(2, rel=1e-4)
 
 
 @pytest.mark.engine
@@ -346,7 +411,29 @@ def test_an_interrupted_matrix_goes_on(tmp_path: Path, session: CombinationSessi
 
 
 def test_the_page_is_that_of_the_records() -> None:
-    assert compositions.PAGE.read_text(encoding="utf-8") == compositions.page(next(read_matrices()), REPLANTED)
+    assert compositions.PAGE.read_text(encoding="utf-8") == compositions.page(
+        next(read_matrices()), REPLANTED, list(read_other_matrices())
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (("zero0", "--precision", "bf16"), 1, "wrong with --features zero0,bf16: stage 0 in bf16 takes a step"),
+        (("--precision", "bf16"), 1, "wrong with --features zero0,bf16: stage 0 in bf16 takes a step"),
+        (("zero0",), 0, "no fault found"),
+        (("zero1", "--precision", "bf16"), 0, "no fault found"),
+    ],
+)
+def test_the_grid_knows_what_the_runs_of_combinations_say_of_a_stage(
+    words: tuple[str, ...], status: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack = next(read_matrices()).stack
+    packages = ["--accelerate", f"{stack['accelerate']}", "--torch", f"{stack['torch']}"]
+    assert main(["releases", "0.19.8", *words, *packages]) == status
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert text in first_line
+    assert ("wrong with" in first_line) == bool(status)
 
 
 def test_an_unknown_feature_has_a_hint() -> None:
@@ -414,6 +501,14 @@ def test_an_equal_run_with_what_lifts_a_fault_does_not_answer_for_combinations_w
         ("zero2,muon,clipping_unset", "wrong", "clipping judges by the norm of Muon's updates"),
         ("zero2,clipping_unset", "by_design", ""),
         ("zero2,accelerate,cpu_adam,optimizer_cpu,zenflow", "error", "ZenFlow takes no optimizer of Accelerate's"),
+        # A feature of GPUs.
+        ("zero3,quantized_weights", "untested", "needs a GPU"),
+        # Groups that share samples.
+        ("zero2,ulysses,clipping", "wrong", "too large by the number of ranks that share a sequence"),
+        ("zero3,ulysses,no_reduce_scatter", "wrong", "too large by the number of ranks that share a sequence"),
+        ("zero1,muon,autotp", "wrong", "Muon orthogonalizes each rank's part"),
+        ("zero3,accelerate,autotp,schedule", "wrong", "the schedule takes a step for each process"),
+        ("zero3,accelerate,ulysses,evaluation", "wrong", "attention sees only the rank's part"),
     ],
 )
 def test_an_answer_knows_what_lifts_a_finding_and_which_finding_comes_first(
@@ -444,14 +539,16 @@ def test_a_wrong_request_of_features_is_one_line(
 
 
 def test_a_known_fault_applies_to_no_equal_run() -> None:
-    for matrix in read_matrices():
-        for outcome in matrix.outcomes.values():
-            if outcome.is_equal:
-                levels = outcome.combination.levels
-                applying = [e.title for e in read_known_findings() if e.verdict == "wrong" and e.arises_with(levels)]
-                assert not [title for title in applying if title != "the optimizer's state is not loaded"], (
-                    outcome.combination.name
-                )
+    # The first makes no difference without a state, the second is smaller than the rounding of 16 bits.
+    hidden_with = {
+        "the optimizer's state is not loaded": set(read_rows()["precision"].levels),
+        "attention sees only the rank's part of a sequence in evaluations": {"bf16", "fp32_accumulation"},
+    }
+    equal_runs = [run for matrix in read_matrices() for run in matrix.outcomes.values() if run.is_equal]
+    for levels, name in ((run.combination.levels, run.combination.name) for run in equal_runs):
+        for entry in read_known_findings():
+            if entry.verdict == "wrong" and entry.arises_with(levels):
+                assert levels & hidden_with.get(entry.title, set()), (name, entry.title)
 
 
 def test_no_torch_is_imported_for_an_answer() -> None:

@@ -65,6 +65,10 @@ def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_p
         "stage 0 in bf16 takes a step with gradients of zero before training",
         "clipping judges by the norm of Muon's updates",
         "gradients of weights that AdamW steps with Muon are lost",
+        "gradients are too large by the number of ranks that share a sequence",
+        "without reduce_scatter gradients are too large by the number of ranks that share a sequence",
+        "Muon orthogonalizes each rank's part of a matrix instead of the matrix",
+        "hpZ gathers layers from a rank with another part of them",
     }
     assert conditional == {
         "the checkpoint does not restore the weights",
@@ -102,7 +106,82 @@ def test_features_of_a_file_are_those_of_the_combination_that_it_was_made_from(t
         file.write_text(json.dumps(deepspeed_settings(combination, tmp_path)))
         case = resolve(read_user_file(str(file)), model_shape("gpt2"), combination.ranks, ProgramSettings())
         features = {name.replace("config_accumulation", "accumulation") for name in combination.features}
+        if combination.has("accelerate"):
+            # The size is in Accelerate's own file.
+            features.discard("ulysses")
         assert set(feature_keys(case)) == features - hidden, combination.name
+
+
+@pytest.mark.parametrize(
+    ("stage", "sizes", "top", "expected"),
+    [
+        (
+            2,
+            {"sp_size": 2},
+            {},
+            [
+                ("conflict", "gradients are too large by the number of ranks that share a sequence"),
+                ("noted", "if Accelerate prepares the program's schedule: the schedule takes a step for each process"),
+                ("noted", "if Accelerate prepares the loader of an evaluation together with the model: attention sees"),
+            ],
+        ),
+        (
+            3,
+            {"sp_size": 2},
+            {},
+            [
+                ("noted", "if Accelerate prepares the program's schedule: the schedule takes a step for each process"),
+                ("noted", "if Accelerate prepares the loader of an evaluation together with the model: attention sees"),
+            ],
+        ),
+        (3, {"sp_size": 1}, {}, []),
+        (
+            3,
+            {},
+            {"tensor_parallel": {"autotp_size": 2}},
+            [("noted", "if Accelerate prepares the program's schedule: the schedule takes a step for each process")],
+        ),
+        (3, {}, {"tensor_parallel": {"autotp_size": 1}}, []),
+    ],
+)
+def test_groups_that_share_samples_are_named_in_a_file_of_accelerate(
+    stage: int, sizes: dict[str, int], top: dict[str, Any], expected: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    engine = tmp_path / "ds.json"
+    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": stage}}
+    engine.write_text(json.dumps(settings | top))
+    launch = tmp_path / "accelerate.yaml"
+    document: dict[str, Any] = {
+        "distributed_type": "DEEPSPEED",
+        "num_processes": 4,
+        "deepspeed_config": {"deepspeed_config_file": str(engine)},
+    }
+    if sizes:
+        document["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+    launch.write_text(yaml.safe_dump(document))
+    case = resolve(read_user_file(str(launch)), model_shape("gpt2"), 4, ProgramSettings())
+    findings = [(finding.kind, finding.message) for finding in combination_findings(case)]
+    assert len(findings) == len(expected), findings
+    for (kind, message), (expected_kind, text) in zip(findings, expected, strict=True):
+        assert kind == expected_kind
+        assert message.startswith(text)
+
+
+def test_context_parallelism_is_named_in_a_file_of_fsdp(tmp_path: Path) -> None:
+    file = tmp_path / "fsdp.yaml"
+    mesh = {"parallelism_config_cp_size": 2, "parallelism_config_dp_shard_size": 2}
+    document = {
+        "distributed_type": "FSDP",
+        "num_processes": 4,
+        "fsdp_config": {"fsdp_version": 2},
+        "parallelism_config": mesh,
+    }
+    file.write_text(yaml.safe_dump(document))
+    case = resolve(read_user_file(str(file)), model_shape("gpt2"), 4, ProgramSettings())
+    assert feature_keys(case)["cp"] == "parallelism_config.cp_size"
+    (finding,) = combination_findings(case)
+    assert finding.key == "parallelism_config.cp_size"
+    assert "the schedule takes a step for each process" in finding.message
 
 
 @pytest.mark.parametrize("has_optimizer", [False, True])

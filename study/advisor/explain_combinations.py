@@ -15,6 +15,8 @@ _PROGRAM_FEATURES = {
     "frozen": "weights are frozen",
     "cpu_adam": "the program creates DeepSpeedCPUAdam",
     "ep": "the model has DeepSpeed's MoE layers on several ranks",
+    "schedule": "Accelerate prepares the program's schedule",
+    "evaluation": "Accelerate prepares the loader of an evaluation together with the model",
 }
 # A note that holds under more conditions of the program concerns few of a file's users.
 _MAX_CONDITIONS = 1
@@ -58,7 +60,25 @@ def feature_keys(case: ConfigCase) -> dict[str, str]:
         keys["lora"] = ""
     if case.file.deepspeed is not None:
         keys |= dict(_deepspeed(case))
-    return keys
+    return keys | dict(_groups(case))
+
+
+def _groups(case: ConfigCase) -> Iterator[tuple[str, str]]:
+    """Yield the features of groups of ranks that share samples."""
+    sizes = case.file.group_sizes
+    if case.file.deepspeed is not None:
+        section = case.top.get("tensor_parallel")
+        if isinstance(section, Mapping) and _whole_number(section.get("autotp_size")) > 1:
+            yield "autotp", "tensor_parallel.autotp_size"
+        if "sp_size" in sizes:
+            yield "ulysses", "parallelism_config.sp_size"
+        elif _whole_number(case.top.get("sequence_parallel_size")) > 1:
+            yield "ulysses", "sequence_parallel_size"
+        return
+    if "tp_size" in sizes:
+        yield "tp", "parallelism_config.tp_size"
+    if "cp_size" in sizes:
+        yield "cp", "parallelism_config.cp_size"
 
 
 def _engine(case: ConfigCase) -> Iterator[tuple[str, str]]:

@@ -104,6 +104,8 @@ class UserFile:
     findings: list[Finding] = dataclasses.field(default_factory=list)
     # Ranks of Accelerate's parallelism_config; 1 if it sets none, or leaves them to DeepSpeed.
     mesh_ranks: int = 1
+    # Sizes above 1 in Accelerate's parallelism_config of groups that share samples.
+    group_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # The deepspeed_config of an Accelerate file.
     plugin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -415,16 +417,15 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tr
     if document.get("megatron_lm_config"):
         findings.append(Finding("noted", "megatron_lm_config", NOT_MODELLED))
     kind = document.get("distributed_type") or _type_by_sections(document)
-    mesh, mesh_ranks = None, 1
-    if document.get("parallelism_config"):
-        mesh, mesh_ranks = _mesh(_section(document, "parallelism_config", findings), kind, findings)
+    sizes = _mesh_sizes(document, findings)
+    mesh, mesh_ranks = _mesh(sizes, kind, findings)
     precision, processes = document.get("mixed_precision"), document.get("num_processes")
     if kind == "DEEPSPEED":
         file = _accelerate_deepspeed(name, document, precision, processes, findings, tree)
     else:
         fsdp = _fsdp(document, findings) if kind == "FSDP" else None
         file = UserFile(name, "accelerate", kind, None, (), precision, fsdp, processes, mesh, findings)
-    file.mesh_ranks = mesh_ranks
+    file.mesh_ranks, file.group_sizes = mesh_ranks, _group_sizes(sizes)
     return file
 
 
@@ -475,16 +476,27 @@ def _read_processes(document: dict[str, Any], findings: list[Finding]) -> None:
         document["num_processes"] = int(text)
 
 
-def _mesh(section: Mapping[str, Any], kind: str, findings: list[Finding]) -> tuple[tuple[int, int] | None, int]:
-    """Return FSDP's replicas and ranks of each, and the number of ranks that Accelerate requires; 1 without one
-    (ParallelismConfig._validate_accelerator)."""
+def _mesh_sizes(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, int]:
+    """Return the sizes of Accelerate's parallelism_config; none if one of them is not a size."""
+    if not document.get("parallelism_config"):
+        return {}
+    section = _section(document, "parallelism_config", findings)
     sizes = {key.removeprefix("parallelism_config_"): value for key, value in section.items()}
     sizes = {key: size for key, size in sizes.items() if key.endswith("_size")}
-    if wrong := list(_wrong_values("parallelism_config.", sizes, {key: {"type": "int!# >=1"} for key in sizes})):
-        findings += wrong
-        return None, 1
+    wrong = list(_wrong_values("parallelism_config.", sizes, {key: {"type": "int!# >=1"} for key in sizes}))
+    findings += wrong
+    return {} if wrong else sizes
+
+
+def _group_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {key: size for key, size in sizes.items() if key in ("tp_size", "cp_size", "sp_size") and size > 1}
+
+
+def _mesh(sizes: Mapping[str, int], kind: str, findings: list[Finding]) -> tuple[tuple[int, int] | None, int]:
+    """Return FSDP's replicas and ranks of each, and the number of ranks that Accelerate requires; 1 without one
+    (ParallelismConfig._validate_accelerator)."""
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
-    groups = [key for key, size in sizes.items() if key in ("tp_size", "cp_size", "sp_size") and size > 1]
+    groups = list(_group_sizes(sizes))
     findings += [Finding("noted", f"parallelism_config.{key}", NOT_MODELLED) for key in groups]
     # Sequence parallelism is DeepSpeed's, which makes its own groups.
     ranks = 1 if "sp_size" in groups else math.prod(sizes.values())

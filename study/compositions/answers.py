@@ -20,6 +20,8 @@ STACK_PACKAGES = ("deepspeed", "accelerate", "torch", "transformers", "peft")
 _FOLDER = Path(__file__).parent
 # Matrices of earlier calls of `study verify --pairs`, one for each stack.
 RESULTS = _FOLDER / "results"
+# Outcomes with other releases of torch or Accelerate, by `tools/other_releases.py`.
+OTHER_RESULTS = RESULTS / "other"
 _KNOWN = _FOLDER / "known.yaml"
 # wrong: it silently trains something else. by_design: documented, or the purpose of the algorithm. cpu: only machines
 # without a GPU show it. refused: it ends with an error.
@@ -110,7 +112,13 @@ def read_matrices() -> Iterator[Matrix]:
     yield from sorted(matrices, key=lambda matrix: release_key(matrix.stack["deepspeed"] or "0"), reverse=True)
 
 
-_PRECEDENCE = ("error", "wrong", "by_design")
+def read_other_matrices() -> Iterator[Matrix]:
+    """Yield the matrices of other releases of torch and Accelerate."""
+    for file in sorted(OTHER_RESULTS.glob("*.json")):
+        yield Matrix.read(file)
+
+
+_PRECEDENCE = ("error", "wrong", "untested", "by_design")
 
 
 def _is_lifted(finding: CombinationOutcome, combination: Combination) -> bool:
@@ -171,6 +179,9 @@ def _with_instead(text: str, entry: KnownFinding | None) -> str:
 
 def _finding_answer(finding: CombinationOutcome, matrix: Matrix) -> CombinationAnswer:
     entry = match_known_finding(finding)
+    if entry is not None and entry.verdict == "cpu":
+        text = f"{finding.combination.name} needs a GPU, and only CPUs were there ({entry.title})"
+        return CombinationAnswer("untested", text, matrix.stack)
     kind: Literal["wrong", "error", "by_design"] = "error"
     if finding.kind == "differs":
         kind = "by_design" if entry is not None and entry.verdict == "by_design" else "wrong"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -56,11 +56,13 @@ def repeat(
     minutes: float,
     report: Callable[[str], None],
     file: Path | None = None,
+    combinations: Sequence[Combination] | None = None,
 ) -> bool:
-    """Run a stored matrix's combinations on the installed stack, and return whether all were run in that time.
+    """Run a stored matrix's combinations, or some of them, on another stack; return whether all were run in that time.
 
     What `matrix` has already is not run again. Of a combination that was equal and no longer is, the smallest one that
-    shows it becomes a finding, unless an earlier finding's features explain it.
+    shows it becomes a finding, unless an earlier finding's features explain it. A finding of `stored` that is not equal
+    stays one.
     """
     deadline = time.monotonic() + 60 * minutes
     for outcome in matrix.outcomes.values():
@@ -71,7 +73,8 @@ def repeat(
         if file is not None:
             matrix.write(file)
 
-    combinations = combinations_to_repeat(stored)
+    if combinations is None:
+        combinations = combinations_to_repeat(stored)
     for number, combination in enumerate(combinations, start=1):
         # Every call makes some progress.
         if time.monotonic() > deadline and number > 1:
@@ -81,7 +84,10 @@ def repeat(
         before = stored.outcomes.get(combination) or stored.findings[combination]
         changed = not _is_same(before, outcome)
         report(f"[{number}/{len(combinations)}] {combination.name}: {outcome.kind}{', a change' * changed}")
-        if changed and not outcome.is_equal and _explanation(matrix, outcome) is None:
+        if not outcome.is_equal and combination in stored.findings:
+            # It was a smallest one, and is not searched again.
+            matrix.findings[combination] = outcome
+        elif changed and not outcome.is_equal and _explanation(matrix, outcome) is None:
             finding = session.reduce(outcome, keep)
             matrix.findings[finding.combination] = finding
             keep(finding)

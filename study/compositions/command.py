@@ -19,7 +19,7 @@ from study.config.text import format_duration
 from study.host.stacks import package_version
 
 # Exit statuses of verify.
-_PASS, _FAIL, _NOTHING = 0, 1, 2
+_PASS, _FAIL, _UNTESTED = 0, 1, 3
 _MATRIX = "compositions.json"
 # What --locate runs without --only.
 _LOCATED = ("zero1", "zero2", "zero3")
@@ -162,11 +162,11 @@ _VERBS = {
 
 
 def exit_status(outcomes: Sequence[CombinationOutcome]) -> int:
-    """Return 1 for a wrong result or a crash, 2 if something could not be tested, else 0."""
+    """Return 1 for a wrong result or a crash, 3 if something could not be tested, else 0."""
     kinds = {outcome.kind for outcome in outcomes}
     if kinds & {"differs", "crashes", "hangs"}:
         return _FAIL
-    return _PASS if kinds <= {"equal"} else _NOTHING
+    return _PASS if kinds <= {"equal"} else _UNTESTED
 
 
 def _explained(outcome: CombinationOutcome, finding: CombinationOutcome) -> list[str]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from study.compositions import tiny_model
 from study.compositions.experts import plain_expert_name, replace_experts
-from study.compositions.features import Combination
+from study.compositions.features import GROUP_SIZE, Combination
+from study.compositions.groups import ATTENTION, ContextRing, UlyssesGroup, divide_layers, make_group
 from study.compositions.trace import FigureTrace, Place, plain_name, watch_modules
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Loop(abc.ABC):
 
     def __init__(self, combination: Combination, rank: int, folder: Path, size: tiny_model.DecoderSize):
         self.combination, self.rank, self.folder, self.size = combination, rank, folder, size
+        self.group = make_group(combination, rank)
         self.trace = FigureTrace()
         # Off where only the cost of a step counts: reading a figure may gather it.
         self.notes_figures = True
@@ -90,7 +92,8 @@ class Loop(abc.ABC):
         if self.combination.has("ep"):
             replace_experts(plain, self.rank)
         # On the plain modules, which every wrapper calls.
-        watch_modules(plain, self.trace, self._forward_place)
+        watch_modules(plain, self.trace, self._forward_place, self.group.full_output)
+        self.group.prepare(plain)
         self.set_up(plain)
 
     def _enable_checkpointing(self, model: Any) -> None:
@@ -105,16 +108,20 @@ class Loop(abc.ABC):
         return None if self._noting is None else Place(self._noting, "forward", module)
 
     def batch(self, step: int, micro_step: int) -> dict[str, torch.Tensor]:
-        return tiny_model.make_batch(self.combination, step, micro_step, self.rank, self.combination.ranks, self.size)
+        combination = self.combination
+        data_rank = combination.data_rank(self.rank)
+        return tiny_model.make_batch(combination, step, micro_step, data_rank, combination.data_ranks, self.size)
 
-    def loss(self, step: int, micro_step: int) -> torch.Tensor:
-        """Return the loss of a micro-batch, with its figures noted."""
-        self._noting = step if self.notes_figures and micro_step == 0 else None
-        loss = self.forward(self.batch(step, micro_step))
-        self._noting = None
-        if self.notes_figures:
-            self.trace.note(Place(step, "loss", f"micro-batch {micro_step + 1}"), loss)
-        return loss
+    @contextlib.contextmanager
+    def loss(self, step: int, micro_step: int) -> Iterator[torch.Tensor]:
+        """Yield the loss of a micro-batch, with its figures noted, for the backward pass within the block."""
+        with self.group.divided(self.batch(step, micro_step)) as inputs:
+            self._noting = step if self.notes_figures and micro_step == 0 else None
+            loss = self.forward(inputs)
+            self._noting = None
+            if self.notes_figures:
+                self.trace.note(Place(step, "loss", f"micro-batch {micro_step + 1}"), self.group.full_loss(loss))
+            yield loss
 
     def note_gradients(self, step: int) -> None:
         if not self.notes_figures:
@@ -137,8 +144,8 @@ class Loop(abc.ABC):
         import torch
 
         self.model.eval()
-        with torch.no_grad():
-            self.trace.note(Place(step, "evaluation"), self.forward(self.batch(0, step)))
+        with torch.no_grad(), self.group.divided(self.batch(0, step)) as inputs:
+            self.trace.note(Place(step, "evaluation"), self.group.full_loss(self.forward(inputs)))
         self.model.train()
 
     def discard(self) -> None:  # noqa: B027
@@ -188,6 +195,7 @@ class DeepSpeedLoop(Loop):
             optimizer=optimizer,
             lr_scheduler=schedule,
             config=deepspeed_settings(self.combination, self.folder, self.size),
+            mpu=self.group.mpu if isinstance(self.group, UlyssesGroup) else None,
         )
         self.model = self.engine
 
@@ -201,7 +209,8 @@ class DeepSpeedLoop(Loop):
             return
         last = self.combination.micro_steps - 1
         for micro_step in range(last + 1):
-            self.engine.backward(self.loss(step, micro_step))
+            with self.loss(step, micro_step) as loss:
+                self.engine.backward(loss)
             if micro_step == last:
                 self.note_gradients(step)
             self.engine.step()
@@ -211,8 +220,11 @@ class DeepSpeedLoop(Loop):
         """DeepSpeed divides nothing inside no_sync, so the loop divides."""
         last = self.combination.micro_steps - 1
         for micro_step in range(last + 1):
-            with self.engine.no_sync() if micro_step < last else contextlib.nullcontext():
-                self.engine.backward(self.loss(step, micro_step) / (last + 1))
+            with (
+                self.engine.no_sync() if micro_step < last else contextlib.nullcontext(),
+                self.loss(step, micro_step) as loss,
+            ):
+                self.engine.backward(loss / (last + 1))
         self.note_gradients(step)
         self.engine.step()
         self.note_update(step, self.engine.get_global_grad_norm())
@@ -223,13 +235,13 @@ class DeepSpeedLoop(Loop):
             for name, weight in self.engine.module.named_parameters()
         }
         if kind == "weight":
-            return {name: self._whole_weight(weight) for name, weight in names.items()}
+            return {name: self.group.full_weight(name, self._undivided(weight)) for name, weight in names.items()}
         trained = {name: weight for name, weight in names.items() if weight.requires_grad}
         read = self._gradient if kind == "gradient" else self._master
         tensors = {name: read(weight) for name, weight in trained.items()}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return {name: self.group.full_weight(name, tensor) for name, tensor in tensors.items() if tensor is not None}
 
-    def _whole_weight(self, weight: torch.nn.Parameter) -> torch.Tensor:
+    def _undivided(self, weight: torch.nn.Parameter) -> torch.Tensor:
         import deepspeed
 
         if not hasattr(weight, "ds_id"):
@@ -311,21 +323,36 @@ class TorchLoop(Loop):
                 device_id=torch.device("cpu"),
                 cpu_offload=CPUOffload(self.combination.has("all_cpu")),
             )
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-        shape = (2, 2) if self.combination.has("hsdp") else (self.combination.ranks,)
-        names = ("replicate", "shard")[-len(shape) :]
+        mesh = self._mesh
+        if self.combination.has("tp"):
+            divide_layers(blocks, mesh["tp"])
+            mesh = mesh["shard"]
+        if isinstance(self.group, ContextRing):
+            self.group.mesh = mesh
+            mesh = mesh["shard", "cp"]._flatten("shard_cp")
         offload = CPUOffloadPolicy(pin_memory=False) if self.combination.has("all_cpu") else OffloadPolicy()
         shard = functools.partial(
             fully_shard,
-            mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
+            mesh=mesh,
             offload_policy=offload,
             mp_policy=fsdp2_precision(self.combination),
         )
         for block in blocks:
             shard(block)
         return shard(plain)
+
+    @functools.cached_property
+    def _mesh(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        level = self.combination.level("parallelism")
+        if self.combination.has("hsdp"):
+            return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        if self.combination.shares_samples:
+            return init_device_mesh("cpu", (self.combination.data_ranks, GROUP_SIZE), mesh_dim_names=("shard", level))
+        return init_device_mesh("cpu", (self.combination.ranks,), mesh_dim_names=("shard",))
 
     def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         import torch
@@ -340,8 +367,8 @@ class TorchLoop(Loop):
         micro_steps = self.combination.micro_steps
         for micro_step in range(micro_steps):
             is_synchronized = micro_step == micro_steps - 1 or not self.combination.has("no_sync")
-            with self._synchronized(is_synchronized):
-                (self.loss(step, micro_step) / micro_steps).backward()
+            with self._synchronized(is_synchronized), self.loss(step, micro_step) as loss:
+                (loss / micro_steps).backward()
         self.note_gradients(step)
         norm = None
         if self.combination.has("clipping"):
@@ -438,6 +465,12 @@ class AccelerateTorchLoop(_AccelerateLoop):
             from accelerate import ParallelismConfig
 
             arguments["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        if self.combination.has("cp"):
+            from accelerate import ParallelismConfig
+
+            arguments["parallelism_config"] = ParallelismConfig(
+                dp_shard_size=self.combination.data_ranks, cp_size=GROUP_SIZE
+            )
         mixed = "bf16" if self.combination.has("autocast", "bf16", "fp32_accumulation") else "no"
         # Its index would not be that of FSDP1.
         state._shared_state["device"] = torch.device("cpu")
@@ -447,6 +480,8 @@ class AccelerateTorchLoop(_AccelerateLoop):
             **arguments,
         )
         torch.set_num_threads(1)
+        if isinstance(self.group, ContextRing):
+            self.group.accelerator = accelerator
         return accelerator
 
     def _fsdp_plugin(self) -> Any:
@@ -473,7 +508,8 @@ class AccelerateTorchLoop(_AccelerateLoop):
     def train_step(self, step: int) -> None:
         for micro_step in range(self.combination.micro_steps):
             with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(self.loss(step, micro_step))
+                with self.loss(step, micro_step) as loss:
+                    self.accelerator.backward(loss)
                 norm = None
                 if self.accelerator.sync_gradients:
                     self.note_gradients(step)
@@ -503,12 +539,24 @@ class AccelerateDeepSpeedLoop(_AccelerateLoop):
         accumulation: dict[str, Any] = {"gradient_accumulation_steps": self.combination.micro_steps}
         if self.combination.has("config_accumulation"):
             accumulation = {}
+        arguments: dict[str, Any] = {}
+        if self.combination.has("ulysses"):
+            from accelerate import ParallelismConfig
+            from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+            arguments["parallelism_config"] = ParallelismConfig(
+                dp_shard_size=self.combination.data_ranks,
+                sp_size=GROUP_SIZE,
+                sp_backend="deepspeed",
+                sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation=ATTENTION),
+            )
         return Accelerator(
             mixed_precision={"bf16": "bf16", "fp32_accumulation": "bf16", "fp16": "fp16"}.get(
                 self.combination.level("precision"), "no"
             ),
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings),
             **accumulation,
+            **arguments,
         )
 
     def train_step(self, step: int) -> None:
@@ -524,7 +572,8 @@ class AccelerateDeepSpeedLoop(_AccelerateLoop):
         engine.step = step_after_noting
         for micro_step in range(self.combination.micro_steps):
             with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(self.loss(step, micro_step))
+                with self.loss(step, micro_step) as loss:
+                    self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients and self.combination.has("clipping"):
                     self.accelerator.clip_grad_norm_(self.model.parameters(), tiny_model.MAX_NORM)
                 self.optimizer.step()
@@ -538,7 +587,7 @@ class AccelerateDeepSpeedLoop(_AccelerateLoop):
         return self.model
 
     read = DeepSpeedLoop.read
-    _whole_weight = DeepSpeedLoop._whole_weight
+    _undivided = DeepSpeedLoop._undivided
     _gradient = DeepSpeedLoop._gradient
     _master = DeepSpeedLoop._master
     _master_of_stage_0 = DeepSpeedLoop._master_of_stage_0
@@ -561,6 +610,10 @@ def deepspeed_settings(
     if (optimizer := _named_optimizer(combination)) is not None:
         settings["optimizer"] = optimizer
     settings |= tiny_model.schedule_settings(combination)
+    if combination.has("autotp"):
+        settings["tensor_parallel"] = {"autotp_size": GROUP_SIZE}
+    if combination.has("ulysses") and not combination.has("accelerate"):
+        settings["sequence_parallel_size"] = GROUP_SIZE
     if combination.has("deepcompile"):
         settings["compile"] = {"deepcompile": True}
     return settings

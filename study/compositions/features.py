@@ -14,8 +14,10 @@ import yaml
 from study.config.errors import UserError
 
 _FILE = Path(__file__).with_name("features.yaml")
-# hsdp shards over two ranks and copies over two.
-_RANKS_OF_HSDP, _RANKS = 4, 2
+# hsdp shards over two ranks and copies over two; groups that share samples are two of two.
+_FOUR_RANKS, _RANKS = 4, 2
+# Ranks of a group that shares samples.
+GROUP_SIZE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,21 @@ class Combination:
 
     @property
     def ranks(self) -> int:
-        return _RANKS_OF_HSDP if self.has("hsdp") else _RANKS
+        return _FOUR_RANKS if self.has("hsdp") or self.shares_samples else _RANKS
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether the ranks of a group have the same samples, and divide the work on them."""
+        return self.has("autotp", "tp", "ulysses", "cp")
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks, or groups of ranks, with different samples."""
+        return self.ranks // GROUP_SIZE if self.shares_samples else self.ranks
+
+    def data_rank(self, rank: int) -> int:
+        """Return the number that a rank's samples have."""
+        return rank // GROUP_SIZE if self.shares_samples else rank
 
     @property
     def micro_steps(self) -> int:
@@ -126,6 +142,12 @@ def find_row(level: str) -> Row:
 @functools.cache
 def read_rows() -> dict[str, Row]:
     return {entry["row"]: Row(entry["row"], entry["levels"]) for entry in _read()["rows"]}
+
+
+@functools.cache
+def read_chosen() -> tuple[Combination, ...]:
+    """Return the combinations that are run whatever pairs they cover."""
+    return tuple(make_combination(names) for names in _read()["chosen"])
 
 
 @functools.cache

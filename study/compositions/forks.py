@@ -103,7 +103,7 @@ def _outcome(request: dict[str, Any], folder: Path, references: _References) -> 
     if failure is not None:
         return outcome | failure
     traces = {rank: FigureTrace.load(folder / f"trace-{rank}.npz") for rank in range(combination.ranks)}
-    mismatch = first_difference(traces, reference)
+    mismatch = first_difference(traces, reference.expand_ranks(combination))
     if mismatch is None:
         return outcome | {"kind": "equal", "says": ""}
     return outcome | {"kind": "differs", "says": mismatch.describe, "difference": dataclasses.asdict(mismatch)}
@@ -144,7 +144,7 @@ class _References:
             place = self._folder / key
             place.mkdir(exist_ok=True)
             _wait([_fork(_make_reference, combination, place)], TIME_LIMIT_S, place)
-            self._known[key] = load_reference(place, combination.ranks) if (place / "done").exists() else None
+            self._known[key] = load_reference(place, combination.data_ranks) if (place / "done").exists() else None
         if self._known[key] is None:
             self.failure = _last_line(self._folder / key)
         return self._known[key]

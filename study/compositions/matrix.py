@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from study.compositions.covering import Design, list_pairs
-from study.compositions.features import Combination, make_combination
+from study.compositions.features import Combination, make_combination, read_chosen
 from study.compositions.session import CombinationOutcome, CombinationSession
 
 # DeepSpeed's messages for features that no CPU has.
@@ -115,8 +115,9 @@ def fill(
 
     # First each feature alone: what fails alone is not looked for in pairs.
     _run_single_features(matrix, session, design, keep, report, deadline)
+    chosen = [combination for combination in read_chosen() if levels is None and combination not in matrix.outcomes]
     while time.monotonic() < deadline:
-        drawn = design.draw()
+        drawn = chosen.pop() if chosen else design.draw()
         if drawn is None:
             break
         outcome = session.run(drawn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,17 +44,27 @@ def reference_key(combination: Combination) -> str:
     if combination.has("schedule"):
         levels.append(combination.level("loop"))
     experts = "ep" if combination.has("ep") else "dense"
-    return "-".join([*(like.get(level, level) for level in levels), experts, str(combination.ranks)])
+    return "-".join([*(like.get(level, level) for level in levels), experts, str(combination.data_ranks)])
 
 
 @dataclasses.dataclass
 class PlainReference:
-    """The exact training, the allowed difference of each place, and the gradient of every micro-batch of step 1."""
+    """The exact training, the allowed difference of each place, and the gradient of every micro-batch of step 1.
+
+    Its ranks are those with different samples.
+    """
 
     traces: dict[int, FigureTrace]
     allowed: dict[int, dict[Place, float]]
     # By rank and micro-batch: the gradients of the first step by tensor, before they are averaged.
     shares: dict[tuple[int, int], dict[str, np.ndarray[Any, Any]]]
+
+    def expand_ranks(self, combination: Combination) -> PlainReference:
+        """Return it with the traces of every rank: ranks of a group share one."""
+        data_ranks = {rank: combination.data_rank(rank) for rank in range(combination.ranks)}
+        traces = {rank: self.traces[data_rank] for rank, data_rank in data_ranks.items()}
+        allowed = {rank: self.allowed[data_rank] for rank, data_rank in data_ranks.items()}
+        return PlainReference(traces, allowed, self.shares)
 
 
 def make_reference(combination: Combination) -> PlainReference:
@@ -108,7 +119,7 @@ class _PlainTraining:
         import torch
 
         self._combination = combination
-        self.traces = {rank: FigureTrace() for rank in range(combination.ranks)}
+        self.traces = {rank: FigureTrace() for rank in range(combination.data_ranks)}
         self.shares: dict[tuple[int, int], dict[str, np.ndarray[Any, Any]]] = {}
         self._masters = tiny_model.make_model(combination)
         self._noise = None if perturbation is None else torch.Generator().manual_seed(perturbation)
@@ -124,7 +135,7 @@ class _PlainTraining:
             self._rate_factor += BIAS_CORRECTION * (-1) ** perturbation
         self._place: tuple[int, int] | None = None
         for rank, trace in self.traces.items():
-            watch_modules(self._weights, trace, lambda name, rank=rank: self._find_place(rank, name))
+            watch_modules(self._weights, trace, functools.partial(self._find_place, rank))
 
     def _perturb(self, tensor: torch.Tensor) -> None:
         """Move each element of a tensor by up to a unit in its last place, in a perturbed copy."""
@@ -156,7 +167,7 @@ class _PlainTraining:
     def _gradients(self, step: int) -> dict[str, torch.Tensor]:
         """Return the mean gradients of a step, and note losses and shares."""
         combination = self._combination
-        ranks, micro_steps = combination.ranks, combination.micro_steps
+        ranks, micro_steps = combination.data_ranks, combination.micro_steps
         total: dict[str, torch.Tensor] = {}
         for rank in range(ranks):
             for micro_step in range(micro_steps):
@@ -228,7 +239,7 @@ class _PlainTraining:
         self._weights.eval()
         with torch.no_grad():
             for rank, trace in self.traces.items():
-                batch = tiny_model.make_batch(self._combination, 0, step, rank, self._combination.ranks)
+                batch = tiny_model.make_batch(self._combination, 0, step, rank, self._combination.data_ranks)
                 trace.note(Place(step, "evaluation"), self._loss(batch))
         self._weights.train()
 

@@ -113,8 +113,8 @@ class RankServer:
 class CombinationSession(RankServer):
     """Runs combinations on the installed engines, and compares them with plain training."""
 
-    def __init__(self) -> None:
-        super().__init__("study.compositions.forks")
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__("study.compositions.forks", environment)
         self._known: dict[Combination, CombinationOutcome] = {}
 
     def run(self, combination: Combination) -> CombinationOutcome:

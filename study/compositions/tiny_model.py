@@ -27,7 +27,7 @@ WARMUP_MIN_RATE, WARMUP_STEPS = 2e-3, 2
 # Less than the norm of any step.
 MAX_NORM = 0.25
 LOSS_SCALE = 256.0
-_SAMPLES = 2
+SAMPLES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def make_batch(
     import torch
 
     generator = torch.Generator().manual_seed(1 + rank + 10 * micro_step + 1000 * step)
-    samples = 1 if combination.has("uneven") and rank == ranks - 1 else _SAMPLES
+    samples = 1 if combination.has("uneven") and rank == ranks - 1 else SAMPLES
     tokens = torch.randint(0, size.vocabulary, (samples, size.length), generator=generator)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
@@ -137,8 +137,8 @@ def learning_rate(combination: Combination, step: int, highest: float = LEARNING
         return _warmed_up_rate(combination, step, highest)
     if not combination.has("schedule"):
         return highest
-    # Accelerate counts samples: its schedule advances by the number of ranks in each step.
-    pace = combination.ranks if combination.has("accelerate") else 1
+    # Accelerate counts samples: its schedule advances by the number of ranks with different samples in each step.
+    pace = combination.data_ranks if combination.has("accelerate") else 1
     return highest * _share(pace * (step - 1))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +74,16 @@ class FigureTrace:
             return cls({Place.parse(key): saved[key] for key in saved.files})
 
 
-def watch_modules(model: torch.nn.Module, trace: FigureTrace, find_place: Any) -> None:
-    """Note the outputs of layers, embeddings and head for which `find_place(module name)` is a place."""
+def watch_modules(
+    model: torch.nn.Module,
+    trace: FigureTrace,
+    find_place: Callable[[str], Place | None],
+    complete: Callable[[torch.Tensor], torch.Tensor] = lambda output: output,
+) -> None:
+    """Note the outputs of layers, embeddings and head for which `find_place(module name)` is a place.
+
+    `complete` returns the output for whole samples from that of a rank's part.
+    """
     import torch
 
     def watch(name: str) -> Any:
@@ -84,7 +93,7 @@ def watch_modules(model: torch.nn.Module, trace: FigureTrace, find_place: Any) -
             if place is not None and place not in trace.figures:
                 tensor = output[0] if isinstance(output, tuple) else output
                 if torch.is_tensor(tensor):
-                    trace.note(place, tensor)
+                    trace.note(place, complete(tensor))
 
         return note_output
 

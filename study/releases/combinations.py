@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 
-from study.compositions.answers import look_up_answer, read_matrices
+from study.compositions.answers import look_up_answer, read_matrices, read_other_matrices
 from study.compositions.command import feature_table
 from study.compositions.features import Combination
 from study.compositions.matrix import Matrix
@@ -27,7 +28,7 @@ _WORDS = {
     "pairs": "not tested as a whole",
     "untested": "not tested",
 }
-_HOW = "tested on two CPU ranks, in three steps of a tiny model"
+_HOW = "tested on two to four CPU ranks, in three steps of a tiny model"
 
 
 def judge_features(options: argparse.Namespace) -> int:
@@ -56,7 +57,8 @@ def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
         outcome = _WORDS["error" if only_errors else "wrong"]
         source = "by the causes of `study releases`, which has their sources"
         return FAULTY, [f"{request}: {outcome}: {described}", source]
-    tested = next((matrix for matrix in matrices if _has_releases(matrix, versions)), None)
+    every_matrix = itertools.chain(matrices, read_other_matrices())
+    tested = next((matrix for matrix in every_matrix if _has_releases(matrix, versions)), None)
     if tested is None:
         answer = look_up_answer(options.features, newest)
         nearest = f"with {_stack_text(newest)}: {_WORDS[answer.kind]}: {answer.text}"

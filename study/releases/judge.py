@@ -9,6 +9,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from study.compositions.answers import look_up_answer, read_matrices
+from study.compositions.features import make_combination
+from study.compositions.matrix import Matrix
 from study.config.errors import UserError
 from study.config.strategies import read_strategy
 from study.host.stacks import package_version
@@ -118,9 +121,11 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     notes += _fault_notes(stack, faults, daggered)
     for cause in faults_in_bf16(stack):
         notes.append(f"in bf16 also wrong under {', '.join(cause.strategies)} ({letters[cause.id]})")
+    wrong_combinations = dict(_wrong_combinations(stack))
+    notes += [f"wrong with --features {features}: {title}" for features, title in wrong_combinations.items()]
     if untested:
         notes.append("run: study verify --quick")
-    elif not faults:
+    elif not faults and not wrong_combinations:
         notes.append("no fault found")
         # An upgrade may stop at a release that is worse.
         newer = tested[: tested.index(stack.deepspeed)]
@@ -134,7 +139,26 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     packages = f"deepspeed {stack.deepspeed} with accelerate {stack.accelerate} and torch {stack.torch}"
     text = f"{packages}, {stack.strategy or _EVERY}, {stack.short_precision}: {'; '.join(notes)}"
     text += f" ({DAGGER}: from its source, not from a run)" * (DAGGER in text)
-    return ReleaseVerdict(text, FAULTY if faults else UNTESTED if untested else 0, faults)
+    is_faulty = bool(faults or wrong_combinations)
+    return ReleaseVerdict(text, FAULTY if is_faulty else UNTESTED if untested else 0, faults)
+
+
+def _wrong_combinations(stack: JudgedStack) -> Iterator[tuple[str, str]]:
+    """Yield the stages that train something else in this precision alone, by the runs of combinations, and why."""
+    tested = next((matrix for matrix in read_matrices() if _has_releases(matrix, stack)), None)
+    if tested is None:
+        return
+    precision = {"fp32": [], "bf16": ["bf16"]}[stack.short_precision]
+    for engine in ("zero0", "zero1", "zero2", "zero3"):
+        if stack.strategy in (None, engine):
+            combination = make_combination([engine, *precision])
+            answer = look_up_answer(combination, tested)
+            if answer.kind == "wrong":
+                yield combination.name, answer.text.partition(": ")[2]
+
+
+def _has_releases(matrix: Matrix, stack: JudgedStack) -> bool:
+    return all(is_same_release(matrix.stack[name] or "0", getattr(stack, name)) for name in ("deepspeed", *_PAIRED))
 
 
 def _fault_notes(stack: JudgedStack, faults: Mapping[str, Cause], daggered: set[str]) -> Iterator[str]:

@@ -34,6 +34,7 @@ from study.predictor.hardware import parse_int
 from study.records.directory import find_runs, read_json
 from study.records.schema import RecordError
 from study.releases.causes import GRID, PACKAGES, Cause, find_causes, find_races, known_faults
+from study.releases.judge import UNTESTED
 from study.releases.verdict import Reference, Verdict, reference_precision, trace_at
 from study.sweep.cell import Cell
 from study.sweep.execute import run_cells
@@ -130,9 +131,9 @@ class VerifyRow:
 EPILOG = """\
 Trains a tiny GPT under one process, under DDP and under each strategy, with one and with four micro-batches per step,
 on the installed stack, and compares the loss and gradient norm of every step and the final weights. PASS: they differ
-by no more than rounding. FAIL names strategy, set-up and the known cause. Exit status: 0 PASS, 1 FAIL, 2 if nothing was
+by no more than rounding. FAIL names strategy, set-up and the known cause. Exit status: 0 PASS, 1 FAIL, 3 if nothing was
 compared. --mine runs your program instead, which needs a receipt (docs/receipt.md), and names the first step and tensor
-that differ; its exit status is 3 if the program is not comparable, and 2 if it makes no receipt or fails.
+that differ; its exit status is 2 if the program makes no receipt or fails.
 """
 _MINE_STEPS = 3
 # Flags that choose among this study's trainings.
@@ -172,7 +173,7 @@ def _add_arguments_of_mine(parser: argparse._ArgumentGroup) -> None:
 def run(options: argparse.Namespace, run_mine: Callable[[argparse.Namespace], int]) -> int:
     """Verify the strategies; return exit status 0 if all that can run here agree, and 1 if one diverges.
 
-    It is 2 if no DeepSpeed engine can run here, or if a strategy or an option that the user asked for cannot run.
+    It is 3 if no DeepSpeed engine can run here, or if a strategy or an option that the user asked for cannot run.
     `run_mine` verifies a program of the user's.
     """
     if _requests_mine(options):
@@ -203,7 +204,7 @@ def run(options: argparse.Namespace, run_mine: Callable[[argparse.Namespace], in
         return 1
     # A strategy or an option that the user asked for, and that cannot run here, is not verified.
     unverified = [name for name in verification.unverified if options.only or name not in strategies]
-    return 2 if verification.agrees is None or unverified else 0
+    return UNTESTED if verification.agrees is None or unverified else 0
 
 
 def _requests_mine(options: argparse.Namespace) -> bool:

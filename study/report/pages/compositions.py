@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
 
-from study.compositions.answers import KnownFinding, Verdict, match_known_finding, read_matrices
+from study.compositions.answers import (
+    KnownFinding,
+    Verdict,
+    match_known_finding,
+    read_matrices,
+    read_other_matrices,
+)
+from study.compositions.changes import combinations_to_repeat, find_changes
 from study.compositions.features import read_rows
 from study.compositions.matrix import Matrix
 from study.compositions.session import CombinationOutcome
@@ -21,8 +28,8 @@ _SHOWN = 3
 RECALL = REPOSITORY / "reports" / "compositions" / "replanted.json"
 
 
-def page(matrix: Matrix, recall: dict[str, Any]) -> str:
-    """Return the page of the newest matrix."""
+def page(matrix: Matrix, recall: dict[str, Any], matrices: Sequence[Matrix] = ()) -> str:
+    """Return the page of the newest matrix, and of those with other releases of torch and Accelerate."""
     faults = recall["faults"]
     return render_markdown(
         "compositions.md.j2",
@@ -48,6 +55,7 @@ def page(matrix: Matrix, recall: dict[str, Any]) -> str:
         alarms=sum(row["alarm"] for row in faults),
         recall=_recall_table(faults),
         rows=_feature_table(),
+        others=_others_table(matrix, matrices),
     )
 
 
@@ -82,6 +90,48 @@ def _examples(findings: Sequence[CombinationOutcome]) -> str:
     return examples + f"; {len(ordered) - _SHOWN} more" * (len(ordered) > _SHOWN)
 
 
+def _others_table(newest: Matrix, matrices: Sequence[Matrix]) -> pd.DataFrame:
+    """Return what changes with another release of torch or Accelerate."""
+    return pd.DataFrame(
+        [
+            {
+                "Instead of": _stack_change(newest, matrix)[0],
+                "Release": _stack_change(newest, matrix)[1],
+                "Combinations": len(set(combinations_to_repeat(newest)) & matrix.outcomes.keys()),
+                "Other outcome": sum(1 for _ in find_changes(newest, matrix)),
+                "Which": "; ".join(_changes_text(newest, matrix)) or "\N{EN DASH}",
+            }
+            for matrix in matrices
+        ]
+    )
+
+
+def _stack_change(newest: Matrix, matrix: Matrix) -> tuple[str, str]:
+    """Return the package of another release, once as the newest matrix has it and once as this one has it."""
+    name = next(name for name, version in matrix.stack.items() if version != newest.stack[name])
+    return f"{name} {newest.stack[name]}", f"{name} {matrix.stack[name]}"
+
+
+def _changes_text(newest: Matrix, matrix: Matrix) -> Iterator[str]:
+    """Yield the smallest combinations by what happens to them, and the combinations that are equal now."""
+    changes = list(find_changes(newest, matrix))
+    mended = sorted(change.now.combination.name for change in changes if change.kind == "mended")
+    findings = {change.shown_by.combination: change.shown_by for change in changes if change.shown_by is not None}
+    by_title: dict[str, list[str]] = {}
+    for combination, finding in findings.items():
+        entry = match_known_finding(finding)
+        by_title.setdefault(entry.title if entry is not None else finding.says, []).append(combination.name)
+    for title, names in by_title.items():
+        yield f"{_names_text(names)}: {title}"
+    if mended:
+        yield f"equal: {_names_text(mended)}"
+
+
+def _names_text(names: Sequence[str]) -> str:
+    examples = ", ".join(f"`{name}`" for name in names[:_SHOWN])
+    return examples + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+
+
 def _recall_table(faults: Iterable[dict[str, Any]]) -> pd.DataFrame:
     repositories = {
         "deepspeed": "deepspeedai/DeepSpeed",
@@ -113,7 +163,7 @@ def _feature_table() -> pd.DataFrame:
 def main() -> None:
     """Write the page."""
     recall = json.loads(RECALL.read_text(encoding="utf-8"))
-    PAGE.write_text(page(next(read_matrices()), recall), encoding="utf-8")
+    PAGE.write_text(page(next(read_matrices()), recall, list(read_other_matrices())), encoding="utf-8")
 
 
 if __name__ == "__main__":
