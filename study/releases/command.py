@@ -99,10 +99,8 @@ def releases_text(
     tested = document["tested" if stack.precision == "fp32" else "tested_in_bf16"]
     engine = stack.strategy if stack.strategy in read_rows()["engine"].levels else "zero2"
     combined = f"study releases {stack.deepspeed} --features {engine},accumulation,clipping"
-    more = [
-        f"combinations of features are not in the grid: {combined} (--features list prints all)",
-        *([] if details else ["--details prints all tested releases"]),
-    ]
+    all_releases = "" if details else "; all releases: --details"
+    more = [f"combinations of features are not in the grid: {combined} (all: --features list){all_releases}"]
     changed_costs = []
     if stack.strategy in costs.MEASURED_STRATEGIES:
         changed_costs = costs.later_changes(costs.read_costs(), stack.deepspeed, stack.strategy, stack.short_precision)

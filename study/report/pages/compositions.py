@@ -113,7 +113,7 @@ def _stack_change(newest: Matrix, matrix: Matrix) -> tuple[str, str]:
 
 
 def _changes_text(newest: Matrix, matrix: Matrix) -> Iterator[str]:
-    """Yield the smallest combinations by what happens to them, and the combinations that are equal now."""
+    """Yield the smallest combinations by explanation, and the combinations that are equal now."""
     changes = list(find_changes(newest, matrix))
     mended = sorted(change.now.combination.name for change in changes if change.kind == "mended")
     findings = {change.shown_by.combination: change.shown_by for change in changes if change.shown_by is not None}
