@@ -82,9 +82,10 @@ def run(rank: int, status: "torch.multiprocessing.SimpleQueue") -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("MASTER_PORT", "29526")
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    torch.multiprocessing.spawn(run, (answers,), nprocs=2)
+    # Forks need no imports, and are none of a process that uses a GPU.
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    answers = torch.multiprocessing.get_context(method).SimpleQueue()
+    torch.multiprocessing.start_processes(run, (answers,), nprocs=2, start_method=method)
     right_loss, training_loss, evaluation_loss = answers.get()
     print(
         f"the loss of one sample: {right_loss:.4f} in one process, {training_loss:.4f} on two ranks in training,"

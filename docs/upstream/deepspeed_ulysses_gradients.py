@@ -51,9 +51,10 @@ def run(rank: int, status: "torch.multiprocessing.SimpleQueue") -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("MASTER_PORT", "29524")
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    torch.multiprocessing.spawn(run, (answers,), nprocs=2)
+    # Forks need no imports, and are none of a process that uses a GPU.
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    answers = torch.multiprocessing.get_context(method).SimpleQueue()
+    torch.multiprocessing.start_processes(run, (answers,), nprocs=2, start_method=method)
     found = answers.get()
     print(
         "gradients by stage, in multiples of one process's:", {stage: round(value, 3) for stage, value in found.items()}
