@@ -519,6 +519,32 @@ def test_an_answer_knows_what_lifts_a_finding_and_which_finding_comes_first(
     assert text in answer.text
 
 
+def answer_lines(features: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    stack = next(read_matrices()).stack
+    packages = ["--accelerate", f"{stack['accelerate']}", "--torch", f"{stack['torch']}"]
+    main(["releases", "0.19.8", "--features", features, *packages])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_every_fault_of_a_combination_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    first, *besides, how = answer_lines("zero2,accelerate,schedule,evaluation,ulysses", capsys)
+    assert "wrong: zero2,ulysses: gradients are too large" in first
+    assert [line[:30] for line in besides] == ["besides: the schedule takes a s", "besides: attention sees only t"]
+    assert how.startswith("tested on")
+    assert "besides: zero2,muon,autotp: Muon orthogonalizes" in "\n".join(
+        answer_lines("zero2,muon,autotp,clipping", capsys)
+    )
+
+
+def test_a_combination_that_is_right_names_what_accelerate_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, _ = answer_lines("fsdp1,resume", capsys)
+    assert ": right: " in first
+    assert second.startswith("with Accelerate (--features fsdp1,accelerate,resume): wrong: ")
+    # Nothing where Accelerate is right, too, or is named.
+    assert len(answer_lines("zero2,clipping", capsys)) == 2
+    assert len(answer_lines("fsdp1,accelerate,resume", capsys)) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -544,11 +570,23 @@ def test_a_known_fault_applies_to_no_equal_run() -> None:
         "the optimizer's state is not loaded": set(read_rows()["precision"].levels),
         "attention sees only the rank's part of a sequence in evaluations": {"bf16", "fp32_accumulation"},
     }
-    equal_runs = [run for matrix in read_matrices() for run in matrix.outcomes.values() if run.is_equal]
-    for levels, name in ((run.combination.levels, run.combination.name) for run in equal_runs):
-        for entry in read_known_findings():
-            if entry.verdict == "wrong" and entry.arises_with(levels):
-                assert levels & hidden_with.get(entry.title, set()), (name, entry.title)
+    for matrix in [*read_matrices(), *read_other_matrices()]:
+        faults = [entry for entry in read_known_findings() if entry.verdict == "wrong" and entry.is_in(matrix.stack)]
+        for combination in (run.combination for run in matrix.outcomes.values() if run.is_equal):
+            levels = combination.levels
+            for entry in faults:
+                if entry.arises_with(levels):
+                    assert levels & hidden_with.get(entry.title, set()), (combination.name, entry.title)
+
+
+def test_a_fault_that_a_release_mends_is_in_no_later_stack() -> None:
+    entry = next(entry for entry in read_known_findings() if entry.before == (("torch", "2.11.0"),))
+    assert [entry.is_in({"torch": version}) for version in ("2.6.0", "2.10.0+cu128", "2.11.0", "2.13.0+cpu")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_no_torch_is_imported_for_an_answer() -> None:

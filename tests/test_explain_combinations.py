@@ -11,7 +11,7 @@ import yaml
 
 from study.advisor.explain_case import ProgramSettings, resolve
 from study.advisor.explain_combinations import combination_findings, feature_keys
-from study.advisor.user_settings import Finding, read_user_file
+from study.advisor.user_settings import Finding, known_settings, read_user_file
 from study.cli import main
 from study.compositions.answers import match_known_finding, read_matrices
 from study.compositions.engines import deepspeed_settings
@@ -165,6 +165,44 @@ def test_groups_that_share_samples_are_named_in_a_file_of_accelerate(
     for (kind, message), (expected_kind, text) in zip(findings, expected, strict=True):
         assert kind == expected_kind
         assert message.startswith(text)
+
+
+def test_a_key_of_the_mesh_without_its_prefix_is_dropped_and_makes_no_groups(tmp_path: Path) -> None:
+    engine = tmp_path / "ds.json"
+    engine.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}))
+    launch = tmp_path / "accelerate.yaml"
+    document: dict[str, Any] = {
+        "distributed_type": "DEEPSPEED",
+        "num_processes": 2,
+        "deepspeed_config": {"deepspeed_config_file": str(engine)},
+        "parallelism_config": {"sp_size": 2, "parallelism_config_sp_backend": "deepspeed", "foo": 1},
+    }
+    launch.write_text(yaml.safe_dump(document))
+    findings: list[Finding] = []
+    file = read_user_file(str(launch), findings)
+    assert file.group_sizes == {}
+    dropped = {finding.key: finding.says for finding in findings if finding.kind == "ignored"}
+    assert dropped["sp_size"] == "Accelerate drops it silently; did you mean parallelism_config_sp_size?"
+    assert dropped["foo"] == "Accelerate drops it silently"
+    assert set(dropped) == {"sp_size", "foo"}
+    # What the launcher of Accelerate makes of it.
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_extend_env_parallelism_config
+
+    arguments = launch_command_parser().parse_args(["--config_file", str(launch), "train.py"])
+    arguments, *_ = _validate_launch_command(arguments)
+    environment: Any = prepare_extend_env_parallelism_config(arguments, {})
+    assert environment["PARALLELISM_CONFIG_SP_SIZE"] == "1"
+
+
+def test_the_known_keys_of_the_mesh_are_those_of_accelerates_launcher() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    flags = {action.dest for action in launch_command_parser()._actions}
+    prefix = "parallelism_config_"
+    assert {flag.removeprefix(prefix) for flag in flags if flag.startswith(prefix)} == set(
+        known_settings()["parallelism_config"]
+    )
 
 
 def test_context_parallelism_is_named_in_a_file_of_fsdp(tmp_path: Path) -> None:

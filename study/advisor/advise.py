@@ -519,7 +519,7 @@ def _why_nothing_fits(advice: Advice) -> str:
     return (
         f"nothing fits, and no number of GPUs helps: one sample needs {needed} GiB on its"
         f" rank ({breakdown}) of {rounded(usable / GIB)}; use {', '.join(helps)}, or split its tokens over ranks"
-        " (strategies cp and ulysses_zero1 to ulysses_zero3, which are not predicted)"
+        " (strategies cp and ulysses_zero3, which are not predicted)"
     )
 
 

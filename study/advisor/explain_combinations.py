@@ -37,7 +37,9 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
     releases = f"DeepSpeed {stack['deepspeed']}, Accelerate {stack['accelerate']}"
     for entry in read_known_findings():
         conditions = _conditions(entry, keys)
-        if entry.verdict != "wrong" or conditions is None or not _has_settings(case, entry):
+        if entry.verdict != "wrong" or not entry.is_in(stack):
+            continue
+        if conditions is None or not _has_settings(case, entry):
             continue
         if len(conditions) > _MAX_CONDITIONS:
             continue

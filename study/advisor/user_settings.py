@@ -27,6 +27,7 @@ ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
 SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
 # In the order of torch's ShardingStrategy, from 1.
+_MESH_PREFIX = "parallelism_config_"
 _SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 _JSON_SUFFIXES = (".json", ".jsonc", ".json5", ".hjson")
 _SPACE_OR_COMMENT = re.compile(r"\s+|(?:#|//)[^\n]*|/\*[\s\S]*?\*/")
@@ -481,8 +482,12 @@ def _mesh_sizes(document: Mapping[str, Any], findings: list[Finding]) -> dict[st
     if not document.get("parallelism_config"):
         return {}
     section = _section(document, "parallelism_config", findings)
-    sizes = {key.removeprefix("parallelism_config_"): value for key, value in section.items()}
-    sizes = {key: size for key, size in sizes.items() if key.endswith("_size")}
+    names = {f"{_MESH_PREFIX}{name}": name for name in known_settings()["parallelism_config"]}
+    # Accelerate takes them as flags of its launcher, and has none of another name.
+    for key in [key for key in section if key not in names]:
+        guess = f"did you mean {_MESH_PREFIX}{key}?" if f"{_MESH_PREFIX}{key}" in names else did_you_mean(key, names)
+        findings.append(Finding("ignored", key, f"Accelerate drops it silently; {guess}".rstrip("; ")))
+    sizes = {names[key]: value for key, value in section.items() if key in names and key.endswith("_size")}
     wrong = list(_wrong_values("parallelism_config.", sizes, {key: {"type": "int!# >=1"} for key in sizes}))
     findings += wrong
     return {} if wrong else sizes

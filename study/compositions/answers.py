@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Literal
 
@@ -46,6 +46,8 @@ class KnownFinding:
     unless: tuple[frozenset[str], ...] = ()
     # Settings of a file that it needs besides, as (key, value).
     setting: tuple[tuple[str, str], ...] = ()
+    # Releases from which on it is mended, as (package, release).
+    before: tuple[tuple[str, str], ...] = ()
 
     def explains(self, outcome: CombinationOutcome) -> bool:
         levels = outcome.combination.levels
@@ -58,6 +60,12 @@ class KnownFinding:
     def arises_with(self, levels: Set[str]) -> bool:
         """Whether these features have all that it takes, and none that lifts it."""
         return all(levels & alternatives for alternatives in self.features) and not self.is_lifted(levels)
+
+    def is_in(self, stack: Mapping[str, str | None]) -> bool:
+        """Whether no package of a stack is of a release that mends it."""
+        from study.host.stacks import release_key
+
+        return all(release_key(stack[package] or "0") < release_key(release) for package, release in self.before)
 
     def is_lifted(self, levels: Set[str]) -> bool:
         """Whether these features keep it from arising."""
@@ -75,6 +83,7 @@ def read_known_findings() -> tuple[KnownFinding, ...]:
                 "features": tuple(frozenset(name.split("|")) for name in entry["features"]),
                 "unless": tuple(frozenset(names) for names in entry.get("unless", ())),
                 "setting": tuple(entry.get("setting", {}).items()),
+                "before": tuple(entry.get("before", {}).items()),
             }
         )
         for entry in entries
@@ -93,6 +102,8 @@ class CombinationAnswer:
     kind: Literal["right", "wrong", "error", "by_design", "pairs", "untested"]
     text: str
     stack: dict[str, str | None]
+    # What else is wrong with it, or ends it with an error.
+    besides: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -129,20 +140,19 @@ def _is_lifted(finding: CombinationOutcome, combination: Combination) -> bool:
 
 def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswer:
     """Return the answer of a matrix for a combination."""
-    if combination in matrix.findings:
-        return _finding_answer(matrix.findings[combination], matrix)
     features = set(combination.features)
-    answers = [
-        _finding_answer(finding, matrix)
-        for finding in matrix.findings.values()
-        if features.issuperset(finding.combination.features) and not _is_lifted(finding, combination)
-    ]
-    fault = _find_fault(combination, matrix)
-    if fault is not None:
-        answers.append(CombinationAnswer("wrong", _with_instead(fault.title, fault), matrix.stack))
+    answers: dict[str, CombinationAnswer] = {}
+    # The exact finding first, then one for each explanation.
+    findings = sorted(matrix.findings.values(), key=lambda finding: finding.combination != combination)
+    for finding in findings:
+        is_part = features.issuperset(finding.combination.features)
+        if finding.combination == combination or (is_part and not _is_lifted(finding, combination)):
+            entry = match_known_finding(finding)
+            answers.setdefault(entry.title if entry is not None else finding.says, _finding_answer(finding, matrix))
+    for fault in _find_faults(combination, matrix):
+        answers.setdefault(fault.title, CombinationAnswer("wrong", _with_instead(fault.title, fault), matrix.stack))
     if answers:
-        # An error that ends the training comes before a fault, and a fault before a documented difference.
-        return min(answers, key=lambda answer: _PRECEDENCE.index(answer.kind))
+        return _join_answers(list(answers.values()), is_exact=combination in matrix.findings)
     equal_runs = [outcome.combination for outcome in matrix.outcomes.values() if outcome.is_equal]
     if combination in equal_runs:
         return CombinationAnswer("right", "equal, to rounding, to one process of plain PyTorch", matrix.stack)
@@ -160,8 +170,19 @@ def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswe
     return CombinationAnswer("untested", f"no equal run has {', '.join(missing[:4]) or combination.name}", matrix.stack)
 
 
-def _find_fault(combination: Combination, matrix: Matrix) -> KnownFinding | None:
-    """Return a fault of the matrix that arises with a combination.
+def _join_answers(answers: list[CombinationAnswer], *, is_exact: bool) -> CombinationAnswer:
+    """Return the first answer with the others besides it.
+
+    An error that ends the training comes before a fault, and a fault before a documented difference; the first answer
+    comes first if it is of exactly this combination.
+    """
+    first = answers[0] if is_exact else min(answers, key=lambda answer: _PRECEDENCE.index(answer.kind))
+    besides = tuple(answer.text for answer in answers if answer is not first and answer.kind in ("error", "wrong"))
+    return dataclasses.replace(first, besides=besides)
+
+
+def _find_faults(combination: Combination, matrix: Matrix) -> Iterator[KnownFinding]:
+    """Yield the faults of the matrix that arise with a combination.
 
     An equal run with all of its features may have one more that lifts the fault. Entries that need a setting of a file
     are left to the findings.
@@ -169,8 +190,7 @@ def _find_fault(combination: Combination, matrix: Matrix) -> KnownFinding | None
     for entry in read_known_findings():
         is_found = any(entry.explains(finding) for finding in matrix.findings.values())
         if is_found and entry.verdict == "wrong" and not entry.setting and entry.arises_with(combination.levels):
-            return entry
-    return None
+            yield entry
 
 
 def _with_instead(text: str, entry: KnownFinding | None) -> str:

@@ -91,6 +91,9 @@ def repeat(
             finding = session.reduce(outcome, keep)
             matrix.findings[finding.combination] = finding
             keep(finding)
+    if file is not None:
+        # With the last finding, too.
+        matrix.write(file)
     return True
 
 

@@ -125,7 +125,19 @@ def make_combination(names: Iterable[str]) -> Combination:
 
 
 # Other words for features.
-_ALIASES = {"moe": "ep", "cpu_offload": "optimizer_cpu", "offload": "optimizer_cpu", "nvme": "optimizer_nvme"}
+_ALIASES = {
+    "moe": "ep",
+    "cpu_offload": "optimizer_cpu",
+    "offload": "optimizer_cpu",
+    "nvme": "optimizer_nvme",
+    "context_parallel": "cp",
+    "context_parallelism": "cp",
+    "tensor_parallel": "tp",
+    "tensor_parallelism": "tp",
+    "sequence_parallel": "ulysses",
+    "sequence_parallelism": "ulysses",
+    "sp": "ulysses",
+}
 
 
 def find_row(level: str) -> Row:

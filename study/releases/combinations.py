@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+from collections.abc import Iterator
 
 from study.compositions.answers import look_up_answer, read_matrices, read_other_matrices
 from study.compositions.command import feature_table
@@ -65,7 +66,21 @@ def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
         return UNTESTED, [f"{request}: not tested; {command}", nearest, _HOW]
     answer = look_up_answer(options.features, tested)
     status = _STATUS[answer.kind]
-    return status, [f"{request}: {_WORDS[answer.kind]}: {answer.text}", *[command] * (status == UNTESTED), _HOW]
+    lines = [f"{request}: {_WORDS[answer.kind]}: {answer.text}", *(f"besides: {text}" for text in answer.besides)]
+    lines += [*_with_accelerate(options.features, tested), *[command] * (status == UNTESTED), _HOW]
+    return status, lines
+
+
+def _with_accelerate(combination: Combination, matrix: Matrix) -> Iterator[str]:
+    """Yield what is wrong with Accelerate's loop, if the combination has another one, which is right."""
+    if combination.has("accelerate") or look_up_answer(combination, matrix).kind in ("wrong", "error"):
+        return
+    under_accelerate = combination.replaced("loop", "accelerate")
+    if under_accelerate.conflict is None:
+        answer = look_up_answer(under_accelerate, matrix)
+        if answer.kind in ("wrong", "error"):
+            yield f"with Accelerate (--features {under_accelerate.name}): {_WORDS[answer.kind]}: {answer.text}"
+            yield from (f"besides: {text}" for text in answer.besides)
 
 
 def _check(options: argparse.Namespace) -> None:
