@@ -185,7 +185,7 @@ def test_a_key_of_the_mesh_without_its_prefix_is_dropped_and_makes_no_groups(tmp
     assert dropped["sp_size"] == "Accelerate drops it silently; did you mean parallelism_config_sp_size?"
     assert dropped["foo"] == "Accelerate drops it silently"
     assert set(dropped) == {"sp_size", "foo"}
-    # What the launcher of Accelerate makes of it.
+    # Accelerate's launcher does not pass it on.
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_extend_env_parallelism_config
 

@@ -171,10 +171,9 @@ def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswe
 
 
 def _join_answers(answers: list[CombinationAnswer], *, is_exact: bool) -> CombinationAnswer:
-    """Return the first answer with the others besides it.
+    """Return the first answer, which names the others.
 
-    An error that ends the training comes before a fault, and a fault before a documented difference; the first answer
-    comes first if it is of exactly this combination.
+    Errors precede faults, and faults precede documented differences; an answer of exactly this combination is first.
     """
     first = answers[0] if is_exact else min(answers, key=lambda answer: _PRECEDENCE.index(answer.kind))
     besides = tuple(answer.text for answer in answers if answer is not first and answer.kind in ("error", "wrong"))

@@ -235,12 +235,12 @@ def plant_fault(file: str, name: str) -> None:
 def _described(error: BaseException) -> dict[str, Any]:
     """Return the kind of an error, its message and the innermost line of an engine that it passed."""
     frames = traceback.extract_tb(error.__traceback__)
-    inside = re.compile(rf"/(site|dist)-packages/({'|'.join(_ENGINES)})/")
+    # Installed, or a layer of a stack.
+    inside = re.compile(rf"/(?:site-packages|dist-packages|stacks/[^/]+)/((?:{'|'.join(_ENGINES)})/.+)")
     engines = [frame for frame in frames if inside.search(frame.filename)]
     line = ""
-    if engines:
-        last = engines[-1]
-        line = f"{re.split(r'(?:site|dist)-packages/', last.filename)[-1]}:{last.lineno}"
+    if (place := inside.search(engines[-1].filename if engines else "")) is not None:
+        line = f"{place[1]}:{engines[-1].lineno}"
     message = str(error).strip().splitlines()
     says = f"{type(error).__name__}: {message[0][:300] if message else ''}"
     # An engine raises it itself; other errors happen to it.

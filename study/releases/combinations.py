@@ -72,7 +72,7 @@ def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
 
 
 def _with_accelerate(combination: Combination, matrix: Matrix) -> Iterator[str]:
-    """Yield what is wrong with Accelerate's loop, if the combination has another one, which is right."""
+    """Yield the faults under Accelerate's loop, if the combination has another one, which is right."""
     if combination.has("accelerate") or look_up_answer(combination, matrix).kind in ("wrong", "error"):
         return
     under_accelerate = combination.replaced("loop", "accelerate")
