@@ -167,6 +167,30 @@ def test_groups_that_share_samples_are_named_in_a_file_of_accelerate(
         assert message.startswith(text)
 
 
+def test_the_first_line_says_that_something_else_is_trained_and_what_is_not_modelled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "sequence_parallel_size": 2,
+        "zero_optimization": {"stage": 2},
+    }
+    file.write_text(json.dumps(settings))
+    assert main(["explain", "--world_size", "4", str(file), "gpt2"]) == 0
+    assert (
+        "Trains something else, silently: sequence_parallel_size. Apart from that: without sequence_parallel_size"
+        " (not modelled): peak" in " ".join(capsys.readouterr().out.split())
+    )
+    settings["zero_optimization"] = {"stage": 3}
+    file.write_text(json.dumps(settings))
+    assert main(["explain", "--world_size", "4", str(file), "gpt2"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Without sequence_parallel_size (not modelled): peak" in output
+    assert "Trains something else" not in output
+
+
 def test_a_key_of_the_mesh_without_its_prefix_is_dropped_and_makes_no_groups(tmp_path: Path) -> None:
     engine = tmp_path / "ds.json"
     engine.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}))

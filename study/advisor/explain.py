@@ -15,6 +15,7 @@ from typing import Any
 from study.advisor import predict_command
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
+from study.advisor.explain_combinations import group_keys
 from study.advisor.explain_findings import findings
 from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
@@ -288,13 +289,21 @@ def _excess(memory: MemoryUse, box: Hardware) -> str:
 
 def first_line(case: ConfigCase) -> str:
     """Return what ends a run, then the peak of a rank and whether it fits."""
-    verdict, refused = _verdict(case), [item for item in case.findings if item.kind == "refused"]
-    if refused:
-        keys = ", ".join(dict.fromkeys(item.key for item in refused))
-        verdict = f"Refused by the engine: {keys}. Apart from that: {verdict[0].lower()}{verdict[1:]}"
-    elif wrong := [item.key for item in case.findings if item.rule == "wrong-argument"]:
-        # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler.
-        verdict = f"Ends with an error: {', '.join(wrong)}. Apart from that: {verdict[0].lower()}{verdict[1:]}"
+    verdict = _verdict(case)
+    if groups := [key for _, key in group_keys(case)]:
+        verdict = f"Without {', '.join(groups)} (not modelled): {verdict[0].lower()}{verdict[1:]}"
+    refused = [item.key for item in case.findings if item.kind == "refused"]
+    # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler.
+    wrong_arguments = [item.key for item in case.findings if item.rule == "wrong-argument"]
+    wrong_training = [item.key for item in case.findings if item.rule == "wrong-training" and item.kind == "conflict"]
+    for problem, keys in (
+        ("Refused by the engine", refused),
+        ("Ends with an error", wrong_arguments),
+        ("Trains something else, silently", wrong_training),
+    ):
+        if keys:
+            causes = ", ".join(dict.fromkeys(keys))
+            return f"{problem}: {causes}. Apart from that: {verdict[0].lower()}{verdict[1:]}"
     return verdict
 
 

@@ -62,11 +62,11 @@ def feature_keys(case: ConfigCase) -> dict[str, str]:
         keys["lora"] = ""
     if case.file.deepspeed is not None:
         keys |= dict(_deepspeed(case))
-    return keys | dict(_groups(case))
+    return keys | dict(group_keys(case))
 
 
-def _groups(case: ConfigCase) -> Iterator[tuple[str, str]]:
-    """Yield the features of groups of ranks that share samples."""
+def group_keys(case: ConfigCase) -> Iterator[tuple[str, str]]:
+    """Yield the features of groups of ranks that share samples, each with its setting."""
     sizes = case.file.group_sizes
     if case.file.deepspeed is not None:
         section = case.top.get("tensor_parallel")
