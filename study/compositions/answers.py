@@ -46,7 +46,8 @@ class KnownFinding:
     unless: tuple[frozenset[str], ...] = ()
     # Settings of a file that it needs besides, as (key, value).
     setting: tuple[tuple[str, str], ...] = ()
-    # Releases from which on it is mended, as (package, release).
+    # The first releases that have it, and those that mend it, as (package, release).
+    since: tuple[tuple[str, str], ...] = ()
     before: tuple[tuple[str, str], ...] = ()
 
     def explains(self, outcome: CombinationOutcome) -> bool:
@@ -62,10 +63,12 @@ class KnownFinding:
         return all(levels & alternatives for alternatives in self.features) and not self.is_lifted(levels)
 
     def is_in(self, stack: Mapping[str, str | None]) -> bool:
-        """Whether no package of a stack is of a release that mends it."""
+        """Whether the packages of a stack are of releases that have it."""
         from study.host.stacks import release_key
 
-        return all(release_key(stack[package] or "0") < release_key(release) for package, release in self.before)
+        has_begun = all(release_key(stack[package] or "0") >= release_key(release) for package, release in self.since)
+        is_mended = any(release_key(stack[package] or "0") >= release_key(release) for package, release in self.before)
+        return has_begun and not is_mended
 
     def is_lifted(self, levels: Set[str]) -> bool:
         """Whether these features keep it from arising."""
@@ -83,6 +86,7 @@ def read_known_findings() -> tuple[KnownFinding, ...]:
                 "features": tuple(frozenset(name.split("|")) for name in entry["features"]),
                 "unless": tuple(frozenset(names) for names in entry.get("unless", ())),
                 "setting": tuple(entry.get("setting", {}).items()),
+                "since": tuple(entry.get("since", {}).items()),
                 "before": tuple(entry.get("before", {}).items()),
             }
         )
@@ -124,9 +128,11 @@ def read_matrices() -> Iterator[Matrix]:
 
 
 def read_other_matrices() -> Iterator[Matrix]:
-    """Yield the matrices of other releases of torch and Accelerate."""
-    for file in sorted(OTHER_RESULTS.glob("*.json")):
-        yield Matrix.read(file)
+    """Yield the matrices of other releases of torch and Accelerate, each package's newest release first."""
+    from study.host.stacks import release_key
+
+    files = sorted(OTHER_RESULTS.glob("*.json"), key=lambda file: release_key(file.stem), reverse=True)
+    yield from map(Matrix.read, sorted(files, key=lambda file: file.stem.partition("-")[0], reverse=True))
 
 
 _PRECEDENCE = ("error", "wrong", "untested", "by_design")
