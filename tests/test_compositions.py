@@ -545,6 +545,25 @@ def test_another_release_of_torch_is_answered_by_its_runs(
     assert text in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("accelerate_release", "features", "status"),
+    [
+        ("1.12.0", "fsdp2,accelerate,resume", 1),
+        ("1.14.0", "fsdp2,accelerate,resume", 0),
+        ("1.12.0", "zero3,accelerate,evaluation,ulysses", 0),
+        ("1.14.0", "zero3,accelerate,evaluation,ulysses", 1),
+        ("1.14.0", "fsdp2,accelerate,tied", 1),
+        ("1.14.0", "zero3,autotp", 3),
+    ],
+)
+def test_another_release_of_accelerate_is_answered_by_its_runs(
+    accelerate_release: str, features: str, status: int
+) -> None:
+    words = ["--features", features, "--accelerate", accelerate_release]
+    words += ["--torch", f"{next(read_matrices()).stack['torch']}"]
+    assert main(["releases", "0.19.8", *words]) == status
+
+
 def test_every_fault_of_a_combination_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     first, *besides, how = answer_lines("zero2,accelerate,schedule,evaluation,ulysses", capsys)
     assert "wrong: zero2,ulysses: gradients are too large" in first
@@ -600,6 +619,8 @@ def test_a_known_fault_applies_to_no_equal_run() -> None:
 
 def test_a_fault_that_a_release_mends_is_in_no_later_stack() -> None:
     entry = next(entry for entry in read_known_findings() if entry.before == (("torch", "2.11.0"),))
+    begun = next(entry for entry in read_known_findings() if entry.since)
+    assert [begun.is_in({"accelerate": version}) for version in ("1.12.0", "1.13.0", "1.15.0")] == [False, True, True]
     assert [entry.is_in({"torch": version}) for version in ("2.6.0", "2.10.0+cu128", "2.11.0", "2.13.0+cpu")] == [
         True,
         True,
