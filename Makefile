@@ -91,7 +91,7 @@ readme: install
 claims: install
 	$(BIN)/python -m study.claims.page
 
-# docs/releases.md, docs/compositions.md, study/releases/grid.json and reports/releases/causes.md from the records there, the bare control and study/releases/causes.yaml.
+# docs/releases.md, docs/compositions.md, docs/restored_faults.md, study/releases/grid.json and reports/releases/causes.md from the records there, the bare control and study/releases/causes.yaml.
 # The report is made first where runs are named: make releases RUNS=runs
 releases: install
 	$(if $(RUNS),$(BIN)/study report releases --runs_dir $(RUNS))

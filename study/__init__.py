@@ -6,11 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Receipt", "ReceiptCallback"]
+__all__ = ["LightningReceiptCallback", "Receipt", "ReceiptCallback"]
 # They import torch, which the commands do without: found at their first use.
-_MODULES = {"Receipt": "study.receipt.session", "ReceiptCallback": "study.receipt.callback"}
+_MODULES = {
+    "LightningReceiptCallback": "study.receipt.lightning_callback",
+    "Receipt": "study.receipt.session",
+    "ReceiptCallback": "study.receipt.callback",
+}
 
 if TYPE_CHECKING:
+    LightningReceiptCallback: Any
     Receipt: Any
     ReceiptCallback: Any
 

@@ -91,7 +91,7 @@ COMMANDS = {
     "advise": Command(
         "recommend a strategy and its settings for a model on given hardware",
         "advisor.advise_command",
-        extras=(("nearest", "predictor.validation:describe_nearest"), _READ_RUN),
+        extras=(("nearest", "predictor.nearest:describe_nearest"), _READ_RUN),
     ),
     "predict": Command(
         "predict memory, communication and step time of a strategy", "advisor.predict_command", extras=(_READ_RUN,)
@@ -156,6 +156,19 @@ COMMANDS = {
         epilog="SHELL_EPILOG",
     ),
 }
+# A complete command, for a request that lacks arguments; advise and predict have their own.
+_EXAMPLES = {
+    "explain": "study explain ds.json llama-3.1-8b --hardware 8xH100",
+    "configs": "study configs mine zero3",
+    "run": "study run laptop",
+    "status": "study status laptop",
+    "report": "study report laptop",
+    "virtual": "study virtual --strategy zero3 --world_size 64",
+    "prepare": "study prepare releases",
+    "weights": "study weights laptop",
+    "receipt": "study receipt receipt.json",
+    "completion": "study completion bash",
+}
 
 
 def build_parser(names: Iterable[str]) -> tuple[Parser, argparse._SubParsersAction[Any]]:
@@ -165,10 +178,12 @@ def build_parser(names: Iterable[str]) -> tuple[Parser, argparse._SubParsersActi
         description="DeepSpeed ZeRO on Accelerate: advice, predictions, studies, verdicts on published claims.",
         allow_abbrev=False,
     )
+    parser.example = "study advise llama-3.1-8b --hardware 8xH100"
     parser.add_argument("--version", action="version", version=f"zero-study {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         command_parser = subparsers.add_parser(name, help=command.help, allow_abbrev=False)
+        command_parser.example = _EXAMPLES.get(name, "")
         if name in names:
             command.add_arguments(command_parser)
     return parser, subparsers

@@ -4,6 +4,7 @@ import inspect
 import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ __all__ = ["get_run"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell's job in the background ignores it, and so would every process that a test ends with Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
         # The tests run ranks on CPU cores. The driver reads this at its first use, which no import above causes.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -14,10 +14,15 @@ def drawn_questions(count: int) -> Iterator[list[str]]:
         "precision": ("bf16", "fp32"),
         "gradient_checkpointing": ("on", "off"),
         "global_batch_size": ("32", "64", "128"),
+        "micro_batch": ("1", "2", "3"),
+        "accumulation": ("1", "4"),
+        "optimizer": ("adamw_8bit", "paged_adamw_8bit", "lion", "adafactor"),
         "attn_implementation": ("eager", "flash_attention_2"),
         "loss_kernel": ("liger", "flash"),
         "host_memory": ("16", "64"),
         "network_gb_per_s": ("1", "12.5"),
+        "host_gb_per_s": ("1.9", "150"),
+        "bus_gb_per_s": ("0.8", "20"),
         "lora_rank": ("8", "16"),
     }
     models = (
@@ -32,7 +37,7 @@ def drawn_questions(count: int) -> Iterator[list[str]]:
     hardware = ("1x4090", "2x4090", "4xA100-40", "8xH100", "2x8xH100", "2xA10", "8xL4")
     for _ in range(count):
         words = [draw.choice(models), "--hardware", draw.choice(hardware)]
-        for name in draw.sample(sorted(choices), draw.randint(0, 3)):
+        for name in draw.sample(sorted(choices), draw.randint(0, 4)):
             words += ["--peft", "lora"] if name == "lora_rank" else []
             words += [f"--{name}", draw.choice(choices[name])]
         yield words

@@ -20,17 +20,20 @@ from forked import fork_script
 from study.cli import main
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
-from study.predictor.activations import predict_activations
 from study.predictor.communication import predict_payload
 from study.predictor.hardware import ANY_DEVICE, CPU_CORE, Hardware, box_of_ranks, to_box
-from study.predictor.live_trace import build_meta_model, trace_activations
 from study.predictor.lora_targets import DEFAULT_TARGETS
 from study.predictor.losses import LossKernel, logit_bytes
 from study.predictor.memory import device_snapshots, predict_memory
+from study.predictor.micro_batch import predict_activations
+from study.predictor.models import model_shape
+from study.predictor.nearest import describe_nearest
 from study.predictor.request import Request
-from study.predictor.shape import model_shape, shape_of_architecture, with_adapters
+from study.predictor.shape import with_adapters
 from study.predictor.state import adapter_units, flat_units, predict_state
-from study.predictor.validation import describe_nearest, fit, published_rows
+from study.predictor.table_shape import shape_of_architecture
+from study.predictor.traced_request import build_meta_model, trace_activations
+from study.predictor.validation import fit, published_rows
 from study.report.pages import prediction as report
 
 TINY = "layers={},hidden=64,heads=2,key_value_heads=2,vocabulary=64,inner=128"
@@ -387,15 +390,26 @@ def test_published_adapters_have_the_predicted_peaks_and_count_in_no_interval_an
     extremes = both.pop("adapters_step_s")
     assert both == without
     assert extremes["low"] < 1 < extremes["high"]
-    # Their excess led to the rules of memory; their times led to none.
+    # Their excess led to the rules of memory and of the adapters' operators.
     assert set(adapted["use_memory"]) == {"fit"}
+    assert set(adapted["use"]) == {"rule"}
     kinds = report.kinds_table(frame).set_index(["kind", "figure"])
     peaks, steps = (kinds.xs(figure, level="figure") for figure in ("peak memory", "step time"))
     assert peaks.loc["QLoRA, FSDP1", ["rows", "held out"]].tolist() == [15, "no"]
     held_out = peaks[peaks["held out"] == "yes"]
-    assert held_out.index.tolist() == ["full training", "full training, offload"]
+    assert held_out.index.tolist() == [
+        "full training, torch",
+        "full training, FSDP",
+        "full training, DeepSpeed",
+        "full training, DeepSpeed with offload",
+    ]
+    # The same rows as in the benchmark, whose figures the README has.
+    assert peaks["rows"].head(4).tolist() == [26, 50, 19, 8]
     assert held_out["rows"].sum() == (frame["peak_error"].notna() & (frame["use_memory"] == "score")).sum()
-    assert set(steps["held out"]) == {"yes"}
+    assert steps[steps["held out"] == "yes"].index.tolist() == held_out.index.tolist()
+    # On one GPU their times are within 6 %, unless the page computes in fp32 next to its 4-bit layers.
+    lora = adapted[~adapted["name"].str.contains("QLoRA") & (adapted["strategy"] == "single")]
+    assert lora["step_error"].abs().max() < 0.06
     # The peaks of 22 runs are there by torch's allocator and by nvidia-smi.
     twice = frame["source"].str.endswith("-nvidia-smi").sum()
     assert report.measured_peaks(frame) == {"peaks": held_out["rows"].sum(), "runs": held_out["rows"].sum() - twice}
@@ -423,3 +437,16 @@ def test_a_request_with_adapters_is_near_published_runs_with_adapters() -> None:
     assert len([line for line in lines if line.startswith("similar measurement") and "LoRA" in line]) == 3
     plain = dataclasses.replace(request, shape=model_shape("mistral-7b"))
     assert not any("LoRA" in line for line in describe_nearest(plain))
+
+
+def test_records_of_a_gpu_and_of_processes_without_one_are_named_apart() -> None:
+    box, strategy = to_box("4xA100"), read_strategy("zero2")
+    request = Request(model_shape("gpt2-xl"), strategy, box, 1024, 1, 1, "bf16", False, "sdpa")
+    records = [line for line in describe_nearest(request) if line.startswith("similar record")]
+    gpu_lines = [line for line in records if ", a GPU: " in line]
+    cpu_lines = [line for line in records if ", processes without a GPU: " in line]
+    assert len(records) == 3
+    assert len(gpu_lines) == len(cpu_lines) == 1
+    assert gpu_lines[0].endswith("(reports/gpu)")
+    assert "s per step" in gpu_lines[0]
+    assert "(reports/gpu)" not in cpu_lines[0]

@@ -21,15 +21,19 @@ from study.advisor.explain_findings import request_findings
 from study.cli import main
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import read_strategy
-from study.predictor.activations import predict_activations, trace
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import CPU_CORE, box_of_ranks, to_box
 from study.predictor.live import LiveShape, live_shape
-from study.predictor.live_trace import quiet, trace_activations
+from study.predictor.live_trace import quiet
 from study.predictor.memory import predict_memory
+from study.predictor.micro_batch import predict_activations
+from study.predictor.models import model_shape
 from study.predictor.request import Request, request_for
-from study.predictor.shape import model_shape, shape_of_architecture, with_adapters
+from study.predictor.shape import with_adapters
 from study.predictor.state import predict_state
+from study.predictor.table_shape import shape_of_architecture
+from study.predictor.traced_activations import trace
+from study.predictor.traced_request import trace_activations
 from study.predictor.zero3_gathers import module_call_order, simulate_gathers
 from tools.architectures import CLASSIFIERS, CONFIGS, OUTPUT, STRATEGIES, TEXT, WITHOUT_FSDP, compare, page
 
@@ -96,7 +100,7 @@ def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3"])
-def test_a_family_of_the_table_is_equal_to_its_trace(model_type: str) -> None:
+def test_a_find_family_the_table_is_equal_to_its_trace(model_type: str) -> None:
     sizes = FAMILIES[model_type]
     names = ("vocab_size", "n_embd", "n_head", "n_layer") if model_type == "gpt2" else sizes
     document = {name: sizes[name] for name in names}
@@ -236,7 +240,7 @@ def test_an_expert_s_gather_and_an_fsdp2_refusal_are_named(capsys, tmp_path) -> 
 
 
 def test_files_are_read_as_they_are_published(tmp_path: Path) -> None:
-    """Of later T5s from_pretrained leaves the head untied; Kimi K2 names DeepSeek's class; sizes listed by layer."""
+    """The head of later T5s stays untied in from_pretrained; Kimi K2 names DeepSeek's class; sizes listed by layer."""
     tied, untied = read_shape("t5"), read_shape("t5", tie_word_embeddings=False)
     assert [param.name for param in untied.params] == [*(param.name for param in tied.params), "lm_head.weight"]
     document = {**CONFIGS["llava"], "model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
@@ -336,3 +340,12 @@ def test_of_composite_configs_the_part_that_is_trained_is_counted(tmp_path, caps
             document = transformers.CONFIG_MAPPING[kind]().to_dict()
         request = make_request(live_shape(kind, json.loads(json.dumps(document, default=str))), "zero3")
         assert trace(request).missing is None
+
+
+def test_a_class_for_images_of_any_size_is_traced_with_usual_ones_and_says_so() -> None:
+    sizes = {"num_channels": 3, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    document = {"model_type": "resnet", "architectures": ["ResNetForImageClassification"], **sizes}
+    unset, written = live_shape("resnet", document), live_shape("resnet", document | {"image_size": 224})
+    assert unset.document == written.document
+    assert any("224 x 224" in note for note in unset.notes())
+    assert not any("224 x 224" in note for note in written.notes())

@@ -17,7 +17,7 @@ from study.config.errors import Unsupported
 from study.config.strategies import read_strategy
 from study.engine.audit import audit, read_fsdp
 from study.metrics.inventory import fsdp_groups
-from study.predictor.shape import model_shape
+from study.predictor.models import model_shape
 
 GPT = ("--task", "gpt-wikitext")
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from scipy import stats
 
-from study.autopsy.contrasts import FILE, Autopsy, read_sessions
+from study.autopsy.contrasts import FILE, Autopsy, read_arms, read_sessions
 from study.autopsy.design import AA, CORRECTED, FACTORIAL, LETTERS, PRINTED, RESPONSES, SCALES, SEEDS, plan
 from study.autopsy.page import build
 from study.autopsy.run import MARK, SESSIONS, missing, open_folder, run_sessions
@@ -95,6 +95,17 @@ def test_planted_effects_are_found_and_separate_from_the_order() -> None:
     # The shares lead from the listing to the corrected protocol in both orders.
     assert fit.printed().mean() + sum(shares.values()) == pytest.approx(fit.corrected().mean())
     assert fit.printed() == pytest.approx(synthetic(planted).cell_gaps("eval_loss", "factorial", PRINTED))
+
+
+def test_an_effect_whose_corrected_p_is_not_significant_has_no_sign() -> None:
+    effect = synthetic(planted).effects["eval_loss"][LETTERS.index("W")]
+    assert (effect.is_significant, effect.outcome) == (True, "+")
+    assert effect.ratio.low is not None
+    assert effect.ratio.low > 1
+    unsure = dataclasses.replace(effect, p=0.0625)
+    assert (unsure.is_significant, unsure.outcome) == (False, "?")
+    order = {item.letter: item for item in Autopsy(read_arms(COMMITTED)).effects["eval_loss"]}["O"]
+    assert (order.p, order.outcome) == (pytest.approx(0.0625), "?")
 
 
 def test_the_minimum_detectable_effect_is_found_in_four_of_five_studies() -> None:

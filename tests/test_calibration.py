@@ -17,8 +17,8 @@ from study.host.memory import GIB
 from study.predictor.calibration import MeasuredRun, PredictedRun, check_run, check_setup, make_correction
 from study.predictor.hardware import to_box
 from study.predictor.memory import predict_memory
+from study.predictor.models import model_shape
 from study.predictor.request import Request
-from study.predictor.shape import model_shape
 from study.predictor.time import SINGLE_ERROR, estimate, max_offload_slowdown, predict_time
 from study.predictor.validation.setups import held_out_pairs, medians_by_page
 from study.receipt.changes import list_changes
@@ -144,12 +144,14 @@ def test_a_run_of_another_setup_is_an_error(changes: dict[str, Any], what: str) 
     check_setup(MeasuredRun("a", REQUEST, 1.0), dataclasses.replace(OTHER, sequence_length=512))
 
 
-@pytest.mark.parametrize(("figure", "most"), [("step", 0.10), ("peak", 0.05)])
-def test_one_measured_configuration_of_a_page_improves_the_others(figure: str, most: float) -> None:
+# Of steps one run corrects less since the operators of adapters are predicted, which two of these pages lacked alike:
+# the mean of pages goes from 9.8 to 9.0 %, the median page stays (reports/prediction).
+@pytest.mark.parametrize(("figure", "most", "fraction"), [("step", 0.10, 0.95), ("peak", 0.05, 0.9)])
+def test_one_measured_configuration_of_a_page_improves_the_others(figure: str, most: float, fraction: float) -> None:
     pairs = held_out_pairs(figure)
     before, after = (medians_by_page(pairs, before=is_before) for is_before in (True, False))
     assert len(after) >= 10
-    assert sum(after.values()) < 0.9 * sum(before.values())
+    assert sum(after.values()) < fraction * sum(before.values())
     assert sum(after.values()) / len(after) < most
 
 

@@ -28,6 +28,7 @@ from study.cli import main
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.records.frames import Records, read_parquet
+from study.records.statistics import all_differences
 
 ANSWERS = ("holds", "fails", "inside noise", "disputed", "not judged")
 FALSE = ("does not hold", "contradicts itself")
@@ -114,7 +115,32 @@ def test_timed_and_trained_checks_are_corrected_as_one_family(full_board: Scoreb
                 assert (alone.answer == "inside noise") == (alone.p > 0.05), check.shows
                 assert (result.answer == "inside noise") == (result.p > 0.05), check.shows
                 answers.add((judged.claim.id, alone.answer, result.answer))
-    assert {("S3-04", "fails", "inside noise"), ("S2-01", "fails", "fails")} <= answers
+    assert {("S1-10", "fails", "inside noise"), ("S2-01", "fails", "fails")} <= answers
+
+
+def test_the_same_runs_are_not_significant_in_a_report_and_inside_noise_here(full_board: Scoreboard) -> None:
+    """A report asks whether two strategies differ, so these are the checks whose limit is an equal figure."""
+    evidence, compared = Evidence(REPORTS), set()
+    for judged in full_board.judged:
+        for check, result in zip(judged.claim.checks, judged.results, strict=True):
+            numbers = check.numbers
+            is_of_equality = check.form == "paired" and 1 in (check.region.low, check.region.high)
+            if result.p is None or not is_of_equality or "over_where" in numbers:
+                continue
+            report, task, strategy, over = (str(numbers[name]) for name in ("report", "task", "strategy", "over"))
+            pair = evidence.pair(report, task, strategy, over, str(numbers.get("where", "")))
+            assert pair.workload is not None
+            arms = (pair.treatment["arm"].iloc[0], pair.control["arm"].iloc[0])
+            difference = all_differences(pair.workload, str(numbers["figure"]))[arms]
+            assert difference.is_significant == (result.answer != "inside noise"), (judged.claim.id, check.shows)
+            compared.add((judged.claim.id, result.answer))
+    assert {("S2-03", "fails"), ("S2-12", "inside noise"), ("S3-04", "fails"), ("S3-06", "holds")} <= compared
+
+
+def test_a_minimum_and_a_maximum_are_not_printed_as_an_interval() -> None:
+    assert Figure(1, 0.9, 1.2).spread == " [0.9, 1.2]"
+    assert Figure(1, 0.9, 1.2, is_range=True).spread == " (minimum 0.9, maximum 1.2)"
+    assert Figure(1, 1, 1, is_range=True).spread == ""
 
 
 def test_a_test_that_two_claims_share_counts_once_in_the_family() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from scipy import special
 from test_claims import OUTCOMES
 
 from study.claims.agreement import FINDINGS, READINGS, agreement, compare, read_answers, store, stored_comparison
@@ -20,6 +21,7 @@ from study.claims.scoreboard import JudgedClaim, Scoreboard
 from study.claims.verdicts import PROXY, CheckResult, combine
 from study.cli import main
 from study.config.errors import UserError
+from study.records.shares import share_interval, share_text
 
 CLAIMS = 82
 
@@ -187,6 +189,17 @@ def test_kappa_and_its_interval_are_those_of_textbooks() -> None:
     )
     assert agreement([("holds", "holds")] * 20).interval == pytest.approx((0.8316, 1), abs=1e-4)
     assert agreement([("holds", "undecided")] * 20).interval == pytest.approx((0, 0.1684), abs=1e-4)
+
+
+@pytest.mark.parametrize("trials", [1, 10, 88, 314])
+def test_the_interval_of_a_share_is_that_of_the_beta_distribution(trials: int) -> None:
+    for successes in sorted({0, 1, trials // 3, trials - 1, trials}):
+        failures = trials - successes
+        low = special.betaincinv(successes, failures + 1, 0.025) if successes else 0
+        high = special.betaincinv(successes + 1, failures, 0.975) if failures else 1
+        assert share_interval(successes, trials) == pytest.approx((low, high), abs=1e-12)
+    assert share_text(7, 10) == "7 of 10 (35% to 93%)"
+    assert share_text(0, 0) == "0 of 0"
 
 
 def test_an_entry_that_a_reading_mended_keeps_the_agreement_of_its_day(full_board, tmp_path):

@@ -145,6 +145,7 @@ def test_a_pretended_release_is_run_until_the_time_is_over(tmp_path: Path) -> No
     assert status == 3
     assert "newer than the stored matrix: deepspeed 99.0" in out
     assert "were not run: the time was over" in (tmp_path / "changes.md").read_text()
+    assert (tmp_path / "newer.txt").read_text() == "deepspeed 99.0\n"
     status, _, error = watch("--runs_dir", str(tmp_path), "--pretend", "deepspeed=99.1", "--minutes", "0.001")
     assert status == 2
     assert "has runs of another stack" in error
@@ -157,3 +158,23 @@ def test_the_workflow_runs_the_tool_and_reports_in_a_job_that_runs_no_package() 
     assert "permissions" not in jobs["watch"]
     assert jobs["report"]["permissions"] == {"issues": "write"}
     assert "pip" not in str(jobs["report"])
+
+
+def test_the_workflow_opens_one_issue_for_the_same_releases(tmp_path: Path) -> None:
+    text = (REPOSITORY / ".github" / "workflows" / "combinations.yml").read_text(encoding="utf-8")
+    script = yaml.safe_load(text)["jobs"]["report"]["steps"][-1]["run"]
+    # Stands for GitHub's command line: it lists and appends titles of a file.
+    gh = tmp_path / "gh"
+    gh.write_text('#!/bin/sh\ncase "$2" in list) cat issues;; create) echo "$6" >> issues;; esac\n')
+    gh.chmod(0o755)
+    issues = tmp_path / "issues"
+    issues.write_text("Combinations change with deepspeed 99\n")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "GITHUB_REPOSITORY": "owner/name"}
+    for newer in ("deepspeed 99.0, torch 9.1+cpu", "deepspeed 99.0, torch 9.1+cpu", "$(touch made) `touch made`"):
+        (tmp_path / "newer.txt").write_text(newer + "\n")
+        subprocess.run(["bash", "-eo", "pipefail", "-c", script], cwd=tmp_path, env=environment, check=True)
+    assert issues.read_text().splitlines()[1:] == [
+        "Combinations change with deepspeed 99.0, torch 9.1+cpu",
+        "Combinations change with touch made touch made",
+    ]
+    assert not (tmp_path / "made").exists()

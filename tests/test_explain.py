@@ -28,9 +28,10 @@ from study.config.strategies import read_strategy
 from study.predictor.communication import predict_payload
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks, to_box
 from study.predictor.memory import predict_memory
+from study.predictor.models import model_shape
 from study.predictor.request import Request
-from study.predictor.shape import model_shape, shape_of_architecture
 from study.predictor.state import persistent_params, predict_state, sub_groups
+from study.predictor.table_shape import shape_of_architecture
 from study.predictor.time import predict_time
 from study.predictor.zero3_gathers import simulate_gathers
 from study.releases.causes import least_sound_release
@@ -55,13 +56,14 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
 
 
 def fsdp(**settings: Any) -> dict[str, Any]:
-    return {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 4, "fsdp_config": settings}
+    wrapped = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **settings}
+    return {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 4, "fsdp_config": wrapped}
 
 
 def name_findings(case: ConfigCase) -> dict[str, str]:
     """Return the findings without what test_what_an_expert_says checks."""
-    found = [item for item in findings(case) if item.rule not in EXPERTS]
-    return {f"{item.kind} {item.key.removeprefix(f'{ZERO}.')}": item.says for item in found}
+    others = [item for item in findings(case) if item.rule not in EXPERTS]
+    return {f"{item.kind} {item.key.removeprefix(f'{ZERO}.')}": item.says for item in others}
 
 
 def test_boundaries_of_thresholds_buckets_saving_and_sub_groups(tmp_path: Path) -> None:
@@ -241,6 +243,7 @@ def test_explain_refuses_the_values_and_keys_that_deepspeed_refuses(place: str, 
         except Exception as raised:
             error = raised
         later = {"optimizer.type", f"{ZERO}.compute_grad_norm", f"{ZERO}.legacy_stage1"}
+        later |= {f"{kind}.{kind}_master_weights_and_grads" for kind in ("bf16", "fp16")}
         later |= {f"{ZERO}.{what}.nvme_path" for what in OFFLOADS} | {f"{ZERO}.offload_param.buffer_size"}
         case = make_case(tmp_path, document, "gpt-tiny", 1)
         refusals = [
@@ -284,6 +287,16 @@ def test_what_an_expert_says(document: dict[str, Any], name: str, says: str, tmp
     good = {**zero(3, stage3_gather_16bit_weights_on_model_save=True), "gradient_clipping": 0}
     good["bf16"] = {"enabled": True, "check_grad_overflow": False}
     assert {finding.rule for finding in findings(make_case(tmp_path, good))} & EXPERTS == {"resume"}
+
+
+def test_fsdp_with_accumulation_says_how_large_its_whole_gradients_are(tmp_path: Path) -> None:
+    accumulated, plain = (
+        make_case(tmp_path, fsdp(fsdp_version=2), LLAMA_8B, 8, accumulation=steps) for steps in (4, 1)
+    )
+    (note,) = [finding for finding in findings(accumulated) if finding.rule == "whole-gradients"]
+    # 8.03 B gradients of 2 bytes.
+    assert "the gradients stay whole, 15.0 GiB a rank" in note.says
+    assert "whole-gradients" not in {finding.rule for finding in findings(plain)}
 
 
 @pytest.mark.parametrize("entry", yaml.safe_load((ROOT / "tests/data/explain_findings.yaml").read_text()))
@@ -331,7 +344,7 @@ def test_fsdp_has_its_offload_in_host_memory_and_loads_the_weights_once_by_accel
 def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:  # noqa: PLR0914
     """Version 1's root keeps the embedding, the last norm and the head gathered, and their gradients until the end; of
     version 2's groups, as Accelerate makes them, an untied head is reduced first."""
-    cases = [  # version, vocabulary, tokens, checkpoints, micro-batches, bf16, keeps weights gathered, tied
+    wrapped = [  # version, vocabulary, tokens, checkpoints, micro-batches, bf16, keeps weights gathered, tied
         # Logits, layers, recomputed layers, and the root decide the peak.
         (1, 2000, 64, False, 1, False, False, True),
         (1, 200, 64, False, 2, True, False, True),
@@ -345,12 +358,31 @@ def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:  # noqa: PLR09
         (2, 200, 4, False, 1, False, True, True),
         (2, 200, 8, True, 2, False, True, True),
     ]
+    # As Accelerate's default, without a policy for the layers: all weights and gradients are there at the end of the
+    # backward pass.
+    unwrapped = [
+        (1, 200, 64, False, 1, False, False, True),
+        (1, 200, 4, False, 2, True, False, True),
+        (1, 2000, 4, False, 1, True, False, False),
+        (1, 200, 64, False, 1, True, False, True),
+        (1, 200, 4, True, 2, False, True, True),
+        (2, 200, 64, False, 1, False, False, True),
+        (2, 200, 4, False, 1, True, False, True),
+        (2, 200, 4, False, 2, True, False, False),
+        (2, 2000, 4, True, 1, False, False, False),
+        (2, 200, 64, False, 1, True, False, True),
+        (2, 2000, 64, True, 1, True, False, False),
+        (2, 200, 4, False, 2, False, True, False),
+        (2, 200, 4, True, 1, False, False, True),
+        (2, 200, 4, False, 1, True, False, False),
+    ]
+    cases = [(*case, False) for case in wrapped] + [(*case, True) for case in unwrapped]
     probe = [ROOT / "tests/probes/fsdp_rank.py", json.dumps(cases)]
     done = fork_script(*probe, folder=ROOT, environment=os.environ, read_at_import={})  # type: ignore[arg-type]
     measured = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS")]
     assert len(measured) == len(cases), done.stderr[-2000:]
     for case, rank in zip(cases, measured, strict=True):
-        version, vocabulary, tokens, checkpoints, micro_batches, is_bf16, keeps, tied = case
+        version, vocabulary, tokens, checkpoints, micro_batches, is_bf16, keeps, tied, is_unwrapped = case
         sizes = {"vocab_size": vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
         request = Request(
             shape_of_architecture("gpt2", "gpt2", sizes | {"tie_word_embeddings": tied}),
@@ -365,6 +397,7 @@ def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:  # noqa: PLR09
             autocast=False,
             fsdp_version=version,
             fsdp_keeps_gathered=keeps,
+            fsdp_unwrapped=is_unwrapped,
         )
         state = predict_state(request, unreduced=False)
         assert (state.params_device, state.optimizer_device) == (rank["params"], rank["optimizer"])
@@ -468,10 +501,10 @@ def test_explain_matches_the_measured_settings(probe: dict[str, Any], tmp_path: 
         "the guide's settings and AdamW": "noted zero_force_ds_cpu_optimizer",
     }
     case = make_case(tmp_path, probe["given"])
-    found, by_the_file = name_findings(case), probe["name"] not in program_errors
+    names, by_the_file = name_findings(case), probe["name"] not in program_errors
     is_refused = bool(probe["error"]) and by_the_file and not probe["name"].startswith("pipeline")
-    assert any(finding.startswith("refused") for finding in found) == is_refused
-    assert by_the_file or program_errors[probe["name"]] in found
+    assert any(finding.startswith("refused") for finding in names) == is_refused
+    assert by_the_file or program_errors[probe["name"]] in names
     for setting, expected in () if is_refused else probe["says"].items():
         if setting in ("bf16_enabled", "fp16_enabled"):
             assert case.request.precision == f"{setting[:4]}-engine"

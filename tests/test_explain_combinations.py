@@ -10,13 +10,14 @@ import pytest
 import yaml
 
 from study.advisor.explain_case import ProgramSettings, resolve
-from study.advisor.explain_combinations import combination_findings, feature_keys
+from study.advisor.explain_combinations import ENDS_WITH_ERROR, combination_findings, feature_keys
 from study.advisor.user_settings import Finding, known_settings, read_user_file
 from study.cli import main
 from study.compositions.answers import match_known_finding, read_matrices
 from study.compositions.engines import deepspeed_settings
 from study.compositions.features import Combination, make_combination
-from study.predictor.shape import model_shape, with_adapters
+from study.predictor.models import model_shape
+from study.predictor.shape import with_adapters
 
 MATRIX = next(read_matrices())
 # Features that a file does not show: `study explain` names them as conditions, or not at all.
@@ -60,8 +61,8 @@ def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_p
         assert findings[0].key in str(read_keys(deepspeed_settings(combination, tmp_path))) or combination.has("muon")
         (conditional if findings[0].kind == "noted" else certain).add(entry.title)
     assert certain == {
-        "the model starts with transposed matrices",
-        "weights become NaN",
+        "ZenFlow at stages 1 and 2 transposes the model's matrices before training",
+        "weights become NaN with ZenFlow at stage 3",
         "stage 0 in bf16 takes a step with gradients of zero before training",
         "clipping judges by the norm of Muon's updates",
         "gradients of weights that AdamW steps with Muon are lost",
@@ -71,10 +72,48 @@ def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_p
         "hpZ gathers layers from a rank with another part of them",
     }
     assert conditional == {
-        "the checkpoint does not restore the weights",
+        "the checkpoint does not restore the weights with the optimizer on NVMe",
         "after a checkpoint is loaded frozen weights are the old ones",
         "gradients of different experts are mixed",
     }
+
+
+def test_combinations_that_end_with_an_error_are_refused_with_their_remedy(tmp_path: Path) -> None:
+    refused_titles = set[str]()
+    for outcome in MATRIX.findings.values():
+        entry = match_known_finding(outcome)
+        combination = outcome.combination
+        if entry is None or entry.verdict != "refused" or combination.has("accelerate") or combination.stage is None:
+            continue
+        errors = [finding for finding in find(combination, tmp_path) if finding.rule == ENDS_WITH_ERROR]
+        if errors:
+            (finding,) = errors
+            assert finding.message.startswith(f"{entry.title}: the run ends with an error")
+            assert (finding.severity, finding.fix) == ("error", entry.instead)
+            refused_titles.add(entry.title)
+    assert refused_titles == {
+        "AutoTP divides an adapter's matrices so that they do not fit each other",
+        "a copy of the weights within a node cannot be made with parameters on NVMe",
+        "fp32 accumulation needs stage 1 or more",
+    }
+
+
+def test_adapters_with_autotp_are_no_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_optimization": {"stage": 1},
+    }
+    file.write_text(json.dumps(settings))
+    command = ["explain", str(file), "gpt2", "--hardware", "4xA100"]
+    main([*command, "--peft", "lora"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.startswith("Ends with an error: tensor_parallel.autotp_size. Apart from that: ")
+    assert "train adapters without AutoTP" in output
+    main(command)
+    assert "Ends with an error" not in capsys.readouterr().out
 
 
 def read_keys(settings: dict[str, Any], place: str = "") -> list[str]:
@@ -280,6 +319,8 @@ def test_the_optimizer_of_a_program_is_a_condition_under_accelerate_only_without
     [
         ({"fsdp_version": 1, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}, True),
         ({"fsdp_state_dict_type": "sharded_state_dict"}, True),
+        ({"fsdp_version": 1, "fsdp_state_dict_type": "LOCAL_STATE_DICT"}, True),
+        ({"fsdp_version": 1, "fsdp_state_dict_type": 3}, True),
         ({"fsdp_version": 1, "fsdp_state_dict_type": "FULL_STATE_DICT"}, False),
         ({"fsdp_version": 1}, False),
         ({"fsdp_version": 2, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}, False),
@@ -297,7 +338,22 @@ def test_fsdp1_with_sharded_checkpoints_is_named_for_runs_that_resume(
         assert findings[0].message.startswith(
             "if training is resumed from a checkpoint: the optimizer's state is not loaded"
         )
-        assert findings[0].fix == "set fsdp_version: 2"
+        assert findings[0].fix == "set fsdp_version: 2, or fsdp_state_dict_type: FULL_STATE_DICT"
+
+
+def test_strict_prints_a_fault_of_resumed_runs_as_a_note_and_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"fsdp_version": 1, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
+    document = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": settings}
+    (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "--strict", "fsdp.yaml"]) == 0
+    note, total = capsys.readouterr().out.splitlines()
+    assert note.startswith("fsdp.yaml:5: note: noted: fsdp_state_dict_type: if training is resumed")
+    assert total.startswith("errors: 0, warnings: 0, notes: 1; ")
+    assert main(["explain", "--strict", "--output_format", "github", "fsdp.yaml"]) == 0
+    assert capsys.readouterr().out.startswith("::notice file=fsdp.yaml,line=5,")
 
 
 def test_strict_fails_on_a_wrong_combination_and_names_its_line(

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from study.config.flags import RunConfig, Task, resolve_config
 from study.config.places import REPOSITORY
 from study.metrics.flops import model_flops_per_sample
-from study.predictor.activations import model_flops
 from study.predictor.hardware import find_device, known_devices, mfu, peak_flops
+from study.predictor.micro_batch import model_flops
 from study.workloads.architecture import build_model
 from tools.architectures import CLASSIFIERS, CONFIGS, LENGTH, SAMPLES, make_request
 

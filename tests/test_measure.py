@@ -28,8 +28,8 @@ from study.metrics.flops import matmul_tflops, measure_matmul_rates
 from study.metrics.inventory import ForwardWatch
 from study.metrics.memory import MemoryMeter
 from study.metrics.traffic import TrafficWatch
+from study.predictor.models import model_shape
 from study.predictor.run_predictions import ALL_STATE, SENT, compare_run_figures, request_from_record
-from study.predictor.shape import model_shape
 from study.predictor.zero3_gathers import simulate_gathers
 from study.records.directory import Run
 from study.records.frames import read_records

@@ -11,8 +11,8 @@ from study.cli import main
 from study.config.places import REPOSITORY
 from study.host.machine import Machine
 from study.predictor.hardware import to_box
+from study.predictor.models import model_shape
 from study.predictor.request import request_for
-from study.predictor.shape import model_shape
 from study.predictor.time import predict_time
 from study.records.directory import RunWriter
 from study.sweep.plan import plan_suite

@@ -92,7 +92,7 @@ def test_dropout_0_leaves_none_in_any_family_and_dropout_on_takes_effect(family:
         assert not agree
 
 
-def test_a_family_of_unknown_dropout_is_refused(tmp_path: Path) -> None:
+def test_a_find_family_unknown_dropout_is_refused(tmp_path: Path) -> None:
     OPTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=64).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="--dropout -1"):
         model_config(run_config(str(tmp_path), "gpt-wikitext", dropout=0.0))

@@ -19,10 +19,11 @@ from study.advisor.explain_case import ConfigCase, resolve
 from study.advisor.user_settings import read_user_file
 from study.cli import main
 from study.config.strategies import STRATEGY_DIRECTORY
+from study.predictor.adapter_options import apply_lora_options
 from study.predictor.hardware import box_from_args, to_box
 from study.predictor.memory import predict_memory
+from study.predictor.models import model_shape
 from study.predictor.request import Request
-from study.predictor.shape import apply_lora_options, model_shape
 from study.predictor.time import device_bytes, predict_time
 from study.workloads.presets import PRESETS
 

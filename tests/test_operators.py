@@ -18,6 +18,7 @@ from study.config.strategies import read_strategy
 from study.host import operators
 from study.host.folders import COMPILES
 from study.host.machine import operator_build_folder
+from study.host.stacks import Stack
 
 
 # DeepSpeed itself loads the last one, before its asynchronous I/O.
@@ -40,6 +41,15 @@ def test_machines_that_share_a_cache_build_for_the_cpu_that_each_has(tmp_path, m
     monkeypatch.setattr("study.host.machine.cpu_info", lambda: {"flags": "fpu avx512f"})
     assert operator_build_folder(tmp_path) != folder
     assert operator_build_folder(tmp_path, "deepspeed-0.16.9") not in (folder, older_folder)
+
+
+def test_a_stack_with_the_installed_torch_and_deepspeed_takes_the_installed_operators(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path))
+    variable = "TORCH_EXTENSIONS_DIR"
+    assert Stack("a", {"accelerate": "1.7.0"}).environment({})[variable] == str(operator_build_folder(tmp_path))
+    for package in ("torch", "deepspeed"):
+        expected = operator_build_folder(tmp_path, "b")
+        assert Stack("b", {package: "0.1", "accelerate": "1.7.0"}).environment({})[variable] == str(expected)
 
 
 def with_a_gpu(*command: str, **environment: str) -> str:

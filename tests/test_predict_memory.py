@@ -23,7 +23,6 @@ from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
 from study.host.memory import GIB
 from study.predictor import run_predictions as own
-from study.predictor.activations import predict_activations
 from study.predictor.allocator import blocks_bytes, cublas_workspace_bytes, unsplit_bytes
 from study.predictor.buckets import gradient_snapshots
 from study.predictor.communication import predict_payload
@@ -31,13 +30,16 @@ from study.predictor.families import FAMILIES as MODELLED
 from study.predictor.families import OTHER_FAMILIES
 from study.predictor.hardware import ANY_DEVICE, CPU_CORE, box_of_ranks, known_devices, to_box
 from study.predictor.live import live_shape
-from study.predictor.live_trace import build_meta_model, trace_activations
 from study.predictor.memory import device_snapshots, pinned_bytes, predict_memory
+from study.predictor.micro_batch import predict_activations
+from study.predictor.models import model_shape
 from study.predictor.request import Request
 from study.predictor.run_predictions import predict_run
-from study.predictor.shape import model_shape, shape_of_architecture, with_adapters
-from study.predictor.state import flat_units
+from study.predictor.shape import with_adapters
+from study.predictor.state import checkpoint_bytes, flat_units
+from study.predictor.table_shape import shape_of_architecture
 from study.predictor.time import predict_time
+from study.predictor.traced_request import build_meta_model, trace_activations
 from study.predictor.validation import score
 from study.predictor.zero3_gathers import reference_gathers, simulate_gathers
 from study.records.frames import read_parquet, read_runs_table, write_parquet
@@ -394,7 +396,7 @@ def test_weights_in_4_bits_are_sharded_and_gathered_in_4_bits_and_their_scales_a
     ("strategy", "tied", "gathered", "peak", "above"),
     [
         ("zero3", True, 507904, 991744, 0),
-        # With a head of its own, stage 3 is predicted to hold more at once than it did.
+        # With a separate head, stage 3 is predicted to hold more at once than it did.
         ("zero3", False, 573440, 893440, 163840),
         ("fsdp2", True, 510080, 1356544, 0),
         ("fsdp2", False, 575616, 1487616, 0),
@@ -468,6 +470,22 @@ def test_a_model_has_the_name_that_people_write(written: str, name: str) -> None
 def test_another_version_or_owner_is_not_taken_for_a_preset(written: str) -> None:
     with pytest.raises(UserError, match="unknown model"):
         model_shape(written)
+
+
+def test_a_checkpoint_has_the_measured_bytes_and_its_size_is_among_the_details(capsys: pytest.CaptureFixture[str]):
+    measured = json.loads((REPOSITORY / "reports/checkpoints/memory.json").read_text())["arms"]
+    for arm, rows in measured.items():
+        strategy = read_strategy(arm.partition(",")[0])
+        box = box_of_ranks("2", ANY_DEVICE, 2)
+        request = Request(model_shape("gpt2"), strategy, box, 128, 1, 1, "fp32", False, "sdpa")
+        assert checkpoint_bytes(request) == pytest.approx(rows["checkpoint_bytes"], rel=0.002), arm
+    command = ["predict", "gpt2-xl", "--strategy", "zero2", "--hardware", "4xA100"]
+    main([*command, "--details"])
+    # 16-bit weights, fp32 masters and two moments.
+    size = 14 * model_shape("gpt2-xl").parameters / GIB
+    assert re.search(rf"^ +checkpoint on disk, of all ranks, GiB +{size:.2f}", capsys.readouterr().out, re.MULTILINE)
+    main([*command, "--details", "--peft", "lora"])
+    assert "checkpoint on disk" not in capsys.readouterr().out
 
 
 def test_sizes_have_the_words_of_transformers_too() -> None:

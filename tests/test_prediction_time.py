@@ -12,16 +12,19 @@ from study.config.flags import RunConfig, Task, resolve_config
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES, Strategy, read_strategy
 from study.metrics.flops import model_flops_per_sample
-from study.predictor import activations as flops
 from study.predictor import communication
 from study.predictor.allocator import cublas_workspace_bytes, unsplit_bytes
 from study.predictor.communication import collective_s, communication_time, predict_payload
+from study.predictor.constants import FITTED
 from study.predictor.hardware import BOX_NAMES, Hardware, known_devices, to_box
 from study.predictor.memory import device_snapshots, predict_memory
+from study.predictor.micro_batch import hardware_flops, model_flops
+from study.predictor.models import model_shape
+from study.predictor.products import forward_flops
 from study.predictor.request import Request
-from study.predictor.shape import model_shape, with_adapters
+from study.predictor.shape import with_adapters
 from study.predictor.state import predict_state
-from study.predictor.time import FITTED, predict_time
+from study.predictor.time import predict_time
 
 LLAMA = "layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008,key_value_heads=32"
 
@@ -69,14 +72,14 @@ def test_the_formula_counts_the_flops_that_torch_counts_and_recomputed_ones_are_
 ) -> None:
     flags = RunConfig(task=task, scale="laptop", model_name_or_path=name, seq_length=length)
     config = resolve_config(flags, False)
-    assert 3 * flops.forward_flops(model_shape(name), length) == model_flops_per_sample(config)
+    assert 3 * forward_flops(model_shape(name), length) == model_flops_per_sample(config)
     lora = resolve_config(dataclasses.replace(flags, peft="lora", lora_rank=8), False)
     request = make_request(shape=with_adapters(model_shape(name), 8), sequence_length=length, micro_batch=1)
     # Torch computes no gradient of the first layer's input, because none is requested.
-    assert 1 <= flops.model_flops(request) / model_flops_per_sample(lora) < 1.08
+    assert 1 <= model_flops(request) / model_flops_per_sample(lora) < 1.08
     plain, checkpointed = make_request(), make_request(gradient_checkpointing=True)
-    assert flops.model_flops(plain) == flops.hardware_flops(plain) == flops.model_flops(checkpointed)
-    assert 1.25 < flops.hardware_flops(checkpointed) / flops.model_flops(checkpointed) < 4 / 3
+    assert model_flops(plain) == hardware_flops(plain) == model_flops(checkpointed)
+    assert 1.25 < hardware_flops(checkpointed) / model_flops(checkpointed) < 4 / 3
 
 
 @pytest.mark.parametrize(
@@ -269,3 +272,17 @@ def test_more_nodes_than_published_networks_agree_on_are_a_note(nodes: int, expe
     notes = [note for note in predict_time(request).notes if "keeps its bandwidth" in note]
     assert len(notes) == (expected is not None)
     assert expected is None or expected in notes[0]
+
+
+def test_a_step_that_waits_for_the_cpu_says_so() -> None:
+    small, large = (
+        predict_time(make_request(shape=model_shape("gpt2"), strategy=read_strategy("single"), micro_batch=batch))
+        for batch in (1, 64)
+    )
+    assert small.is_launch_bound
+    assert not large.is_launch_bound
+    notes_the_wait = ["the GPU waits for the CPU" in " ".join(time.notes) for time in (small, large)]
+    assert notes_the_wait == [True, False]
+    # A launch that waits takes the same time with twice the tokens.
+    twice = predict_time(make_request(shape=model_shape("gpt2"), strategy=read_strategy("single"), micro_batch=2))
+    assert twice.step_s.value == pytest.approx(small.step_s.value, rel=0.01)

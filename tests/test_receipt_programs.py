@@ -13,14 +13,21 @@ from forked import fork_ranks
 from study.receipt.document import ReceiptDocument, read_receipt
 
 PROGRAMS = ("trainer", "trainer_with_adapters", "nlp_example", "nanogpt", "wide_layers")
+LIGHTNING = ("lightning_trainer", "fabric")
 
 
 @functools.cache
-def run_programs(strategy: str, *programs: str) -> dict[str, ReceiptDocument]:
-    """Return the receipt of each program on two ranks."""
+def folder_of_programs(strategy: str, *programs: str, ranks: int = 2) -> Path:
+    """Run the programs, and return the folder of their receipts and logs."""
     folder = tempfile.mkdtemp()
-    printed_json(fork_ranks(strategy, "tests/probes/receipt_programs.py", folder, *programs))
-    return {program: read_receipt(str(Path(folder) / f"{program}.json")) for program in programs}
+    printed_json(fork_ranks(strategy, "tests/probes/receipt_programs.py", folder, *programs, ranks=ranks))
+    return Path(folder)
+
+
+def run_programs(strategy: str, *programs: str, ranks: int = 2) -> dict[str, ReceiptDocument]:
+    """Return the receipt of each program."""
+    folder = folder_of_programs(strategy, *programs, ranks=ranks)
+    return {program: read_receipt(str(folder / f"{program}.json")) for program in programs}
 
 
 @pytest.mark.parametrize(
@@ -92,3 +99,42 @@ def test_trl_has_a_receipt_by_the_same_callback() -> None:
     receipt = run_programs("ddp", "trl_sft")["trl_sft"]
     assert receipt.failures == ()
     assert (receipt.state, receipt.model.name) == ("complete", "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("program", LIGHTNING)
+def test_a_program_of_lightning_has_a_receipt(program: str) -> None:
+    receipt = run_programs("ddp", *LIGHTNING)[program]
+    assert receipt.failures == ()
+    assert (receipt.state, receipt.engine.engine, receipt.engine.ranks) == ("complete", "ddp", 2)
+    # The class and config of the model inside of the LightningModule.
+    assert receipt.model.name == "LlamaForCausalLM"
+    work = receipt.work
+    assert (work.micro_batches, work.samples, work.sequence_length) == (2, 2, 32)
+    assert sum(receipt.reduced_bytes) == pytest.approx(4 * receipt.model.trained_parameters, rel=0.01)
+    assert receipt.forecast.missing is None
+    assert not [row for row in receipt.forecast.comparisons if row.is_outside]
+    assert receipt.memory is not None
+    assert receipt.memory.moment in ("in the forward pass", "in the backward pass")
+
+
+def test_passes_within_the_step_of_lightnings_optimizer_are_not_the_optimizers() -> None:
+    in_lightning, in_fabric = (run_programs("ddp", *LIGHTNING)[program].time.parts for program in LIGHTNING)
+    passes = in_lightning["forward"] + in_lightning["backward"]
+    assert in_lightning["optimizer"] < passes
+    assert in_fabric["optimizer"] < in_fabric["forward"] + in_fabric["backward"]
+
+
+def test_an_evaluation_of_lightning_is_not_measured_and_its_logger_has_the_figures() -> None:
+    # It evaluates after step 7, within the eighth, which is measured again.
+    receipt = run_programs("ddp", *LIGHTNING)["lightning_trainer"]
+    assert receipt.work.measured_steps == (6, 7, 9, 10, 11)
+    logged = next(folder_of_programs("ddp", *LIGHTNING).glob("lightning_trainer/**/metrics.csv")).read_text()
+    assert "throughput(tps)" in logged
+
+
+def test_a_module_of_lightning_without_an_engine_has_a_receipt() -> None:
+    receipt = run_programs("single", "lightning_alone", ranks=1)["lightning_alone"]
+    assert receipt.failures == ()
+    work = receipt.work
+    assert (receipt.engine.engine, work.micro_batches, work.samples, work.sequence_length) == ("none", 2, 2, 32)
+    assert receipt.time.parts["forward"] > 0

@@ -397,6 +397,16 @@ def test_two_replicas_need_four_ranks_and_copies_divide_them() -> None:
         check_replicas(make_launch("zero3", 4), read_strategy("zero3").with_overrides(config), 0)
 
 
+def test_study_alone_and_a_model_before_its_file_are_told_a_whole_command(tmp_path, capsys) -> None:
+    assert main([]) == 2
+    says = "missing: COMMAND. To fix it: for instance: study advise llama-3.1-8b --hardware 8xH100; study --help lists"
+    assert says in capsys.readouterr().err
+    file = tmp_path / "mine.yaml"
+    file.write_text("distributed_type: DEEPSPEED\n")
+    assert main(["explain", "gpt2", str(file)]) == 2
+    assert f"name the file first: study explain {file} gpt2" in capsys.readouterr().err
+
+
 # The words of each command, and those of its error.
 COMMANDS = yaml.safe_load((ROOT / "tests/data/refused_commands.yaml").read_text())
 

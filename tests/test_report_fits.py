@@ -49,7 +49,8 @@ def test_the_outcomes_of_its_probes_answer_each_search(records):
     ratios = table.set_index(["Strategy", "Memory limit"])["x plain"].dropna()
     assert ratios.to_dict() == {("single", "16 GiB"): 1, ("zero2_cpu", "16 GiB"): 0, ("zero3", "16 GiB"): 2}
     fit_answer = answered(answer(records))
-    assert fit_answer.sentence.startswith("`zero3` fits at most 2.0 times what plain training fits")
+    (headline,) = fit_answer.headlines
+    assert (headline.value, headline.strategy, headline.bounds) == ("2.0 x", "zero3", "32 within 16 GiB")
     answers_by_limit = fit_answer.table.set_index("Strategy")[["16 GiB", "the whole device"]]
     assert answers_by_limit.loc["single"].tolist() == ["16", "at least 8"]
     assert answers_by_limit.loc["zero3"].tolist() == ["32", "-"]

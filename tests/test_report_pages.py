@@ -11,13 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import nbformat
 import pytest
 from playwright.sync_api import Browser, Page
 
 from report_folders import laptop, links_with_targets
 from study.config.places import REPOSITORY
-from study.records.frames import Records, write_parquet
+from study.records.frames import Records, read_parquet, write_parquet
 from study.report.questions import answers
+from study.report.questions.memory import MEMORY
+from study.report.questions.time import TIME
+from synthetic_records import answered
 
 NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")
 PAGES = ("index", *NAMES)
@@ -115,6 +119,16 @@ def test_a_report_rebuilds_from_parquet_without_torch(report):
         assert not [place for place in places if place in text], file.name
 
 
+def test_a_notebook_shows_the_answer_of_its_question(report: Path) -> None:
+    for name, question in (("runtime", TIME), ("peak_memory", MEMORY)):
+        cells = nbformat.read(report / f"{name}.ipynb", as_version=4).cells
+        outputs = [output for cell in cells for output in cell.get("outputs", []) if "data" in output]
+        shown = [output.data["text/markdown"] for output in outputs if "text/markdown" in output.data]
+        answer = answered(question.answer(read_parquet(report)))
+        assert answer._repr_markdown_() in shown
+        assert "<script>" not in "".join(shown)
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_loads_whole_fits_the_screen_and_links_to_what_there_is(visits, report, name):
     page, complaints, requests = visits[name]
@@ -148,7 +162,7 @@ def test_the_index_begins_with_the_answers_and_shows_failures(visits):
     titles = page.eval_on_selector_all(".card h2", "all => all.map(one => one.textContent)")
     assert titles == [question.title for question in by_question]
     assert all(page.eval_on_selector_all(".answer", "all => all.map(one => one.innerText.trim())"))
-    numbers = [number for answer in by_question.values() for number, _ in answer.numbers]
+    numbers = [headline.value for answer in by_question.values() if answer.leads for headline in answer.headlines]
     assert page.eval_on_selector_all(".numbers dd", "all => all.map(one => one.innerText)") == numbers != []
     # A figure for each question with a page; tables are folded, and the versions are at the foot.
     assert page.locator(".card:has(.more) .picture").count() == page.locator(".card:has(.more)").count() == 7

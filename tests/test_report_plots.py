@@ -122,14 +122,18 @@ def test_a_strategy_with_groups_has_their_ranks_in_the_figure_and_in_the_table()
     assert table[["zero3_hpz", "tp x4", "zero3_tp x4"]].tolist() == [2, 4, 2]
     assert table[["single", "zero3 x4", "fsdp2 x4"]].isna().all()
     # 11.27 MiB at 64 tokens, 23.27 at 256: at 130 the 15.42 of zero3. Eight rings of 117.7 MiB leave a machine.
-    summary = (REPOSITORY / "reports/virtual_scaling/summary.md").read_text()
-    sentence = answered(NEIGHBOURS.answer(records)).sentence
-    assert sentence.startswith("Up to about 130 tokens a sample `zero3_tp` (groups of 2) sends less than `zero3`")
-    assert "`ddp` 1,899 MiB and 948 MiB; with `hsdp` 237 + 150 MiB and 942 MiB" in summary
+    turn, memory = answered(NEIGHBOURS.answer(records)).headlines
+    assert (turn.value, turn.strategy, turn.scope[:17]) == ("~130 tokens", "zero3_tp", "one of 4 ranks of")
+    assert (memory.value, memory.strategy) == ("10.3 + 4.25 MiB", "fsdp2")
+    nodes = TABLES["nodes"](read_parquet(REPOSITORY / "reports" / "virtual_scaling"))
+    on_most = nodes[nodes["Machines"] == 128].set_index("Strategy")
+    assert on_most.loc[["ddp", "hsdp"], "State per rank, MiB"].round().tolist() == [1899, 237]
+    assert on_most.loc[["ddp", "hsdp"], "Out of a machine, MiB"].round().tolist() == [948, 942]
+    assert round(on_most.loc["hsdp", "Gathered per rank, MiB"]) == 150
     # With all 36 layers: 5,633 MiB and 15.75 for each token, as the 41,036 of zero3 at 2,248. Of zero3_tp not linear.
     records = read_parquet(REPOSITORY / "reports" / "virtual_neighbours")
     answer = answered(NEIGHBOURS.answer(records))
-    assert answer.numbers[0][0] == "~2,250 tokens"
+    assert answer.headlines[0].value == "~2,250 tokens"
     (drawing,) = (drawing for drawing in drawn("neighbours", records) if f", {answer.subject}: " in drawing.alt)
     assert "zero3 1,784 + 1,936 MiB, sends 41,036, " in drawing.alt
     assert "zero1_tp (8) 5,901 MiB, sends 6,641, zero3_tp (8) 2,148 + ? MiB, sends ?" in drawing.alt
@@ -173,13 +177,13 @@ def test_an_svg_has_the_words_of_its_figure_as_text(notebook: str) -> None:
         image = ElementTree.fromstring(as_svg(drawing.figure))
         written = " ".join(element.text or "" for element in image.iter() if element.tag.endswith("}text"))
         # Without the labels of ticks, some of which are beyond the ends of their axis.
-        shown = [*drawing.figure.texts, *(text for axes in drawing.figure.axes for text in axes.texts)]
-        assert shown
-        assert {word for text in shown for word in text.get_text().split()} <= {*written.split()}, drawing.name
+        texts = [*drawing.figure.texts, *(text for axes in drawing.figure.axes for text in axes.texts)]
+        assert texts
+        assert {word for text in texts for word in text.get_text().split()} <= {*written.split()}, drawing.name
         ids = [element.get("id") for element in image.iter() if element.get("id")]
         assert len(ids) == len(set(ids))
         used = re.findall(r"url\(#(\w+)\)|href=\"#(\w+)\"", ElementTree.tostring(image, encoding="unicode"))
-        assert {one or other for one, other in used} <= {*ids}
+        assert {in_url or in_link for in_url, in_link in used} <= {*ids}
 
 
 def test_numbers_at_the_ends_of_bars_are_the_lengths_of_the_bars():
@@ -201,8 +205,8 @@ def test_a_virtual_or_unfinished_run_is_in_no_figure_of_loss_or_time(notebook):
     before, after = laptops(notebook), figures(notebook, records)
     for name in before:
         # Memory and communication of a virtual rank are real.
-        shown = {"zero3"} if name in ("model_state", "neighbours", "traffic") else set()
-        assert words(after[name]) & {"zero1", "zero3"} == shown, name
+        drawn = {"zero3"} if name in ("model_state", "neighbours", "traffic") else set()
+        assert words(after[name]) & {"zero1", "zero3"} == drawn, name
         assert "zero3" in words(before[name])
 
 

@@ -115,7 +115,7 @@ MAX_FALSE = stats.binom.ppf(1 - 1e-4, FAMILIES, 0.05)
 
 
 @pytest.mark.parametrize("scatter", NOISES)
-def test_at_most_one_family_of_twelve_arms_in_twenty_has_a_false_finding(scatter: str) -> None:
+def test_at_most_one_find_family_twelve_arms_in_twenty_has_a_false_finding(scatter: str) -> None:
     """A pooled noise has false findings in 11 % of families with a noisy arm, and in 23 % with a noisy baseline."""
     rng = np.random.default_rng(3)
     families = (drawn(rng, 3, NOISES[scatter]) for _ in range(FAMILIES))

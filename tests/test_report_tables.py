@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from report_folders import drawn, laptop, row
+from study.config.text import percent
 from study.records.frames import Records, read_records
 from study.report.questions import TABLES
 from study.report.questions.scaling import NODES
@@ -91,5 +92,8 @@ def test_more_machines_are_relative_to_the_ideal_with_their_traffic(tmp_path: Pa
     # Two machine counts do not make a plan.
     assert planned[["Strategy", "Machines"]].to_numpy().tolist() == [["zero2", 1], ["zero2", 2], ["zero2", 8]]
     assert planned["Efficiency"].isna().all()
-    assert answered(NODES.answer(records)).sentence.startswith("On up to 2 machines the speed per rank is 7")
+    strong, weak = answered(NODES.answer(records)).headlines
+    assert [headline.value for headline in (strong, weak)] == [
+        percent(measured.loc[(scaling, 2), "Efficiency"]) for scaling in ("strong", "weak")
+    ]
     assert [drawing.name for drawing in drawn("scaling", records)] == ["nodes"] * 3

@@ -44,10 +44,17 @@ TRACED = {
 }
 
 
-def started(*, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started(*, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "study.cli", "serve"]
     variables = {**os.environ, **(environment or {})}
-    return subprocess.Popen(command, cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=variables, **pipes) as process:
+        try:
+            yield process
+        finally:
+            # A test that fails does not wait for a server that goes on.
+            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +89,7 @@ def paused_trace(server: serve.Server) -> Iterator[None]:
     os.kill(server._traces._process.pid, signal.SIGSTOP)
     try:
         yield
-        assert server._traces._lock.locked()
+        assert server._traces._turns
     finally:
         os.kill(server._traces._process.pid, signal.SIGCONT)
 
@@ -156,17 +163,30 @@ def test_files_and_releases_have_the_findings_of_the_commands(
     server: serve.Server, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = '{"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1}, "bf16": {"enabled": true}}'
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "round_robin_gradients": True}
+    text = json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}})
     (tmp_path / "mine.json").write_text(text)
-    words = ["mine.json", "gpt2", "--hardware", "2x4090"]
+    speeds = ["--host_gb_per_s", "1.9", "--bus_gb_per_s", "0.8", "--generated_tokens", "64"]
+    words = ["mine.json", "gpt2", "--hardware", "2x4090", *speeds]
     contents = {"mine.json": base64.b64encode(text.encode()).decode()}
     answer = ask(server, "explain", json.dumps(words), json.dumps(contents))
-    assert answer["findings"] == printed(capsys, "explain", *words)["findings"]
+    document = printed(capsys, "explain", *words)
+    assert answer["findings"] == document["findings"]
+    assert answer["answers"] == document["answers"]
     assert answer["findings"]
-    verdict = ask(server, "releases", json.dumps(["0.19.5", "zero2"]))
-    capsys.readouterr()
-    assert cli.main(["releases", "0.19.5", "zero2"]) == verdict["status"] == 1
-    assert capsys.readouterr().out.startswith(verdict["first_line"])
+    questions = [item["question"] for item in answer["answers"]]
+    assert "What does generating 64 tokens cost?" in questions
+    cli.main(["explain", *words])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert {answer["first_line"], answer["peak"], *(" ".join(row) for row in answer["costs"])} <= {*lines}
+    for release in ("0.19.5", "0.10.1"):
+        verdict = ask(server, "releases", json.dumps([release, "zero2"]))
+        assert cli.main(["releases", release, "zero2"]) == verdict["status"]
+        out = capsys.readouterr().out
+        assert out.startswith(verdict["first_line"])
+        lines = [" ".join(line.split()) for line in out.splitlines()]
+        assert {" ".join(row) for row in verdict["rows"]} | {*verdict["faults"], *verdict["other_faults"]} <= {*lines}
+        assert len(verdict["rows"]) == 5
 
 
 def test_two_pages_do_not_mix(server: serve.Server) -> None:
@@ -317,6 +337,35 @@ def test_a_preset_is_answered_while_a_model_is_traced(
     row = ask(server, "best", "zero2")
     theirs = printed(capsys, "advise", str(tmp_path), "--hardware", "2x4090")["strategies"]
     assert {name: row[name] for name in theirs[0]} == next(entry for entry in theirs if entry["strategy"] == "zero2")
+
+
+def test_a_page_shows_how_many_traces_are_before_its_own(browser: Browser, fresh_server: serve.Server) -> None:
+    server, answers = fresh_server, list[Any]()
+    folder = ask(server, "keep_config", "first", json.dumps(TRACED), page="first")["folder"]
+    words = json.dumps([folder, "--hardware", "2x4090"])
+    thread = threading.Thread(target=lambda: answers.append(ask(server, "ask", words, page="first")))
+    thread.start()
+    page = browser.new_page()
+    page.set_default_timeout(240_000)
+    with paused_trace(server):
+        assert ask(server, "traces_ahead", page="first") == {"ahead": 0}
+        page.goto(f"{server.url}#gpus=2&device=4090&model=gpt2")
+        page.wait_for_selector("body[data-done='1']")
+        page.evaluate("document.querySelector('#form details').open = true")
+        page.fill("[name=config]", json.dumps({**TRACED, "vocab_size": 2000}))
+        page.click("#form button")
+        page.wait_for_selector("#status:has-text('waiting for 1 earlier trace: models are traced one at a time')")
+        # The newest question counts all earlier ones, also those of its page.
+        page.fill("[name=config]", json.dumps({**TRACED, "vocab_size": 3000}))
+        page.click("#form button")
+        page.wait_for_selector("#status:has-text('waiting for 2 earlier traces: models are traced one at a time')")
+        assert not answers
+    page.wait_for_selector("body[data-done='3']")
+    assert page.inner_text("#answer").startswith("Use ")
+    page.close()
+    thread.join(120)
+    assert answers[0]["model"] == "first"
+    assert ask(server, "traces_ahead", page="first") == {"ahead": 0}
 
 
 def test_two_traced_files_are_explained_at_a_time(

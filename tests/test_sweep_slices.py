@@ -108,7 +108,7 @@ def test_a_series_runs_until_its_time_is_over_and_continues_there(tmp_path, caps
     runs.mkdir()
     plan = plan_suite(str(file), CPU_BOX, runs)
     answer = answered(REMAINING.answer(read_runs(runs, plan.roots(), slice_progress(plan))))
-    assert answer.sentence.startswith("None of it is measured yet: 3 runs and searches remain")
+    assert (answer.headlines[0].value, answer.headlines[1].what) == ("0 of 3", "estimated for the 3 that remain")
     assert cli.main(["run", *base, "--only", "seed=2"]) == 0
     (first,) = runs.glob("*/*/status.json")
     assert first.parent.parent.name == "wide"
@@ -137,7 +137,7 @@ def test_a_series_runs_until_its_time_is_over_and_continues_there(tmp_path, caps
     write_parquet(records, tmp_path / "kept")
     reread = read_parquet(tmp_path / "kept")
     answer = answered(REMAINING.answer(reread))
-    assert answer.sentence.startswith("1 of 3 runs and searches are measured; 2 remain, about")
+    assert (answer.headlines[0].value, answer.headlines[1].what) == ("1 of 3", "estimated for the 2 that remain")
     assert answer.table[["Suite", "Planned", "Left"]].to_numpy().tolist() == [["wide", 2, 1]]
     assert answer.notes[0] == "Without a run yet: narrow."
     remaining, slices = TABLES["left"](reread)[["Suite", "Left"]], TABLES["slices"](reread)[["Part", "Left"]]

@@ -63,6 +63,8 @@ def first(verdict: MineVerdict) -> RecordedDifference:
         ("ddp", "accelerate_loop", "bf16", "ddp"),
         ("fsdp2", "accelerate_loop", "checkpoints", "fsdp2"),
         ("ddp", "trainer", "", "ddp"),
+        # Its optimizer calls the passes of the last micro-batch.
+        ("ddp", "lightning_trainer", "", "ddp"),
         ("zero2", "accelerate_loop", "", "deepspeed stage 2"),
         ("zero3", "accelerate_loop", "lora", "deepspeed stage 3"),
         pytest.param("zero0", "accelerate_loop", "", "deepspeed stage 0", marks=long),
@@ -110,6 +112,12 @@ def test_gradients_that_are_summed_over_ranks_are_named_with_their_factor() -> N
     assert difference.weights == (pytest.approx((2.0, 2.0)), pytest.approx((2.0, 2.0)))
 
 
+def test_gradients_that_a_hook_of_lightning_scales_are_named() -> None:
+    verdict = verify("ddp", "lightning_trainer", "scales")
+    difference = first(verdict)
+    assert (verdict.status, difference.step, difference.stage) == (1, 1, "gradient")
+
+
 def test_weights_that_no_engine_has_wrapped_are_named() -> None:
     verdict = verify("ddp", "torch_loop", "fsdp2-outside")
     assert verdict.status == 1
@@ -153,6 +161,18 @@ def test_ranks_with_the_same_data_are_named() -> None:
     assert verdict.answer == (
         "FAIL: ranks 0 and 1 had the same inputs in all steps: the sampler does not divide the data"
     )
+
+
+@pytest.mark.parametrize(
+    ("variant", "reason"),
+    [
+        ("own_layers", "the LightningModule has no model of transformers with all of its parameters"),
+        ("lbfgs", "LBFGS evaluates the loss several times in a step"),
+    ],
+)
+def test_a_program_of_lightning_without_a_comparison_says_why(variant: str, reason: str) -> None:
+    verdict = verify("ddp", "lightning_trainer", variant)
+    assert (verdict.status, verdict.answer) == (3, f"NOT COMPARABLE: {reason}")
 
 
 @pytest.mark.parametrize(

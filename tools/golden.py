@@ -139,7 +139,7 @@ def write_reports(output: Path) -> None:
         records, results = read_parquet(folder), {}
         for question, answer in questions.answers(records).items():
             results[question.name] = {
-                "sentence": answer.sentence,
+                "headlines": [[headline.value, headline.words] for headline in answer.headlines],
                 "table": table_rows(answer.table),
                 "notes": list(answer.notes),
                 "tables": {name: table_rows(make(records)) for name, make in question.tables.items()},

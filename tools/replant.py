@@ -2,8 +2,8 @@
 
     python tools/replant.py [--only NAME...]
 
-It writes reports/compositions/replanted.json. The exit status is 1 if a fault is not found, or a run without one is
-not equal.
+It writes reports/compositions/replanted.json; with --only it replaces rows of an earlier call on the same stack. The
+exit status is 1 if a fault is not found, or a run without one is not equal.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,17 @@ def is_located(shows: str, kind: str, difference: dict[str, Any] | None) -> bool
     return difference is not None and difference["stage"] in _STAGES[shows]
 
 
+def _kept_rows(stack: Mapping[str, str | None]) -> list[dict[str, Any]]:
+    """Return the rows of an earlier call on the same stack."""
+    if not RESULT.exists():
+        return []
+    earlier = json.loads(RESULT.read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = earlier["faults"] if earlier["stack"] == dict(stack) else []
+    return rows
+
+
 def main() -> int:
-    """Run every fault and write the table."""
+    """Run every fault, or some, and write the table."""
     parser = argparse.ArgumentParser(description="Measure recall and false alarms of study verify --features.")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="prefixes of the names of faults")
     options = parser.parse_args()
@@ -87,9 +97,12 @@ def main() -> int:
                 }
             )
             print(f"{before.kind:8} {after.kind:8} {'located' if located else '-':8} {name}: {after.says}", flush=True)
-    if options.only == [""]:
-        RESULT.parent.mkdir(parents=True, exist_ok=True)
-        RESULT.write_text(json.dumps({"stack": installed_stack(), "faults": rows}, indent=1) + "\n", encoding="utf-8")
+    stack = installed_stack()
+    every_row = {row["name"]: row for row in [*_kept_rows(stack), *rows]}
+    ordered = [every_row[name] for name in read_faults() if name in every_row]
+    document = {"stack": stack, "faults": ordered}
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     count = sum(row["found"] for row in rows)
     alarms = sum(row["alarm"] for row in rows)
     print(

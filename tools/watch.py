@@ -2,9 +2,9 @@
 
     python tools/watch.py --runs_dir runs/watch [--minutes 120] [--pretend deepspeed=99.0]
 
-RUNS_DIR gets compositions.json, which a later call continues, and changes.md. --pretend gives an installed package
-another release, to see the whole without a new one. The exit status is 0 if nothing is newer or nothing changed, 1 if
-an outcome changed, and 3 if the time was over before.
+RUNS_DIR gets compositions.json, which a later call continues, changes.md, and newer.txt with the newer releases.
+--pretend gives an installed package another release, to see the whole without a new one. The exit status is 0 if
+nothing is newer or nothing changed, 1 if an outcome changed, and 3 if the time was over before.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"newer than the stored matrix: {', '.join(newer)}")
     matrix = Matrix(stack)
     options.runs_dir.mkdir(parents=True, exist_ok=True)
+    (options.runs_dir / "newer.txt").write_text(", ".join(newer) + "\n", encoding="utf-8")
     file = options.runs_dir / "compositions.json"
     if file.exists():
         matrix = Matrix.read(file)

@@ -28,19 +28,21 @@ from study.config.strategies import WITH_REPLICAS, Strategy, read_strategy
 from study.config.text import rounded
 from study.host.memory import GIB
 from study.predictor import time as timing
+from study.predictor.adapter_options import apply_lora_options
 from study.predictor.hardware import Hardware
 from study.predictor.memory import least_device_bytes, predict_memory
 from study.predictor.request import (
     DEFAULT_TRAINER,
     Attention,
     MemoryUse,
+    OptimizerName,
     Request,
     SetupCorrection,
     StepTime,
     TrainerSettings,
 )
-from study.predictor.shape import ModelShape, apply_lora_options
-from study.predictor.state import unswapped_kind
+from study.predictor.shape import ModelShape
+from study.predictor.state import forces_cpu_adam, unswapped_kind
 
 # On none of the listed devices a larger micro-batch raises the throughput.
 MAX_MICRO_BATCH = 512
@@ -55,6 +57,8 @@ _PARTS_OF_A_SAMPLE = ("logits", "activations", "attention", "context")
 # What-if questions skip the options that are slower than this fraction of the best one.
 _FAR_BEHIND = 0.5
 _WORTH_SAYING = 0.05
+# An option is named whose bound leaves this fraction of the memory: a program also evaluates, logs and generates.
+_ROOM = 0.05
 # The changes that are tried if nothing fits.
 _FEWEST_TOKENS = 128
 _MACHINES = (2, 4, 8, 16, 32, 64)
@@ -83,6 +87,9 @@ class AdviceRequest:
     attention: Attention = "sdpa"
     # None: each rank has one micro-batch per optimizer step.
     global_batch: int | None = None
+    # None: the largest one that fits.
+    micro_batch: int | None = None
+    optimizer: OptimizerName = "adamw"
     price_per_gpu_hour: float | None = None
     reference_model: bool = False
     quantized: bool = False
@@ -103,6 +110,7 @@ class AdviceRequest:
             accumulation=accumulation,
             precision=precision,
             pure=is_pure,
+            optimizer=self.optimizer,
             gradient_checkpointing=checkpointing,
             # The files are for the user's program, not for study/train.py.
             attention=self.attention,
@@ -195,6 +203,8 @@ def advise_without_losers(
     and the fastest such one without an offload: one slower than both by more than `SPEED_TOLERANCE` changes nothing.
     """
     searches = [search for name in names if (search := _Search(question, name, at_upper_bound)).may_fit]
+    for search in searches:
+        search.leave_out_hopeless_variants()
     if worth and all(search.most_tokens_per_s < worth for search in searches):
         return None
     fastest, plain, options = 0.0, 0.0, dict[str, Option]()
@@ -300,10 +310,11 @@ def candidates(question: AdviceRequest) -> list[str]:
     """Return the strategies to try; on one rank, where nothing is sharded, plain training and offloads.
 
     In 16 bits stage 1 is added there: it has 16-bit weights with fp32 masters as offloads have, while plain training
-    keeps fp32 weights and autocasts. Without it an offload would be credited with that difference.
+    keeps fp32 weights and autocasts. Without it an offload would be credited with that difference. With adapters plain
+    training has 16-bit weights too.
     """
     left_out = {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"} if question.box.ranks == 1 else {"single"}
-    if question.precision != "fp32":
+    if question.precision != "fp32" and not question.shape.lora_rank:
         left_out -= {"zero1"}
     if question.precision == "fp16":
         # DeepSpeed's stage 0 divides gradients by the loss scale without having multiplied the loss by it.
@@ -311,6 +322,9 @@ def candidates(question: AdviceRequest) -> list[str]:
     if question.box.nodes == 1 or question.box.gpus_per_node == 1:
         # On one machine several replicas only need more memory.
         left_out |= set(WITH_REPLICAS)
+    if question.optimizer != "adamw":
+        # DeepSpeed raises an error there, or Accelerate replaces the optimizer.
+        left_out |= {name for name in _SIMPLICITY if forces_cpu_adam(read_strategy(name))}
     if question.fsdp_version == 1:
         # Its replica groups are HYBRID_SHARD, for which accelerate_configs/ has no file.
         left_out |= {"hsdp"}
@@ -340,6 +354,10 @@ class _Search:
         """Whether the least memory of a variant fits."""
         return any(variant.may_fit for variant in self._variants)
 
+    def leave_out_hopeless_variants(self) -> None:
+        """Leave out the variants of which no micro-batch fits."""
+        self._variants = [variant for variant in self._variants if variant.may_fit]
+
     @functools.cached_property
     def most_tokens_per_s(self) -> float:
         """Throughput of all ranks that no variant exceeds at any micro-batch whose upper bound may fit."""
@@ -367,9 +385,12 @@ class _Variant:
         self._at_upper_bound = at_upper_bound
         batch = question.global_batch
         samples = None if batch is None else max(1, round(batch / question.box.ranks))
-        largest = min(MAX_MICRO_BATCH, samples or MAX_MICRO_BATCH)
+        most = question.micro_batch or MAX_MICRO_BATCH
+        largest = min(most, samples or most)
         self._samples = samples
-        self._sizes = [size for size in range(1, largest + 1) if not samples or samples % size == 0]
+        sizes = [size for size in range(1, largest + 1) if not samples or samples % size == 0]
+        # With other hardware a rank may have fewer samples than the asked micro-batch.
+        self._sizes = sizes[-1:] if question.micro_batch else sizes
         self._requests = dict[int, Request]()
         self._least_bytes = dict[tuple[int, bool], float]()
 
@@ -550,6 +571,40 @@ def explain_slowdown(option: Option, best: Option) -> str:
     )
 
 
+def roomier_option(advice: Advice) -> Option | None:
+    """Return the fastest option whose bound leaves `_ROOM`, if that of the recommendation leaves less: another
+    strategy, or half the micro-batch. None if there is none.
+
+    The recommendation stays: its bound has the errors of predictions in it, but no memory that a program adds.
+    """
+    best = advice.best
+    if best is None or not best.is_safe or _room(best) >= _ROOM:
+        return None
+    offloads, request = best.request.strategy.offloads, best.request
+    candidates = [option for option in advice.fitting if option.request.strategy.offloads == offloads]
+    if request.micro_batch % 2 == 0:
+        halved = dataclasses.replace(
+            request, micro_batch=request.micro_batch // 2, accumulation=2 * request.accumulation
+        )
+        candidates.append(_option(advice.question, halved, predict_memory(halved)))
+    roomy = [option for option in candidates if option.fits and _room(option) >= _ROOM]
+    return max(roomy, key=lambda option: option.tokens_per_s, default=None)
+
+
+def _room(option: Option) -> float:
+    """Return the fraction of memory that the 90 % bound of an option leaves."""
+    return timing.free_fraction(option.memory, option.request.box, at_upper=True)
+
+
+def roomier_text(option: Option, best: Option) -> str:
+    """Return the room and the price of a roomier option."""
+    gap = speed_gap(option, best)
+    cost = speed_text(option, best)
+    if -gap > SPEED_TOLERANCE:
+        cost += f", {_certainty_of_gap(best, option, -gap)}"
+    return f"its 90 % bound leaves {_room(option):.0%} of the memory; {cost}"
+
+
 def faster_riskier_option(advice: Advice) -> Option | None:
     """Return a faster option whose peak fits, but not its upper bound; None if there is none."""
     best = advice.best
@@ -612,10 +667,17 @@ def _fitting_lines(question: AdviceRequest) -> Iterator[str]:
     for times in _MACHINES:
         label = f"{times} such machines" if question.box.nodes == 1 else f"{times} x the nodes"
         more[label] = _resized(question, nodes=times * question.box.nodes)
-    for group in (shorter, more):
-        # The smallest change that is enough.
-        lines = (line for label, scenario in group.items() for line in _fitting_line(label, scenario))
-        yield from itertools.islice(lines, 1)
+    yield from _smallest_change(shorter)
+    label = [*more][-1]
+    # For a model that is far too large not even the most machines are enough, which one question shows.
+    if [*_fitting_line(label, more[label])]:
+        yield from _smallest_change(more)
+
+
+def _smallest_change(scenarios: dict[str, AdviceRequest]) -> Iterator[str]:
+    """Yield the line of the first of ever larger changes that is enough."""
+    lines = (line for label, scenario in scenarios.items() for line in _fitting_line(label, scenario))
+    yield from itertools.islice(lines, 1)
 
 
 def _fitting_line(label: str, scenario: AdviceRequest) -> Iterator[str]:

@@ -25,16 +25,17 @@ from study.advisor.explain_findings import request_notes
 from study.advisor.fitted import fit_settings
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
-from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, read_strategy, read_yaml
+from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, Strategy, read_strategy, read_yaml
 from study.config.text import rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
-from study.predictor import shape as adapters
+from study.predictor import adapter_options as adapters
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
 from study.predictor.hardware import Hardware, box_from_args, parse_int, real
-from study.predictor.live import live_notes
+from study.predictor.models import model_shape
 from study.predictor.request import Request
-from study.predictor.shape import model_shape, resolve_length
+from study.predictor.shape import resolve_length
+from study.predictor.state import REPLACED
 from study.predictor.time import device_bytes, host_adam_note, lora_note, max_offload_slowdown, usable_bytes
 from study.releases.causes import least_sound_release
 from study.workloads.presets import find_preset
@@ -95,6 +96,7 @@ _SHARED_FLAGS = (
     "lora_targets",
     "lora_dropout",
     "loss_kernel",
+    "optimizer",
     "quantization",
     "host_memory",
     "network_gb_per_s",
@@ -106,6 +108,11 @@ _SHARED_SWITCHES = ("chunked_loss", "double_quant", "with_reference", "hub")
 SAVES_SHARDS = (
     "To save a model of stage 3 by accelerator.save_model, set stage3_gather_16bit_weights_on_model_save to true in the"
     " JSON file: the first rank then has all weights in host memory"
+)
+SUMS_WITHIN_GROUPS = (
+    "with the loss of DeepSpeed's and Accelerate's documents, gradients are too large by the ranks that share a"
+    " sequence (docs/compositions.md): divide your loss by that number, or use ulysses_zero3; study/train.py averages"
+    " gradients itself"
 )
 
 
@@ -127,9 +134,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: the faster of the two")
     batch = "samples per optimizer step; by default 64, or one per rank"
     add("--global_batch_size", type=parse_int, metavar="B", help=batch)
+    add("--micro_batch", type=parse_int, metavar="B", help="samples of one forward pass; by default the most that fit")
+    add(
+        "--accumulation",
+        type=parse_int,
+        metavar="A",
+        help="micro-batches of an optimizer step; by default as few as fit",
+    )
     add("--price_per_gpu_hour", type=real, metavar="X", help="price per GPU hour; adds the cost per million tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="folder on NVMe, written to the files")
-    predict_command.add_optimizer(parser, help=argparse.SUPPRESS)
+    predict_command.add_optimizer(parser)
     add("--details", action="store_true", help="also print the legend, measurements and excluded strategies")
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
     measured.add_arguments(parser)
@@ -224,16 +238,10 @@ def _progress() -> Iterator[None]:
 def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
     """Return the request that the flags make; raise UserError if it is impossible."""
     predict_command.check_required(options, "study advise llama-3.1-8b --hardware 8xH100")
-    if options.optimizer != "adamw":
-        problem = "advice compares strategies with AdamW"
-        raise UserError(problem, f"`study predict --strategy S --optimizer {options.optimizer}` predicts one strategy")
     box = box_from_args(options)
     precision = options.precision or predict_command.usual_precision(box)
     predict_command.check_precision(box, precision)
-    batch = options.global_batch_size or next(count * box.ranks for count in _SHARES if count * box.ranks >= _BATCH)
-    if batch % box.ranks:
-        more = -(-batch // box.ranks) * box.ranks
-        raise UserError(f"--global_batch_size {batch} is not a multiple of {box.ranks} ranks", f"use {more}")
+    batch = _global_batch(options, box)
     shape = adapters.apply_lora_options(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     question = advise.AdviceRequest(
         shape=shape,
@@ -243,6 +251,8 @@ def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
         attention=options.attn_implementation,
         global_batch=batch,
+        micro_batch=options.micro_batch or (options.accumulation and batch // box.ranks // options.accumulation),
+        optimizer=options.optimizer,
         price_per_gpu_hour=options.price_per_gpu_hour,
         reference_model=options.with_reference,
         quantized=options.quantization == "4bit",
@@ -251,6 +261,26 @@ def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
     )
     predict_command.check_attention(question)
     return question
+
+
+def _global_batch(options: argparse.Namespace, box: Hardware) -> int:
+    """Return the samples of an optimizer step; raise UserError if ranks and the flags of a rank do not divide it."""
+    fixed = {name: getattr(options, name) for name in ("micro_batch", "accumulation") if getattr(options, name)}
+    unit = box.ranks * math.prod(fixed.values())
+    batch: int | None = options.global_batch_size
+    if len(fixed) == 2:
+        # Both leave nothing open.
+        if batch not in (None, unit):
+            problem = f"--micro_batch, --accumulation and {box.ranks} ranks make {unit} samples per step, not {batch}"
+            raise UserError(problem, "leave --global_batch_size out")
+        return unit
+    if batch is None:
+        return unit * -(-_BATCH // unit) if fixed else next(n * unit for n in _SHARES if n * unit >= _BATCH)
+    if batch % unit:
+        what = "".join(f" with --{name} {count}" for name, count in fixed.items())
+        problem = f"--global_batch_size {batch} is not a multiple of {box.ranks} ranks{what}"
+        raise UserError(problem, f"use {-(-batch // unit) * unit}")
+    return batch
 
 
 def _document(
@@ -326,7 +356,7 @@ def _page(
     yield (
         f"{shape.name} ({count} parameters{adapters.lora_text(shape)}) on {box.name}:"
         f" {box.ranks} x {box.device.name}, global batch {question.global_batch}, {question.sequence_length} tokens per"
-        f" sample, {question.precision}{loss}\n"
+        f" sample, {question.precision}{loss}{predict_command.optimizer_text(question.optimizer)}\n"
     )
     listed = [option for option in advice.options if option.fits or details or best is None]
     rows = [_row(option, best) for option in listed]
@@ -408,9 +438,14 @@ def advice_notes(advice: Advice, best: Option, riskier: Option | None) -> Iterat
     if release := least_sound_release(best.name, best.request.accumulation, best.request.precision):
         why = "earlier ones compute wrong gradients with these settings (`study releases`)"
         yield f"needs DeepSpeed {release} or later: {why}"
+    if (roomier := advise.roomier_option(advice)) is not None:
+        yield f"more room: {_named(roomier)}, {advise.roomier_text(roomier, best)}"
     yield from _alternative_notes(advice, best, riskier)
     yield from _program_notes(best)
-    yield from live_notes(advice.question.shape)
+    optimizer = advice.question.optimizer
+    if optimizer != "adamw":
+        yield f"no optimizer on the host is compared: DeepSpeed refuses {optimizer} there, and {REPLACED}"
+    yield from advice.question.shape.notes()
     yield from request_notes(best.request)
 
 
@@ -477,12 +512,14 @@ def remark(option: Option, best: Option | None) -> str:
     if option is best:
         return "recommended"
     gap, text = advise.speed_gap(option, best), advise.speed_text(option, best)
-    if best.is_safe and not option.is_safe:
-        return f"may not fit{f'; {text}' if gap > 0 else ''}"
     if gap <= 0:
         # Without this the row looks as if the same work took longer.
         keeps_fp32 = option.request.weight_bytes > best.request.weight_bytes and option.request.autocast
-        return "fp32 weights under autocast, not 16-bit ones with fp32 masters" if keeps_fp32 else ""
+        text = "fp32 weights under autocast, not 16-bit ones with fp32 masters" if keeps_fp32 else ""
+    if best.is_safe and not option.is_safe:
+        return f"may not fit; {text}".removesuffix("; ")
+    if gap <= 0:
+        return text
     if option.request.strategy.offloads and not best.request.strategy.offloads:
         slowdown = max_offload_slowdown(option.request.correction)
         return f"predicted {text}; measured offload steps took up to {slowdown:.1f} x as long"
@@ -495,7 +532,13 @@ def predict_words(request: Request, options: argparse.Namespace) -> str:
     words += ["--hardware", options.hardware, "--micro_batch", f"{request.micro_batch}"]
     words += ["--accumulation", f"{request.accumulation}"] * (request.accumulation > 1)
     words += ["--gradient_checkpointing"] * request.gradient_checkpointing
-    defaults = {"attn_implementation": "sdpa", "peft": "none", "quantization": "none", "loss_kernel": "transformers"}
+    defaults = {
+        "attn_implementation": "sdpa",
+        "peft": "none",
+        "quantization": "none",
+        "loss_kernel": "transformers",
+        "optimizer": "adamw",
+    }
     for name in _SHARED_FLAGS:
         value = getattr(options, name)
         if value is not None and value != defaults.get(name):
@@ -543,13 +586,15 @@ def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterat
 def _trainer_arguments(request: Request) -> str:
     """Return the TrainingArguments of the predicted configuration."""
     precision = request.precision.removesuffix("-engine")
+    optimizer = {"lion": "lion_32bit"}.get(request.optimizer, request.optimizer)
     values = {
         "per_device_train_batch_size": request.micro_batch,
         "gradient_accumulation_steps": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing,
         **({precision: True} if precision != "fp32" else {}),
+        **({"optim": optimizer} if optimizer != "adamw" else {}),
     }
-    return f"TrainingArguments({', '.join(f'{name}={value}' for name, value in values.items())})"
+    return f"TrainingArguments({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 # The recommended strategy's Accelerate file and DeepSpeed JSON, for use with `accelerate launch`.
@@ -611,7 +656,15 @@ def write_configs(options: argparse.Namespace) -> int:
     print("The precision is that of your program: Accelerator(mixed_precision=...), or bf16=True", file=sys.stderr)
     if any(file.suffix == ".json" and _saves_shards(json.loads(text)) for file, text in texts.items()):
         print(SAVES_SHARDS, file=sys.stderr)
+    doubled = [name for name in options.names or STRATEGY_NAMES if _sums_within_groups(read_strategy(name))]
+    if doubled:
+        print(f"{', '.join(doubled)}: {SUMS_WITHIN_GROUPS}", file=sys.stderr)
     return 0
+
+
+def _sums_within_groups(strategy: Strategy) -> bool:
+    """Whether DeepSpeed sums gradients over the ranks that share a sequence, instead of averaging them."""
+    return strategy.group is not None and strategy.group.divides == "sequence" and strategy.zero_stage in (1, 2)
 
 
 def _saves_shards(deepspeed: Mapping[str, Any]) -> bool:
@@ -649,10 +702,13 @@ def _write_texts(texts: Mapping[Path, str], folder: Path, argument: str) -> None
 def _study_command(request: Request, model: str, launch: list[str]) -> str | None:
     """Return the command that trains this with study/train.py; None if that would train something else.
 
-    study/train.py has transformers' loss alone, cannot load a model given by its sizes, and gathers fp32 weights under
-    FSDP. It keeps fp32 weights without DeepSpeed, and adds adapters to all linear layers, without dropout.
+    study/train.py has transformers' loss and 32-bit AdamW alone, cannot load a model given by its sizes, and gathers
+    fp32 weights under FSDP. It keeps fp32 weights without DeepSpeed, and adds adapters to all linear layers, without
+    dropout.
     """
     if request.shape.lora_targets or request.lora_dropout or request.loss_kernel != "transformers":
+        return None
+    if request.optimizer != "adamw":
         return None
     preset, is_loaded = find_preset(model), "=" not in model and not Path(model).expanduser().is_file()
     if request.pure or request.fsdp_gathers_16_bits or not is_loaded:

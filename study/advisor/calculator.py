@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,11 +32,17 @@ from study.config.places import PACKAGE
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import known_devices
-from study.predictor.live import live_notes
 from study.predictor.time import device_bytes, max_offload_slowdown, usable_bytes
-from study.releases.causes import GRID
+from study.releases.causes import GRID, Cause
 from study.releases.combinations import answer_features
-from study.releases.judge import add_stack_arguments, cause_line, judge_request
+from study.releases.judge import (
+    add_stack_arguments,
+    cause_line,
+    grid_cells,
+    judge_request,
+    nearest_rows,
+    shown_causes,
+)
 from study.workloads.presets import PRESETS
 
 _PAGE = Path(__file__).parent / "page"
@@ -75,6 +81,7 @@ class Calculator:
         self._models = folder / "models"
         self._files = folder / "files"
         self._given = folder / "given"
+        self._folder = folder
         self.options = argparse.Namespace()
         self.question: advise.AdviceRequest | None = None
         self.advice: advise.Advice | None = None
@@ -122,7 +129,8 @@ class Calculator:
             "sequence_length": question.sequence_length,
             "precision": question.precision,
             "global_batch": question.global_batch,
-            "notes": list(live_notes(question.shape)),
+            "optimizer": question.optimizer,
+            "notes": list(question.shape.notes()),
         }
 
     @_as_json
@@ -191,7 +199,7 @@ class Calculator:
 
     @_as_json
     def explain(self, words: str, files: str) -> dict[str, Any]:
-        """Return the findings of `study explain` about the first of some files.
+        """Return the findings of `study explain` about the first of some files, its memory by setting and the answers.
 
         The words are those of the command, as JSON; the files have their contents in base64. An Accelerate file finds
         the JSON that it names if that is among them.
@@ -208,13 +216,20 @@ class Calculator:
             raise UserError(refusal.problem, "choose that file, too" if is_alone else refusal.fix) from None
         finally:
             os.chdir(before)
-        return {"first_line": explain.first_line(case), "findings": [finding.document for finding in case.findings]}
+        return {
+            "first_line": explain.first_line(case),
+            "findings": [finding.document for finding in case.findings],
+            "peak": explain.peak_line(case),
+            "costs": explain.cost_rows(explain.costs(case), details=False),
+            "answers": [dataclasses.asdict(answer) for answer in explain.find_answers(case)],
+        }
 
     @_as_json
     def releases(self, words: str) -> dict[str, Any]:
-        """Return the first line of `study releases`, its exit status, and the faults; the words are JSON.
+        """Return the first line of `study releases`, its exit status and the faults, with the grid around the release
+        and the faults of its other rows; the words are JSON.
 
-        With --features the other lines are in place of the faults.
+        With --features the other lines are in place of the faults, and there is no grid.
         """
         parser = Parser(prog="study releases", allow_abbrev=False)
         add_stack_arguments(parser)
@@ -223,9 +238,17 @@ class Calculator:
         if options.features is not None:
             status, lines = answer_features(options)
             return {"first_line": lines[0], "status": status, "faults": lines[1:]}
-        _, _, verdict = judge_request(options)
-        faults = [cause_line(letter, cause) for letter, cause in sorted(verdict.faults.items())]
-        return {"first_line": verdict.text, "status": verdict.status, "faults": faults}
+        document, stack, verdict = judge_request(options)
+        rows = nearest_rows(document["releases" if stack.precision == "fp32" else "bf16"], stack.deepspeed)
+        other_causes = {letter: cause for letter, cause in shown_causes(document, rows) if letter not in verdict.faults}
+        return {
+            "first_line": verdict.text,
+            "status": verdict.status,
+            "faults": _cause_lines(verdict.faults),
+            "columns": list(rows[0]),
+            "rows": grid_cells(rows),
+            "other_faults": _cause_lines(other_causes),
+        }
 
     def without_folders(self, text: str) -> str:
         """Return a text without the folders of this object: the user has the files in a folder of any name."""
@@ -244,7 +267,8 @@ class Calculator:
     def _keep_files(self, contents: dict[str, bytes]) -> None:
         """Store files in a separate folder, and a JSON also at the relative path by which the first file names it."""
         shutil.rmtree(self._given, ignore_errors=True)
-        self._given.mkdir(parents=True)
+        # Of a new name, since the browser's file system does not remove a file that is called __proto__.
+        self._given = Path(tempfile.mkdtemp(prefix="given-", dir=self._folder))
         first = next(iter(contents.values())).decode("utf-8", "replace")
         inner = re.findall(r"^\s*deepspeed_config_file\s*:\s*[\"']?([^\"'#\s]+)", first, re.MULTILINE)
         inner_paths = [path for path in map(Path, inner) if not path.is_absolute() and ".." not in path.parts]
@@ -252,6 +276,10 @@ class Calculator:
             for place in [Path(name), *(path for path in inner_paths if path.name == name)]:
                 (self._given / place).parent.mkdir(parents=True, exist_ok=True)
                 (self._given / place).write_bytes(content)
+
+
+def _cause_lines(causes: Mapping[str, Cause]) -> list[str]:
+    return [cause_line(letter, cause) for letter, cause in sorted(causes.items())]
 
 
 def _version() -> str:

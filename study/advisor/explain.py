@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from study.advisor import predict_command
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
-from study.advisor.explain_combinations import group_keys
+from study.advisor.explain_combinations import ENDS_WITH_ERROR, group_keys
 from study.advisor.explain_findings import findings
 from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
@@ -24,22 +25,27 @@ from study.config.printing import TextTable, print_result
 from study.config.text import format_number, rounded, rounded_seconds
 from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
-from study.predictor import shape as adapters
+from study.predictor import adapter_options as adapters
 from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, sent_bytes
+from study.predictor.constants import FITTED
 from study.predictor.hardware import ANY_DEVICE, Hardware, box_from_args, parse_int
 from study.predictor.memory import predict_memory
+from study.predictor.models import model_shape
 from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
-from study.predictor.shape import USUAL_LENGTH, ModelShape, model_shape, resolve_length
-from study.predictor.state import persistent_params, sub_groups
-from study.predictor.time import FITTED, device_bytes, fits, predict_time, usable_bytes, why
+from study.predictor.shape import USUAL_LENGTH, ModelShape, resolve_length
+from study.predictor.state import loaded_whole_bytes, persistent_params, sub_groups
+from study.predictor.time import device_bytes, fits, predict_time, usable_bytes, why
 from study.predictor.zero3_gathers import simulate_gathers
+from study.workloads.presets import find_preset
 
 EPILOG = """\
-CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting of DeepSpeed 0.19.8, including "auto". Nothing is
-run, and nothing is fetched without --hub. GiB are 2**30 bytes.
+CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting of DeepSpeed 0.19.8, including "auto". As DeepSpeed
+does, it reads Hjson, too: JSON with comments and names without quotes. Nothing is run, and nothing is fetched without
+--hub. GiB are 2**30 bytes.
 
 --strict checks files instead, for CI. It prints the lines of errors (refusals of the engine; exit status 1) and of
-warnings (conflicts, and settings that are dropped or without effect; exit status 3). A file that is neither is an error
+warnings (conflicts, and settings that are dropped or without effect; exit status 3), and as notes the combinations that
+train something else if the program resumes, for instance. A file that is neither is an error
 or, with --skip_others, left out by its content. Files outside of the repository are not read. Without MODEL or
 --world_size it prints what holds for any.
 """
@@ -59,6 +65,8 @@ _COUNT = functools.partial(parse_int, most=1_000_000, what="number")
 _MAX_RANKS = 1024
 _STATES = {"optimizer": "optimizer state", "parameters": "weights"}
 _MAX_ALONE = 3
+# Part of a step that another setting has to save, to be named.
+_MIN_GAIN = 0.1
 # A part that does not fall to this fraction on twice as many ranks is not sharded.
 _FALLS_TO = 2 / 3
 # The peak falls with more ranks if twice as many have less than this fraction of it.
@@ -125,7 +133,12 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"{flag} is for --strict", f"add --strict, or leave {flag} out")
     if len(options.model) != 1:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
-        raise UserError(problem, "give one CONFIG and one MODEL: study explain ds.json gpt2")
+        example = shlex.join(["study", "explain", options.config, "llama-3.1-8b"])
+        raise UserError(problem, f"give one CONFIG and one MODEL: {example}; --strict needs no MODEL")
+    config, model = options.config, options.model[0]
+    if not resolve_path(config).exists() and resolve_path(model).is_file() and find_preset(config) is not None:
+        command = shlex.join(["study", "explain", model, config])
+        raise UserError(f"{config} is a model and {model} a file", f"name the file first: {command}")
     case = read_case(options)
     print_result(options.json, lambda: _document(case), _page(case, options.details), options.details)
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
@@ -193,7 +206,9 @@ def _check(options: argparse.Namespace) -> int:
         problems = check_file(name, model, options.world_size, work)
         results += sorted(problems, key=lambda problem: problem.line)
     levels = Counter[str](finding.severity for finding in results)
-    total = f"errors: {levels['error']}, warnings: {levels['warning']}; {len(checked)} configuration files checked,"
+    total = f"errors: {levels['error']}, warnings: {levels['warning']}"
+    total += f", notes: {levels['note']}" * bool(levels["note"])
+    total += f"; {len(checked)} configuration files checked,"
     total += f" {len(names) - len(checked)} other files skipped"
     if options.output_format == "github" and not options.json:
         # An annotation is one line, and is never wrapped.
@@ -216,7 +231,9 @@ def _document(case: ConfigCase) -> dict[str, Any]:
         "trained_parameters": case.shape.trained_parameters,
         "world_size": case.ranks,
         "hardware": None if box.device is ANY_DEVICE else box.name,
-        "fits": None if box.device is ANY_DEVICE or memory.missing else fits(memory, box),
+        "fits": None
+        if box.device is ANY_DEVICE or memory.missing
+        else fits(memory, box) and not is_too_large_to_load(case),
         "precision": predict_command.precision_name(case.request),
         "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "sequence_length": case.request.sequence_length,
@@ -260,6 +277,14 @@ def _verdict(case: ConfigCase) -> str:
     return f"Does not fit in {precision}: {_excess(memory, request.box)}{remedies}; predicted"
 
 
+def is_too_large_to_load(case: ConfigCase) -> bool:
+    """Whether the weights that each GPU has while they are loaded exceed it."""
+    request = case.request
+    if request.box.device is ANY_DEVICE or case.memory.missing:
+        return False
+    return loaded_whole_bytes(request) + case.memory.device_parts["context"] > usable_bytes(request.box)
+
+
 def _remedies(request: Request) -> str:
     """Return changes of the program with which the same file fits: checkpointing, a smaller micro-batch, or both."""
     recomputed, small, remedies = {"gradient_checkpointing": True}, {"micro_batch": 1}, []
@@ -290,15 +315,20 @@ def _excess(memory: MemoryUse, box: Hardware) -> str:
 def first_line(case: ConfigCase) -> str:
     """Return what ends a run, then the peak of a rank and whether it fits."""
     verdict = _verdict(case)
+    if is_too_large_to_load(case):
+        loaded = rounded((loaded_whole_bytes(case.request) + case.memory.device_parts["context"]) / GIB)
+        room = _about(usable_bytes(case.request.box))
+        problem = f"Does not fit while quantized weights are loaded: {loaded} of {room}"
+        verdict = f"{problem}. After that: {verdict[0].lower()}{verdict[1:]}"
     if groups := [key for _, key in group_keys(case)]:
         verdict = f"Without {', '.join(groups)} (not modelled): {verdict[0].lower()}{verdict[1:]}"
-    refused = [item.key for item in case.findings if item.kind == "refused"]
-    # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler.
-    wrong_arguments = [item.key for item in case.findings if item.rule == "wrong-argument"]
+    refused = [item.key for item in case.findings if item.kind == "refused" and item.rule != ENDS_WITH_ERROR]
+    # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler, or fails in a step.
+    late_errors = [item.key for item in case.findings if item.rule in ("wrong-argument", ENDS_WITH_ERROR)]
     wrong_training = [item.key for item in case.findings if item.rule == "wrong-training" and item.kind == "conflict"]
     for problem, keys in (
         ("Refused by the engine", refused),
-        ("Ends with an error", wrong_arguments),
+        ("Ends with an error", late_errors),
         ("Trains something else, silently", wrong_training),
     ):
         if keys:
@@ -336,17 +366,22 @@ def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
     if setting_costs := costs(case):
         legend = "" if all(cost.is_said for cost in setting_costs) else "; * a default, not in your file"
         yield f"\nmemory of a rank by setting (- none{legend}{'' if details else '; --details has the reasons'})"
-        yield TextTable(("device", "host", "NVMe", ""), _cost_rows(setting_costs, details), indent=2)
-    parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
-    peak = ", ".join(f"{part} {rounded(size / GIB)}" for part, size in parts if size > GIB / 20)
-    yield f"peak memory of a rank, {_about(device_bytes(memory))}: {peak}"
+        yield TextTable(("device", "host", "NVMe", ""), cost_rows(setting_costs, details), indent=2)
+    yield peak_line(case)
     yield from (f"  {note}" for note in memory.notes if details)
     for answer in find_answers(case):
         yield f"\n{answer.question}\n  {answer.short}" if details else f"{answer.question} {answer.short}"
         yield from (f"  - {line}" for line in answer.because if details)
 
 
-def _cost_rows(setting_costs: Sequence[SettingCost], details: bool) -> list[tuple[str, ...]]:
+def peak_line(case: ConfigCase) -> str:
+    """Return the peak of a rank and its larger parts."""
+    parts = sorted(case.memory.device_parts.items(), key=lambda part: -part[1])
+    peak = ", ".join(f"{part} {rounded(size / GIB)}" for part, size in parts if size > GIB / 20)
+    return f"peak memory of a rank, {_about(device_bytes(case.memory))}: {peak}"
+
+
+def cost_rows(setting_costs: Sequence[SettingCost], details: bool) -> list[tuple[str, ...]]:
     """Return a row per cost with its reason or, without details, a row for each of the most expensive settings."""
     by_key: dict[str, list[SettingCost]] = {}
     for cost in setting_costs:
@@ -358,7 +393,7 @@ def _cost_rows(setting_costs: Sequence[SettingCost], details: bool) -> list[tupl
         text = f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}"
         columns = ("-" if abs(size) < MIB / 2 else gib(size) for size in sizes)
         rows.append((max(map(abs, sizes)), (*columns, f"{text}: {cost.says}" if details else text)))
-    if not details:
+    if rows and not details:
         # The state comes first: the offloads move parts of it.
         largest = max(size for size, _ in rows)
         rows = [row for row in rows if row[0] >= _MIN_COST * largest]
@@ -519,17 +554,37 @@ def _explain_time(case: ConfigCase) -> Explanation:
     parts = sorted(time.parts.items(), key=lambda part: -part[1])
     shares = [f"{name.replace('_', ' ')} {rounded_seconds(size)}" for name, size in parts if size > parts[0][1] / 50]
     short = f"{text}: {', '.join(shares)}"
-    if request.strategy.offloads:
-        bare = case.at(offload_param=None, offload_optimizer=None)
-        short += f"; without an offload {_time_text(bare)[1]}, {_about(device_bytes(bare.memory))}"
-    elif case.stage == 3:
-        short += f"; stage 2 {_time_text(case.at(stage=2))[1]}"
+    short += "".join(f"; {alternative}" for alternative in _other_times(case, time.step_s.value))
     because = list(time.notes[1:])
     if case.ranks > 1 and not request.box.is_cpu_only:
         rate = bus_bandwidth_gb_per_s(request.box, "all_gather", request.shape.parameters * case.weight)
         slower = "PCIe, NCCL_P2P_DISABLE=1, GPUs of several kinds and slow networks lower it"
         because.append(f"ranks communicate at {rounded(rate)} GB/s; {slower} (--bus_gb_per_s, --network_gb_per_s)")
     return Explanation("What takes the time of a step?", short, tuple(because), dict(parts))
+
+
+def _other_times(case: ConfigCase, seconds: float) -> Iterator[str]:
+    """Yield the time without an offload or at a lower stage; of several machines what takes less, with its memory."""
+    request = case.request
+    if request.strategy.offloads:
+        bare = case.at(offload_param=None, offload_optimizer=None)
+        yield f"without an offload {_time_text(bare)[1]}, {_about(device_bytes(bare.memory))}"
+    elif case.stage == 3:
+        yield f"stage 2 {_time_text(case.at(stage=2))[1]}"
+    machines, group = request.box.nodes, request.box.gpus_per_node
+    if machines == 1:
+        return
+    if case.stage == 3 and group > 1 and case.zero["zero_hpz_partition_size"] == 1:
+        within = case.at(zero_hpz_partition_size=group)
+        time, text = _time_text(within)
+        if time.step_s.value < (1 - _MIN_GAIN) * seconds:
+            yield f"zero_hpz_partition_size={group} {text}, {_about(device_bytes(within.memory))}"
+    alone = dataclasses.replace(request, box=dataclasses.replace(request.box, nodes=1))
+    one_machine = dataclasses.replace(case, request=alone)
+    time, text = _time_text(one_machine)
+    if time.step_s.value * machines < seconds:
+        memory = _about(device_bytes(one_machine.memory))
+        yield f"faster on one machine alone, {text} for 1/{machines} of the batch, {memory}"
 
 
 def _time_text(case: ConfigCase) -> tuple[StepTime, str]:
@@ -568,10 +623,15 @@ def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:
             launches = shape.layers * FITTED.launch_s + len(shape.params) * FITTED.gather_hook_s
             figures["gather_s"] = tokens * (per_token + launches)
             short = f"at least {figures['gather_s'] / 60:,.1f} min for each batch: {short}"
-    because = (
+    because: tuple[str, ...] = (
         "a sharded model gathers each layer for each token of a batch, with TRL's ds3_gather_for_generation once",
         "vLLM next to the training (TRL's use_vllm) keeps a copy of the weights that ZeRO does not shard",
     )
+    if case.stage == 3 and shape.lora_rank:
+        # sync_weights in trl/generation/vllm_generation.py; without adapters it gathers one parameter after another.
+        gathered = f"all weights gathered on each rank, {gib(weights)} next to the rest"
+        parts = "ms-swift does it in parts with --move_model_batches"
+        because = (*because, f"with LoRA TRL merges adapters for it with {gathered}; {parts}")
     return Explanation(f"What does generating {tokens:,} tokens cost?", short, because, figures)
 
 

@@ -167,6 +167,7 @@ def resolve(
         optimizer=_optimizer(file, strategy, work, findings),
         fsdp_offloads=offloads,
         fsdp_keeps_gathered=_keeps_gathered(file),
+        fsdp_unwrapped=strategy.is_fsdp and _is_unwrapped(file, shape),
         fsdp_version=1 if strategy.is_fsdp and file.sharding else 2,
         reference_model=work.reference_model,
         quantized=work.quantized,
@@ -224,6 +225,12 @@ def _keeps_gathered(file: UserFile) -> bool:
     if file.sharding is not None:
         return file.sharding in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
     return (file.fsdp or {}).get("fsdp_reshard_after_forward") is False
+
+
+def _is_unwrapped(file: UserFile, shape: ModelShape) -> bool:
+    """Whether no policy wraps layers; under version 1 adapters need peft's own."""
+    policy = (file.fsdp or {}).get("fsdp_auto_wrap_policy") or "NO_WRAP"
+    return str(policy).upper() == "NO_WRAP" and (shape.lora_rank is None or file.sharding is None)
 
 
 def _optimizer(file: UserFile, strategy: Strategy, work: ProgramSettings, findings: list[Finding]) -> OptimizerName:

@@ -15,13 +15,15 @@ from typing import Any
 
 from study.advisor import user_settings
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ProgramSettings, resolve
+from study.advisor.explain_combinations import WRONG_TRAINING
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import Finding
 from study.config.errors import UserError
 from study.config.yaml_sections import Section, read_document
 from study.host.folders import resolve_path
 from study.predictor.hardware import MAX_JOB_GPUS
-from study.predictor.shape import ModelShape, model_shape
+from study.predictor.models import model_shape
+from study.predictor.shape import ModelShape
 
 # A finding that holds for both models and for all numbers of ranks does not depend on them.
 _MODELS, _RANKS = ("gpt-tiny", "gpt-1t"), (1, 8)
@@ -131,7 +133,8 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
         return
     by_case = [{(finding.kind, finding.key): finding for finding in findings(case)} for case in cases]
     for place, finding in by_case[0].items():
-        if finding.severity != "note" and all(place in case for case in by_case):
+        is_shown = finding.severity != "note" or finding.rule == WRONG_TRAINING
+        if is_shown and all(place in case for case in by_case):
             if finding.key == "train_batch_size" and len(counts) > 1:
                 finding = _for_any_ranks(finding, file.deepspeed or {})
             yield in_file(_without_texts(finding), file, text)

@@ -1,4 +1,4 @@
-"""Combinations of settings that silently train something else on the releases that were tested. It imports no torch."""
+"""Combinations of settings that train something else, or end with an error, on the tested releases. No torch here."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ _PROGRAM_FEATURES = {
     "schedule": "Accelerate prepares the program's schedule",
     "evaluation": "Accelerate prepares the loader of an evaluation together with the model",
 }
+# Rules of combinations that were tried, and that no reader of settings refuses.
+WRONG_TRAINING = "wrong-training"
+ENDS_WITH_ERROR = "ends-with-error"
 # A note that holds under more conditions of the program concerns few of a file's users.
 _MAX_CONDITIONS = 1
 # Boolean settings of ZeRO that are features, with the value other than the default.
@@ -37,9 +40,16 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
     releases = f"DeepSpeed {stack['deepspeed']}, Accelerate {stack['accelerate']}"
     for entry in read_known_findings():
         conditions = _conditions(entry, keys)
-        if entry.verdict != "wrong" or not entry.is_in(stack):
+        if entry.verdict not in ("wrong", "refused") or entry.needs_program or not entry.is_in(stack):
             continue
         if conditions is None or not _has_settings(case, entry):
+            continue
+        key = entry.setting[0][0] if entry.setting else _key(entry, keys)
+        if entry.verdict == "refused":
+            # An error names itself, so that one under a condition is not worth a note.
+            if not conditions:
+                message = f"{entry.title}: the run ends with an error (tested with {releases})"
+                yield Finding("refused", key, message, entry.instead, rule=ENDS_WITH_ERROR)
             continue
         if len(conditions) > _MAX_CONDITIONS:
             continue
@@ -47,8 +57,7 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
         message = f"{holds_if}{entry.title}, without an error (tested with {releases})"
         # A condition may not hold, and a note does not fail a check.
         kind: Literal["noted", "conflict"] = "noted" if conditions else "conflict"
-        key = entry.setting[0][0] if entry.setting else _key(entry, keys)
-        yield Finding(kind, key, message, entry.instead, rule="wrong-training")
+        yield Finding(kind, key, message, entry.instead, rule=WRONG_TRAINING)
 
 
 def feature_keys(case: ConfigCase) -> dict[str, str]:
@@ -70,11 +79,11 @@ def group_keys(case: ConfigCase) -> Iterator[tuple[str, str]]:
     sizes = case.file.group_sizes
     if case.file.deepspeed is not None:
         section = case.top.get("tensor_parallel")
-        if isinstance(section, Mapping) and _whole_number(section.get("autotp_size")) > 1:
+        if isinstance(section, Mapping) and whole_number(section.get("autotp_size")) > 1:
             yield "autotp", "tensor_parallel.autotp_size"
         if "sp_size" in sizes:
             yield "ulysses", "parallelism_config.sp_size"
-        elif _whole_number(case.top.get("sequence_parallel_size")) > 1:
+        elif whole_number(case.top.get("sequence_parallel_size")) > 1:
             yield "ulysses", "sequence_parallel_size"
         return
     if "tp_size" in sizes:
@@ -107,7 +116,7 @@ def _deepspeed(case: ConfigCase) -> Iterator[tuple[str, str]]:
     for feature, (name, value) in _SWITCHES.items():
         if zero.get(name) is value:
             yield feature, f"{ZERO}.{name}"
-    if _whole_number(zero.get("zero_hpz_partition_size")) > 1:
+    if whole_number(zero.get("zero_hpz_partition_size")) > 1:
         yield "hpz", f"{ZERO}.zero_hpz_partition_size"
     if zero.get("zenflow"):
         yield "zenflow", f"{ZERO}.zenflow"
@@ -137,10 +146,10 @@ def _offload(case: ConfigCase) -> Iterator[tuple[str, str]]:
 def _has_settings(case: ConfigCase, entry: KnownFinding) -> bool:
     """Whether a file has the settings that a finding needs besides its features."""
     settings = case.file.fsdp or {}
-    return all(str(settings.get(key)).upper() == value for key, value in entry.setting)
+    return all(str(settings.get(key)).upper() in value.split("|") for key, value in entry.setting)
 
 
-def _whole_number(value: Any) -> int:
+def whole_number(value: Any) -> int:
     return value if type(value) is int else 0
 
 

@@ -10,15 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
-from study.advisor.explain_combinations import combination_findings
+from study.advisor.explain_combinations import combination_findings, whole_number
 from study.advisor.user_settings import OFFLOADS, ZERO, Finding, flatten, known_settings, removed, section_entries
 from study.config.errors import clip, did_you_mean
-from study.config.text import format_number
+from study.config.text import format_number, rounded
 from study.host.memory import GIB
-from study.predictor.live import LiveShape
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
-from study.predictor.state import engine_refusal
+from study.predictor.state import accumulated_bytes, engine_refusal, loaded_whole_bytes
 from study.predictor.time import device_bytes, fits, usable_bytes
 from study.releases.causes import least_sound_release
 
@@ -162,6 +161,8 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         "mixed_precision": file.mixed_precision,
         "num_processes": file.num_processes,
         "mesh_ranks": file.mesh_ranks,
+        "tp_ranks": file.group_sizes.get("tp_size", 1),
+        "cp_ranks": file.group_sizes.get("cp_size", 1),
         **request_facts(case.request),
     }
     if file.deepspeed is None:
@@ -181,6 +182,8 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     # The engine limits the secondary partition to the number of ranks (groups.py).
     group = min(case.zero["zero_hpz_partition_size"], case.ranks)
     request, tested = case.request, f"zero{case.stage}"
+    parallel = case.top.get("tensor_parallel")
+    autotp_ranks = whole_number(parallel.get("autotp_size")) if isinstance(parallel, Mapping) else 0
     if case.stage == 2 and case.offload("offload_optimizer"):
         tested = "zero2_cpu"
     return {**flatten(defaults), **flatten(top), **flatten(case.zero), **flatten(file.plugin, "plugin."), **facts} | {
@@ -193,6 +196,8 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         },
         "offload": "nvme" if "nvme" in devices.values() else "none",
         "set": {*file.explicit_keys, *flatten(case.top)},
+        "autotp_ranks": autotp_ranks,
+        "autotp_groups": case.ranks // max(autotp_ranks, 1),
         "group": group,
         "ungrouped_ranks": case.ranks % max(group, 1),
         "shard": -(-shape.largest // case.ranks),
@@ -222,22 +227,26 @@ def request_notes(request: Request, details: bool = False) -> list[str]:
 def request_facts(request: Request) -> dict[str, Any]:
     """Return what rules may ask of a request, by name."""
     shape, strategy = request.shape, request.strategy
-    survey = shape.survey if isinstance(shape, LiveShape) else {}
-    architecture, built = "none", survey.get("class", "none")
+    architecture = "none"
     if shape.family == "sequence-classification" and shape.document:
         (architecture,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
     return {
         "gathered": f"{format_number(request.stored.parameters * request.gathered_bytes / GIB)} GiB",
+        "unreduced": f"{rounded(accumulated_bytes(request) / GIB)} GiB" if strategy.is_fsdp else "none",
         "ranks": request.box.ranks,
         "precision": request.precision,
         "stage": strategy.zero_stage or 0,
+        "loaded": f"{format_number(loaded_whole_bytes(request) / GIB)} GiB",
+        "fsdp2": strategy.is_fsdp and request.fsdp_version == 2,
+        # Two bytes more of each frozen weight.
+        "frozen": f"{format_number(2 * request.stored.frozen_parameters / request.fsdp_ranks / GIB)} GiB",
         "engine": "fsdp" if strategy.is_fsdp else "none" if strategy.deepspeed is None else "deepspeed",
         "model": shape.model_type,
-        "built": built,
+        "built": shape.built_class,
         "vocabulary": f"{shape.vocabulary:,}",
-        "stand_in": survey.get("is_stand_in", False),
+        "stand_in": shape.is_stand_in,
         "other_head": architecture if str(architecture).endswith("ForMaskedLM") else "none",
-        "experts": survey.get("active") or 0,
+        "experts": shape.active_experts,
         "towers": any(f'"{kind}_config"' in shape.document for kind in ("vision", "audio")),
         "weights": shape.quantized_by or "none",
         "peft": "lora" if shape.lora_rank else "none",

@@ -10,10 +10,9 @@ from typing import Any, TypeVar, cast
 from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor import time as timing
-from study.predictor.activations import trace
 from study.predictor.hardware import Hardware
-from study.predictor.live import LiveShape
 from study.predictor.memory import predict_memory
+from study.predictor.micro_batch import missing_figures
 from study.predictor.request import FP32_BYTES, MemoryUse, Request
 from study.predictor.shape import ModelShape
 from study.predictor.state import MIN_SWAPPED_BYTES, unswapped_kind
@@ -60,7 +59,7 @@ def speed_if_it_fits(request: Request) -> float:
 
     Infinite if the time cannot be predicted before it is known that the request fits.
     """
-    if request.box.is_cpu_only or (isinstance(request.shape, LiveShape) and trace(request).missing is not None):
+    if request.box.is_cpu_only or missing_figures(request) is not None:
         return math.inf
     if unswapped_kind(request) is not None:
         return 0.0

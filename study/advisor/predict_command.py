@@ -6,6 +6,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -19,13 +20,13 @@ from study.config.flags import Precision, RunConfig
 from study.config.printing import TextTable, print_result
 from study.config.text import rounded, rounded_seconds
 from study.host.memory import GIB
-from study.predictor import shape as adapters
-from study.predictor.activations import has_fused
+from study.predictor import adapter_options as adapters
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
 from study.predictor.communication import predict_payload, sent_bytes
 from study.predictor.hardware import BOX_NAMES, Hardware, add_speed_arguments, box_from_args, parse_int, parse_tokens
 from study.predictor.losses import LossKernel
 from study.predictor.memory import predict_memory
+from study.predictor.models import model_shape
 from study.predictor.request import (
     Attention,
     Estimate,
@@ -35,8 +36,8 @@ from study.predictor.request import (
     StepTime,
     TrainerSettings,
 )
-from study.predictor.shape import USUAL_LENGTH, ModelShape, model_shape, resolve_length
-from study.predictor.state import engine_refusal
+from study.predictor.shape import USUAL_LENGTH, ModelShape, resolve_length
+from study.predictor.state import checkpoint_bytes, engine_refusal
 from study.predictor.time import device_bytes, estimate, fits, offload_range, predict_time, usable_bytes, why
 from study.workloads.presets import PRESETS
 
@@ -158,7 +159,9 @@ def known_optimizer(text: str) -> str:
     """Return the text; raise ArgumentTypeError for muon, with the command that supports it."""
     if text == "muon":
         instead = "`study virtual --optimizer muon --max_grad_norm 0` counts its bytes"
-        raise argparse.ArgumentTypeError(f"Muon is not predicted: {instead}")
+        # single_partition_of_fp32_groups in stage_1_and_2.py; under zero.Init a parameter has no elements.
+        shards = "ZeRO gives a program's own Muon flat shards, not matrices: set optimizer.type in the DeepSpeed file"
+        raise argparse.ArgumentTypeError(f"Muon is not predicted: {instead}; {shards}")
     return text
 
 
@@ -171,7 +174,7 @@ def run(options: argparse.Namespace, read_run: measured.ReadRun | None = None) -
     time = predict_time(request, memory)
     if options.traced:
         with require_extra("train"):
-            from study.predictor.live_trace import trace_activations
+            from study.predictor.traced_request import trace_activations
 
             traced = trace_activations(request).saved_bytes
     page = _page(request, memory, time, traced, options.details, runs)
@@ -217,7 +220,7 @@ def check_attention(request: Request | AdviceRequest) -> None:
         raise UserError(f"{device.name} has no flash_attention_2", "use --attn_implementation sdpa")
     if request.precision == "fp32":
         raise UserError("flash_attention_2 does not compute in fp32", "use --attn_implementation sdpa, or 16 bits")
-    if not has_fused(shape):
+    if not shape.has_fused_attention:
         raise UserError(f"flash_attention_2 is not modelled for {shape.model_type}", "use --attn_implementation eager")
 
 
@@ -230,6 +233,11 @@ def strategy_text(request: Request) -> str:
 def loss_text(kernel: LossKernel) -> str:
     """Return a loss with a leading comma; empty for transformers' own."""
     return "" if kernel == "transformers" else f", loss: {kernel}"
+
+
+def optimizer_text(optimizer: OptimizerName) -> str:
+    """Return an optimizer with a leading comma; empty for AdamW."""
+    return "" if optimizer == "adamw" else f", optimizer: {optimizer}"
 
 
 def workload_text(request: Request) -> str:
@@ -260,6 +268,8 @@ def _adapted_notes(request: Request) -> Iterator[str]:
 
 def predicted_strategy(name: str) -> strategies.Strategy:
     """Return a strategy; raise UserError for one whose ranks share samples."""
+    if re.fullmatch(r"fsdp[-_]?1", name, re.IGNORECASE):
+        raise UserError(f"there is no strategy {name}", "use fsdp2 with --fsdp_version 1")
     strategy = strategies.read_strategy(name)
     if strategy.group is not None:
         raise UserError(f"{strategy.name} is not predicted: its ranks share samples", "use another strategy")
@@ -535,6 +545,7 @@ def _part_rows(memory: MemoryUse, traced: float | None) -> list[tuple[str, str, 
 def _intervals(request: Request, memory: MemoryUse, time: StepTime, name_of_unit: str, unit: float) -> TextTable:
     host = {_HOST_PARTS[name]: size for name, size in memory.host_parts.items() if name in _HOST_PARTS and size}
     ample, sent = Estimate(memory.pool_with_room), estimate("sent", sent_bytes(request))
+    saved = checkpoint_bytes(request)
     rows = []
     for title, figure, size in (
         ("allocated between steps, GiB", memory.steady_allocated, GIB),
@@ -543,6 +554,7 @@ def _intervals(request: Request, memory: MemoryUse, time: StepTime, name_of_unit
         ("reserved if memory is ample, GiB", None if request.box.is_cpu_only else ample, GIB),
         ("whole process, GiB", memory.process_peak, GIB),
         *((f"host, {what}, GiB", Estimate(part), GIB) for what, part in host.items()),
+        ("checkpoint on disk, of all ranks, GiB", None if saved is None else Estimate(saved), GIB),
         (f"ring bytes (NCCL), {name_of_unit}", sent, unit),
         ("step, ms", time.step_s, 1e-3),
     ):

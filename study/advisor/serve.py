@@ -58,6 +58,7 @@ _CALLS = (
     "files",
     "explain",
     "releases",
+    "traces_ahead",
 )
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".json": "application/json"}
 # As in the page, without the WebAssembly that only the browser's Python needs.
@@ -150,17 +151,19 @@ class Server(http.server.ThreadingHTTPServer):
         return None if content is None else (content, _TYPES[Path(name).suffix])
 
     def answer(self, session: str, call: str, words: list[str]) -> str:
-        """Return the JSON of a call. Calls take turns.
+        """Return the JSON of a call. Calls take turns, except for the question how many traces are before one's own.
 
         One that needs a trace ends there, and is repeated with it: the trace takes seconds, and others have their turn.
         """
+        if call == "traces_ahead":
+            return json.dumps({"ahead": self._traces.ahead(session)})
         traces = dict[tuple[Any, ...], dict[str, Any]]()
         TRACER.set(functools.partial(find_trace, traces))
         while True:
             try:
                 return self._answer(session, call, words)
             except MissingTrace as missing:
-                traces[missing.request] = self._traces.trace(missing.request)
+                traces[missing.request] = self._traces.trace(missing.request, session)
 
     def _answer(self, session: str, call: str, words: list[str]) -> str:
         with self._lock:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from study.config.errors import UserError, first_line, refusal_from_json
@@ -26,18 +26,38 @@ class TraceProcess:
     """The process, which starts with the first trace. It runs one at a time; callers wait for their turn."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A list of one page for each trace that is asked for; the first one runs.
+        self._turns: list[list[str]] = []
+        self._moved = threading.Condition()
         self._process: subprocess.Popen[str] | None = None
         self._traces = 0
         self._is_closed = False
 
-    def trace(self, request: tuple[Any, ...]) -> dict[str, Any]:
+    def trace(self, request: tuple[Any, ...], page: str) -> dict[str, Any]:
         """Return what find_trace reads: the result of `live.answer` to these arguments, or its error."""
         try:
-            with self._lock:
+            with self._turn(page):
                 return dict(json.loads(self._ask(json.dumps(request))))
         except UserError as refusal:
             return {"refusal": refusal.to_json()}
+
+    def ahead(self, page: str) -> int:
+        """Return the number of traces before that of a page; 0 while its own runs, or without one."""
+        with self._moved:
+            return next((place for place, turn in enumerate(self._turns) if page in turn), 0)
+
+    @contextlib.contextmanager
+    def _turn(self, page: str) -> Iterator[None]:
+        turn = [page]
+        with self._moved:
+            self._turns.append(turn)
+            self._moved.wait_for(lambda: self._turns[0] is turn)
+        try:
+            yield
+        finally:
+            with self._moved:
+                del self._turns[0]
+                self._moved.notify_all()
 
     def _ask(self, request: str) -> str:
         process = self._running()
@@ -90,7 +110,7 @@ class TraceProcess:
         self._is_closed = True
         if (process := self._process) is not None:
             process.kill()
-        with self._lock:
+        with self._turn(""):
             self._end()
 
 

@@ -26,8 +26,8 @@ _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
 SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
-# In the order of torch's ShardingStrategy, from 1.
 _MESH_PREFIX = "parallelism_config_"
+# In the order of torch's ShardingStrategy, from 1.
 _SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 _JSON_SUFFIXES = (".json", ".jsonc", ".json5", ".hjson")
 _SPACE_OR_COMMENT = re.compile(r"\s+|(?:#|//)[^\n]*|/\*[\s\S]*?\*/")
@@ -82,7 +82,8 @@ class Finding:
         parts = (self.file, self.text)
         file, text = (part.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A") for part in parts)
         file = file.replace(":", "%3A").replace(",", "%2C")
-        return f"::{self.severity} file={file},line={self.line},title={self.kind}::{text}"
+        command = "notice" if self.severity == "note" else self.severity
+        return f"::{command} file={file},line={self.line},title={self.kind}::{text}"
 
 
 @dataclasses.dataclass
@@ -502,13 +503,22 @@ def _mesh(sizes: Mapping[str, int], kind: str, findings: list[Finding]) -> tuple
     (ParallelismConfig._validate_accelerator)."""
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
     groups = list(_group_sizes(sizes))
-    findings += [Finding("noted", f"parallelism_config.{key}", NOT_MODELLED) for key in groups]
+    # Under DeepSpeed Accelerate divides no layer by tp_size, so the figures are right.
+    unmodelled = [key for key in groups if (kind, key) != ("DEEPSPEED", "tp_size")]
+    findings += [Finding("noted", f"parallelism_config.{key}", NOT_MODELLED) for key in unmodelled]
     # Sequence parallelism is DeepSpeed's, which makes its own groups.
     ranks = 1 if "sp_size" in groups else math.prod(sizes.values())
     if kind == "FSDP" and ranks > 1 and shards == 1 and "cp_size" not in groups:
         message = "Accelerate ends with an error: FSDP has no ranks to shard over"
         findings.append(Finding("refused", "parallelism_config.dp_shard_size", message))
         return None, ranks if groups else 1
+    # ParallelismConfig.__post_init__, whatever the engine.
+    if {"tp_size", "cp_size"}.intersection(groups) and replicas > 1 and shards == 1:
+        message = "Accelerate ends with an error: with tp_size or cp_size it has no ranks that only replicate"
+        fix = f"set dp_shard_size: {replicas} in its place"
+        if kind == "DEEPSPEED":
+            fix = f"leave it and {' and '.join(groups)} out"
+        findings.append(Finding("refused", "parallelism_config.dp_replicate_size", message, fix))
     return (replicas, shards) if replicas > 1 and kind == "FSDP" and not groups else None, ranks
 
 

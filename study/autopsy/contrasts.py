@@ -22,7 +22,8 @@ from study.autopsy.run import SESSIONS
 from study.config.errors import UserError
 from study.config.text import percent
 from study.records.directory import read_json
-from study.records.statistics import CONFIDENCE, POWER, Interval, apply_holm, interval, t_quantile
+from study.records.shares import CONFIDENCE
+from study.records.statistics import POWER, SIGNIFICANCE, Interval, apply_holm, interval, t_quantile
 
 FILE = "arms.parquet"
 # Columns of a session; the other columns are of its arms.
@@ -109,17 +110,24 @@ class Effect:
     margin: float
 
     @property
+    def is_significant(self) -> bool:
+        """Whether p, corrected for the number of switches, is below the level of all tests here."""
+        return self.p < SIGNIFICANCE
+
+    @property
     def expected(self) -> str:
         return EXPECTED[self.letter][self.response.name]
 
     @property
     def outcome(self) -> str:
-        """`0` if the interval is inside the null margin, a sign if it excludes zero, else `?`."""
+        """`0` if the interval is inside the null margin, a sign if it excludes zero and p is significant, else `?`."""
         low, high = self.ratio.low, self.ratio.high
         if low is None or high is None:
             return "?"
         if max(abs(math.log(low)), abs(math.log(high))) < self.margin:
             return "0"
+        if not self.is_significant:
+            return "?"
         return "+" if low > 1 else "-" if high < 1 else "?"
 
     @property

@@ -16,12 +16,12 @@ from study.autopsy.design import AA, CORRECTED, GATES, LETTERS, PRINTED, PUBLISH
 from study.autopsy.run import MARK
 from study.config.errors import UserError
 from study.config.text import percent
-from study.records.statistics import equivalence_test
+from study.records.statistics import NOT_SIGNIFICANT, equivalence_test
 from study.report.document import PageSection, change_text, format_or_dash, page_html, page_markdown, paragraphs
 from study.report.site.build import NOTEBOOKS, TIME_LIMIT_S, run_notebooks, take_figures, write_figures
 from study.report.site.publishing import FIGURES, new_report
 
-TITLE = "Why does a published listing show a lower loss with ZeRO?"
+TITLE = "Why does S2's listing of one epoch show a lower loss in its ZeRO row?"
 _FIGURES = "What each switch changes"
 _PROTOCOLS: dict[str, tuple[Kind, str]] = {
     "as printed": ("factorial", PRINTED),
@@ -134,9 +134,11 @@ def _numbers(study: Autopsy) -> list[tuple[str, str]]:
     was_on, asked = study.engine_was_on()
     gaps = {what: study.ratio("eval_loss", *at).center - 1 for what, at in _PROTOCOLS.items()}
     row = "evaluation loss of the ZeRO row against the standard row"
-    published = f"published with BERT-large: {change_text(PUBLISHED['eval_loss'])}"
+    published = f"published with BERT-large after five epochs: {change_text(PUBLISHED['eval_loss'])}"
     figures = {
-        f"{row} when the listing runs here as printed; {published}": format_or_dash(gaps["as printed"], change_text),
+        f"{row} when the listing, of one epoch, runs here; {published}": format_or_dash(
+            gaps["as printed"], change_text
+        ),
         "the same with every switch corrected": format_or_dash(gaps["corrected"], change_text),
         "sessions in which DeepSpeed ran, of those that set it as the listing does": f"{was_on} of {asked}",
     }
@@ -168,12 +170,12 @@ def _findings(study: Autopsy) -> list[str]:
         equal=share("aa", AA),
         third=share("printed rate", PRINTED),
         in_both_orders=share_text(largest.average),
-        steps={switch: change_text(math.expm1(step)) for switch, step in steps if abs(step) > _NOTABLE},
+        steps={switch: _step_text(study, switch.letter, step) for switch, step in steps if abs(step) > _NOTABLE},
         on=[*study.engine_was_on(), *study.engine_was_on(all_as_printed=True)],
         model="BERT-large" if (on_gpu := SCALES[str(study.arms["scale"].iloc[0])].on_gpu) else "a one-layer model",
         on_gpu=on_gpu,
         published={loss: percent(change, signed=True) for loss, change in PUBLISHED.items()},
-        effect=lambda letter, name: share_text(study.effects[name][LETTERS.index(letter)].ratio),
+        effect=lambda letter, name: _effect_text(study.effects[name][LETTERS.index(letter)]),
         equivalence=equivalence.text(),
         memory=_memory(study),
         detectable=percent(study.minimum_detectable_effect("whole_s")),
@@ -221,7 +223,15 @@ def _switches(study: Autopsy) -> pd.DataFrame:
 
 
 def _effect_text(effect: Effect) -> str:
-    return f"{share_text(effect.ratio)}, p {effect.p:.2g}"
+    unsure = "" if effect.is_significant or effect.outcome == "0" else f", {NOT_SIGNIFICANT}"
+    return f"{share_text(effect.ratio)}, p {effect.p:.2g}{unsure}"
+
+
+def _step_text(study: Autopsy, letter: str, step: float) -> str:
+    """Return a step of the waterfall; a switch whose effect is not significant has its p beside it."""
+    effect = study.effects["eval_loss"][LETTERS.index(letter)]
+    unsure = "" if effect.is_significant else f", p {effect.p:.2g}: {NOT_SIGNIFICANT}"
+    return f"{change_text(math.expm1(step))}{unsure}"
 
 
 def _gates(arms: pd.DataFrame) -> pd.DataFrame:

@@ -27,6 +27,7 @@ from study.benchmark.scores import (
 )
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
+from study.records.shares import share_text
 
 EPILOG = f"""\
 An answers file is CSV with the columns {", ".join(COLUMNS)}; id and one figure are enough. `fitted` is memory, time or
@@ -209,6 +210,6 @@ def fits_table(questions: Sequence[BenchmarkQuestion], predictors: Sequence[Pred
     for item in predictors:
         judged = judge_fits(questions, item)
         if judged.answered:
-            called = f"{judged.called} of {judged.ran_out}"
+            called = share_text(judged.called, judged.ran_out)
             rows.append([item.name, str(judged.judged), str(judged.answered), str(judged.right), called])
-    return TextTable(("fits or not", "measured", "answered", "right", "out of memory, called"), rows)
+    return TextTable(("fits or not", "measured", "answered", "right", "out of memory, called (95 %)"), rows)

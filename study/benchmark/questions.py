@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
+from study.config.strategies import Strategy
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.request import Request
@@ -21,6 +22,8 @@ FILE = Path(__file__).with_name("benchmark.yaml")
 # Rows read until the day of benchmark.yaml were available when the predictor's rules were written, later rows were not.
 Split = Literal["public", "later"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+Engine = Literal["torch", "FSDP", "DeepSpeed"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 # Keys of a published row that are not inputs: measured figures, and keys of the validation.
 _NO_INPUTS = {
     "tokens_per_s_per_gpu",
@@ -77,7 +80,7 @@ class BenchmarkQuestion:
     title: str
     note: str
     kind: Literal["full", "offload", "adapters"]
-    engine: Literal["DeepSpeed", "FSDP", "torch"]
+    engine: Engine
     inputs: Mapping[str, Any]
     # Tokens of a GPU in an optimizer step.
     tokens_per_step: int
@@ -153,6 +156,13 @@ def read_questions(split: Split | None = None) -> list[BenchmarkQuestion]:
     return [question for question in questions if split in (None, question.split)]
 
 
+def sharding_engine(strategy: Strategy) -> Engine:
+    """Return which engine shards a strategy's state; torch for one that does not."""
+    if strategy.is_fsdp:
+        return "FSDP"
+    return "torch" if strategy.zero_stage is None else "DeepSpeed"
+
+
 def _digest(keys: Mapping[str, Any]) -> str:
     """Return a digest of a row's inputs, so that an answer is not scored against a row that was corrected since."""
     inputs = {name: value for name, value in keys.items() if name not in _NO_INPUTS}
@@ -176,11 +186,6 @@ def _question(
         kind = "adapters"
     elif strategy.offloads:
         kind = "offload"
-    engine: Literal["DeepSpeed", "FSDP", "torch"] = "torch"
-    if strategy.is_fsdp:
-        engine = "FSDP"
-    elif strategy.zero_stage is not None:
-        engine = "DeepSpeed"
     return BenchmarkQuestion(
         id=name,
         source=measurement.source,
@@ -190,7 +195,7 @@ def _question(
         title=page["title"],
         note=page["note"],
         kind=kind,
-        engine=engine,
+        engine=sharding_engine(strategy),
         inputs=_inputs(keys, request, measurement),
         tokens_per_step=request.micro_batch * request.accumulation * request.sequence_length,
         peak_gib=None if measurement.peak_bytes is None else measurement.peak_bytes / GIB,

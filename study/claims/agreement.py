@@ -14,7 +14,7 @@ from typing import Any, get_args
 from study.claims.blind import COLUMNS
 from study.claims.verdicts import FindingKind
 from study.config.errors import UserError, did_you_mean
-from study.records.statistics import share_interval
+from study.records.shares import share_interval
 
 READINGS = Path(__file__).with_name("readings")
 FINDINGS: tuple[str, ...] = get_args(FindingKind)

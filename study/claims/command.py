@@ -163,7 +163,7 @@ def _judged(names: Sequence[str]) -> dict[str, Any]:
         from study.claims.scoreboard import build_scoreboard
     except ModuleNotFoundError as error:
         document = dict(json.loads(VERDICTS.read_text(encoding="utf-8")))
-        _select(document, names)  # A wrong name is refused without the notice.
+        _select(document, names)  # A wrong name ends the command before the notice.
         print(
             f"notice: findings of this release; {error.name} is not installed, so the records were not read."
             f" To judge them here: {install_command('report')}",

@@ -20,7 +20,7 @@ from study.host.memory import GIB
 from study.records.fairness import differences_between
 from study.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import Interval, paired_ratio, pivot_by_seed
+from study.records.statistics import Interval, PairTest, pair_tests, paired_ratio, pivot_by_seed
 from study.records.virtual_summary import Summary, ring_bytes
 from study.report.questions.fits import Fit, fits
 from study.virtual.summaries import figure_or_nan, kind_bytes, rank_state_bytes, summaries
@@ -105,15 +105,17 @@ class Evidence:
         differ only in that setting.
         """
         runs = _ended_runs(self.records(report), task)
+        workload = None
         if over_where:
             treatment, control = _across(runs, strategy, over, where, over_where, not is_loss)
         else:
             fair = runs[runs["confounded_loss" if is_loss else "confounded"] == ""]
             treatment, control = _within(_with(fair, where), strategy, over)
+            workload = fair[fair["workload_key"].isin(treatment["workload_key"])]
         if treatment.empty:
             at = f" with {where}" if where else ""
             raise NotJudged(f"{report} has no fair pair of {strategy} and {over} in {task}{at}")
-        return Pair(report, treatment, control)
+        return Pair(report, treatment, control, workload)
 
     def levels(
         self,
@@ -173,6 +175,8 @@ class Pair:
     report: str
     treatment: pd.DataFrame
     control: pd.DataFrame
+    # All fair runs of the workload that both are of; None if they are of two.
+    workload: pd.DataFrame | None = None
 
     @property
     def records(self) -> tuple[str, ...]:
@@ -194,6 +198,16 @@ class Pair:
     def ratio(self, figure: str) -> Interval:
         """Return the ratio of a figure, paired by seed."""
         return paired_ratio(pivot_by_seed(self._both, figure), "mine", "its")
+
+    def test(self, figure: str) -> PairTest | None:
+        """Return the test by which the report of these runs compares them, with the noise of all its strategies.
+
+        None for runs of two workloads, and for losses, which a report compares pair by pair.
+        """
+        if self.workload is None or "loss" in figure:
+            return None
+        pair = (str(self.treatment["arm"].iloc[0]), str(self.control["arm"].iloc[0]))
+        return pair_tests(pivot_by_seed(self.workload, figure), [pair]).get(pair)
 
     def by_seed(self, figure: str) -> pd.DataFrame:
         """Return a figure in columns `mine` and `its`, for the seeds that both have."""

@@ -19,7 +19,8 @@ from study.claims.verdicts import Figure, Kind, NotJudged, awaited, number
 from study.config.flags import Precision
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.state import KINDS, State, bytes_per_parameter, paper_state_bytes, paper_traffic, split_by
-from study.records.statistics import Interval, interval
+from study.records.shares import CONFIDENCE
+from study.records.statistics import Interval, PairTest, interval, t_quantile
 from study.virtual.summaries import AS_SHIPPED
 
 
@@ -255,7 +256,8 @@ def paired(
     if learned and reached > learned:
         raise NotJudged(f"runs of {over} in {report} learned too little: {reached:.3g}, where {learned:g} is asked for")
     of = f"pairs of {strategy} and {over}"
-    return _estimate(pair.ratio(figure), least_pairs, report, of, pair.records, pair.box)
+    alone = _estimate(pair.ratio(figure), least_pairs, report, of, pair.records, pair.box)
+    return _with_test(alone, pair.test(figure))
 
 
 @form("measured")
@@ -324,7 +326,7 @@ def counted(
     where: Where = "",
     over_where: Where = "",
 ) -> Figure:
-    """Return the ratio of two measured sizes, with the minimum and maximum over runs as its interval.
+    """Return the ratio of two measured sizes, with the minimum and maximum over runs as its range.
 
     `figure` may be a ratio such as `sent/tokens`. `times` multiplies it, to undo a split over ranks.
     """
@@ -335,7 +337,7 @@ def counted(
         raise NotJudged(f"{report} has no {over_figure or figure} of {over}, or no {figure} of {strategy}")
     value = times * float(above.median() / below.median())
     low, high = times * float(above.min() / below.max()), times * float(above.max() / below.min())
-    return Figure(value, low, high, len(above), pair.records, pair.box)
+    return Figure(value, low, high, len(above), pair.records, pair.box, is_range=True)
 
 
 @form("measured")
@@ -389,7 +391,7 @@ def growth(
 def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: str = "") -> Figure:
     """Return the effect of one setting on the engine, or its ratio to another setting's effect.
 
-    Its interval is the minimum and maximum of several starts.
+    Its range is the minimum and maximum of several starts.
     """
     probes = evidence.keys(report)
     names = (probe, *filter(None, [over]))
@@ -400,7 +402,8 @@ def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: st
     above, below = (*starts, [1])[:2]
     value, low, high = np.median(above) / np.median(below), min(above) / max(below), max(above) / min(below)
     records = tuple(f"{report}/{name}" for name in names)
-    return Figure(float(value), float(low), float(high), len(above), records, str(probes[probe]["said"]))
+    note = str(probes[probe]["said"])
+    return Figure(float(value), float(low), float(high), len(above), records, note, is_range=True)
 
 
 @form("measured")
@@ -433,7 +436,16 @@ def _estimate(estimate: Interval, least: int, report: str, of: str, records: tup
     if estimate.low is None or estimate.n < least:
         raise NotJudged(f"{least} {of} are needed, and {report} has {estimate.n or 'none'}")
     error = float(np.log(estimate.points).std(ddof=1) / math.sqrt(estimate.n))
-    return Figure(estimate.center, estimate.low, estimate.high, estimate.n, records, note, error)
+    return Figure(estimate.center, estimate.low, estimate.high, estimate.n, records, note, error, estimate.n - 1)
+
+
+def _with_test(figure: Figure, test: PairTest | None) -> Figure:
+    """Return the figure with the interval and the error of the test of its report, if it has one."""
+    if test is None:
+        return figure
+    reach = test.error * t_quantile((1 + CONFIDENCE) / 2, test.df)
+    low, high = math.exp(test.mean - reach), math.exp(test.mean + reach)
+    return dataclasses.replace(figure, low=low, high=high, standard_error=test.error, df=test.df)
 
 
 def _size(run: pd.Series, figure: str) -> float:

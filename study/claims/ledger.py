@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import pydantic
 from pydantic.dataclasses import dataclass
-from scipy import special
 
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
 from study.claims.verdicts import PROXY, Basis, CheckResult, Figure, Kind, NoRecords, NotJudged, Region, awaited, number
 from study.config.errors import UserError
 from study.config.yaml_sections import Section, read_document
+from study.records.statistics import mean_p
 
 LEDGER = Path(__file__).with_name("ledger.yaml")
 _STRICT = pydantic.ConfigDict(extra="forbid")
@@ -224,6 +224,8 @@ class Claim:
     protocol: Annotated[Mapping[Literal["published", "here"], Text], pydantic.Field(min_length=2)] | None = None
     # Other explanations of a measured figure.
     alternatives: tuple[Text, ...] = ()
+    # Why its parts, limits or readings are these, if a reader would have others.
+    reasons: tuple[Text, ...] = ()
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -308,12 +310,12 @@ def _arguments(form: str) -> type[pydantic.BaseModel]:
 
 def _p_value(figure: Figure, region: Region) -> float | None:
     """Return the two-sided p of a t test at the nearest bound; None if the figure has no t interval."""
-    if figure.standard_error is None or figure.n is None:
+    if figure.standard_error is None or figure.df is None:
         return None
     value, *bounds = (
         end if figure.is_slope else math.log(end)
         for end in (figure.value, region.low, region.high)
         if math.isfinite(end)
     )
-    t = min(abs(value - bound) for bound in bounds) / max(figure.standard_error, 1e-12)
-    return float(2 * special.stdtr(figure.n - 1, -t))
+    distance = min(abs(value - bound) for bound in bounds)
+    return mean_p(distance, max(figure.standard_error, 1e-12), figure.df)

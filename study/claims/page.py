@@ -27,7 +27,8 @@ from study.claims.verdicts import CheckResult, Figure, FindingKind, number
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.config.text import percent
-from study.records.statistics import CONFIDENCE, POWER, t_quantile
+from study.records.shares import CONFIDENCE
+from study.records.statistics import POWER, t_quantile
 from study.report.canvas import VERDICTS
 from study.report.document import Link, PageSection, code_html, link_html, page_html, paragraphs, render_markdown
 
@@ -143,7 +144,7 @@ def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | Non
 
 def _sizes(figure: Figure) -> list[str]:
     """Return the least significant difference and the minimum detectable effect."""
-    df, error = (figure.n or 0) - 1, figure.standard_error or 0.0
+    df, error = figure.df or 0.0, figure.standard_error or 0.0
     least = t_quantile((1 + CONFIDENCE) / 2, df)
     sizes = (least * error, (least + t_quantile(POWER, df)) * error)
     return [number(size) if figure.is_slope else percent(math.expm1(size)) for size in sizes]

@@ -15,7 +15,7 @@ from study.config.errors import UserError
 from study.config.strategies import STRATEGY_NAMES
 from study.host.memory import GIB
 from study.predictor.hardware import known_devices
-from study.predictor.shape import model_shape
+from study.predictor.models import model_shape
 from study.workloads.presets import find_preset
 
 Plausibility = Literal["impossible", "suspicious", "possible"]

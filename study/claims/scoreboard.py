@@ -142,8 +142,9 @@ class JudgedClaim:
 def _figure(result: CheckResult | None) -> dict[str, Any]:
     if result is None or result.figure is None:
         return {"figure": None, "unit": "", "interval": None}
-    interval = None if result.figure.low is None else [result.figure.low, result.figure.high]
-    return {"figure": result.figure.value, "unit": result.check.unit, "interval": interval}
+    figure = {"figure": result.figure.value, "unit": result.check.unit, "interval": None}
+    ends = None if result.figure.low is None else [result.figure.low, result.figure.high]
+    return figure | {"range" if result.figure.is_range else "interval": ends}
 
 
 def judge(claim: Claim, evidence: Evidence) -> JudgedClaim:

@@ -46,16 +46,22 @@ class Figure:
     note: str = ""
     # Of the mean over pairs or sessions: of the logs of ratios, or of slopes.
     standard_error: float | None = None
+    # Of the standard error.
+    df: float | None = None
+    # Whether low and high are the minimum and maximum, and not an interval.
+    is_range: bool = False
     is_slope: bool = False
     # The arithmetic that it comes from.
     derivation: str = ""
 
     @property
     def spread(self) -> str:
-        """Interval as text; empty if both bounds are equal."""
-        if self.low is not None and self.high is not None and self.low < self.high:
-            return f" [{number(self.low)}, {number(self.high)}]"
-        return ""
+        """Interval as text, or the range with the names of its bounds; empty if both bounds are equal."""
+        if self.low is None or self.high is None or self.low >= self.high:
+            return ""
+        if self.is_range:
+            return f" (minimum {number(self.low)}, maximum {number(self.high)})"
+        return f" [{number(self.low)}, {number(self.high)}]"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,6 +49,8 @@ class KnownFinding:
     # The first releases that have it, and those that mend it, as (package, release).
     since: tuple[tuple[str, str], ...] = ()
     before: tuple[tuple[str, str], ...] = ()
+    # Also the program decides it: the settings of a file do not show it.
+    needs_program: bool = False
 
     def explains(self, outcome: CombinationOutcome) -> bool:
         levels = outcome.combination.levels
@@ -212,3 +214,21 @@ def _finding_answer(finding: CombinationOutcome, matrix: Matrix) -> CombinationA
         kind = "by_design" if entry is not None and entry.verdict == "by_design" else "wrong"
     title = entry.title if entry is not None else finding.says
     return CombinationAnswer(kind, _with_instead(f"{finding.combination.name}: {title}", entry), matrix.stack)
+
+
+def fault_under_accelerate(combination: Combination, matrix: Matrix) -> CombinationAnswer | None:
+    """Return the fault of a combination in Accelerate's loop, if its own loop has none."""
+    under_accelerate = combination.replaced("loop", "accelerate")
+    if combination.has("accelerate") or under_accelerate.conflict is not None:
+        return None
+    if look_up_answer(combination, matrix).kind in ("wrong", "error"):
+        return None
+    answer = look_up_answer(under_accelerate, matrix)
+    return answer if answer.kind in ("wrong", "error") else None
+
+
+def other_loop_line(combination: Combination, fault: CombinationAnswer) -> str:
+    """Return a line for people who train with Accelerate."""
+    outcome = "wrong" if fault.kind == "wrong" else "an error"
+    command = f"study verify --features {combination.replaced('loop', 'accelerate').name}"
+    return f"this is the engine's own loop; with Accelerate: {outcome}: {fault.text}; test: {command}"

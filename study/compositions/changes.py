@@ -38,9 +38,13 @@ class OutcomeChange:
 
 
 def combinations_to_repeat(stored: Matrix) -> list[Combination]:
-    """Return the equal runs of a matrix, which cover its pairs, and its findings, without those that need a GPU."""
+    """Return the equal runs of a matrix, which cover its pairs, and its findings, without those that need a GPU.
+
+    The smallest are first: they name a change best, if the time is over before the others.
+    """
     equal = [combination for combination, outcome in stored.outcomes.items() if outcome.is_equal]
-    return equal + [combination for combination, outcome in stored.findings.items() if not _needs_a_gpu(outcome)]
+    findings = [combination for combination, outcome in stored.findings.items() if not _needs_a_gpu(outcome)]
+    return sorted([*equal, *findings], key=lambda combination: len(combination.features))
 
 
 def _needs_a_gpu(outcome: CombinationOutcome) -> bool:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from study.compositions.answers import STACK_PACKAGES, match_known_finding
-from study.compositions.features import Combination, make_combination, read_rows
+from study.compositions.answers import (
+    STACK_PACKAGES,
+    fault_under_accelerate,
+    match_known_finding,
+    other_loop_line,
+    read_matrices,
+)
+from study.compositions.features import LISTED, Combination, make_combination, read_rows
 from study.compositions.matrix import Matrix, fill
 from study.compositions.session import CombinationOutcome, CombinationSession
 from study.config.errors import UserError
@@ -53,16 +59,17 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
 
 
 def parse_features(text: str) -> Combination | None:
-    """Parse the names of a combination, as an argparse type; None for `list`."""
+    """Parse the names of a combination, as an argparse type; None for `list`; UserError for a wrong combination."""
     if text == "list":
         return None
     try:
         combination = make_combination(name.strip() for name in text.split(",") if name.strip())
     except UserError as error:
-        raise argparse.ArgumentTypeError(f"{error.problem}; {error.fix}") from None
+        raise UserError(f"argument --features: {error.problem}", error.fix) from None
     if (rule := combination.conflict) is not None:
         both = " and ".join(sorted(combination.levels & (rule.first | rule.second)))
-        raise argparse.ArgumentTypeError(f"{both} cannot be combined{f': {rule.reason}' * bool(rule.reason)}")
+        problem = f"{both} cannot be combined{f': {rule.reason}' * bool(rule.reason)}"
+        raise UserError(f"argument --features: {problem}", f"leave one out; {LISTED}")
     return combination
 
 
@@ -129,6 +136,7 @@ def _run_each(options: argparse.Namespace, stack: Mapping[str, str | None], comb
     lines.append("tested: " + ", ".join(f"{name} {version}" for name, version in stack.items() if version))
     for outcome, finding in outcomes:
         lines += _explained(outcome, finding)
+        lines += _about_accelerate(outcome)
     document = lambda: {  # noqa: E731
         "stack": dict(stack),
         "answer": lines[0],
@@ -178,6 +186,15 @@ def _explained(outcome: CombinationOutcome, finding: CombinationOutcome) -> list
     if (entry := match_known_finding(finding)) is not None:
         lines.append(f"  known: {entry.title}" + f" ({entry.address})" * bool(entry.address))
     return lines
+
+
+def _about_accelerate(outcome: CombinationOutcome) -> Iterator[str]:
+    """Yield the stored fault in Accelerate's loop, for a combination that is equal in another."""
+    stored = next(read_matrices())
+    fault = fault_under_accelerate(outcome.combination, stored) if outcome.is_equal else None
+    if fault is not None:
+        line = other_loop_line(outcome.combination, fault)
+        yield f"{outcome.combination.name}: {line} (stored, accelerate {stored.stack['accelerate']})"
 
 
 def _run_pairs(options: argparse.Namespace, stack: dict[str, str | None]) -> int:

@@ -18,6 +18,7 @@ _FILE = Path(__file__).with_name("features.yaml")
 _FOUR_RANKS, _RANKS = 4, 2
 # Ranks of a group that shares samples.
 GROUP_SIZE = 2
+LISTED = "study verify --features list prints all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +120,32 @@ def make_combination(names: Iterable[str]) -> Combination:
             raise UserError(f"{chosen[row.name]} and {name} exclude each other", f"name one {row.name}")
         chosen[row.name] = name
     if "engine" not in chosen:
-        engines = ", ".join(read_rows()["engine"].levels)
-        raise UserError("the features lack an engine", f"add one of {engines}")
+        raise UserError("the features lack an engine", _engines_to_name(list(chosen.values())))
     return Combination(frozenset(chosen.get(row.name, row.default) for row in read_rows().values()))
+
+
+def _engines_to_name(features: list[str]) -> str:
+    """Return the engines that take these features, with an example."""
+    engines = _engines_with(features)
+    if not engines:
+        # They exclude each other, or need another feature.
+        return f"add one of {', '.join(read_rows()['engine'].levels)}"
+    return f"add one of {', '.join(engines)}, such as --features {name_with_engine(features or ['accumulation'])}"
+
+
+def _engines_with(features: list[str]) -> list[str]:
+    """Return the engines with which features may be combined."""
+    levels = read_rows()["engine"].levels
+    return [engine for engine in levels if make_combination([engine, *features]).conflict is None]
+
+
+def name_with_engine(features: list[str]) -> str:
+    """Return the name of a combination with an engine: its own, or else one that takes its features."""
+    if not read_rows()["engine"].levels.keys().isdisjoint(features):
+        return ",".join(features)
+    engines = _engines_with(features)
+    usual = next((engine for engine in ("zero2", *engines) if engine in engines), "zero2")
+    return ",".join([usual, *features])
 
 
 # Other words for features.
@@ -147,8 +171,8 @@ def find_row(level: str) -> Row:
             return row
     names = [name for row in read_rows().values() for name in row.levels]
     close = difflib.get_close_matches(_ALIASES.get(level.lower(), level.lower()), names, n=1)
-    hint = f"did you mean {close[0]}?" if close else "list prints all: --features list"
-    raise UserError(f"no feature is called {level[:40]!r}", hint)
+    likely = f"did you mean {close[0]}? " if close else ""
+    raise UserError(f"no feature is called {level[:40]!r}", f"{likely}{LISTED}")
 
 
 @functools.cache
@@ -160,6 +184,30 @@ def read_rows() -> dict[str, Row]:
 def read_chosen() -> tuple[Combination, ...]:
     """Return the combinations that are run whatever pairs they cover."""
     return tuple(make_combination(names) for names in _read()["chosen"])
+
+
+@dataclasses.dataclass(frozen=True)
+class CommonGroup:
+    """Features that are about as common in trainings as each other."""
+
+    title: str
+    levels: frozenset[str]
+
+
+@functools.cache
+def read_common_groups() -> tuple[CommonGroup, ...]:
+    """Return all features by how common they are, the commonest first."""
+    return tuple(CommonGroup(entry["title"], frozenset(entry["levels"])) for entry in _read()["common"])
+
+
+def rarity(combination: Combination) -> tuple[int, int, int]:
+    """Return a key that orders combinations: the group of the rarest feature, then the sum of groups."""
+    groups = read_common_groups()
+    places = [
+        next(number for number, group in enumerate(groups) if feature in group.levels)
+        for feature in combination.features
+    ]
+    return max(places), sum(places), len(places)
 
 
 @functools.cache

@@ -241,7 +241,9 @@ def _described(error: BaseException) -> dict[str, Any]:
     line = ""
     if (place := inside.search(engines[-1].filename if engines else "")) is not None:
         line = f"{place[1]}:{engines[-1].lineno}"
-    message = str(error).strip().splitlines()
+    # Without the folder of an installation.
+    text = re.sub(r"/\S*/(?:site-packages|dist-packages|stacks/[^/\s]+)/", "", str(error))
+    message = text.strip().splitlines()
     says = f"{type(error).__name__}: {message[0][:300] if message else ''}"
     # An engine raises it itself; other errors happen to it.
     raised = bool(engines) and frames[-1] == engines[-1] and (engines[-1].line or "").startswith(("raise", "assert"))

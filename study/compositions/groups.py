@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from study.compositions import tiny_model
 from study.compositions.features import GROUP_SIZE, Combination
 from study.compositions.trace import plain_name
+from study.host.cpu_ring import register_cpu_ring
+from study.host.divided_sequence import TOKENS, context_parallel_part, leave_out_masks, ulysses_part
 
 if TYPE_CHECKING:
     import torch
 
-_NOT_SCORED = -100
 ATTENTION = "sdpa"
-_TOKENS = 1
 
 
 def make_group(combination: Combination, rank: int) -> RankGroup:
@@ -96,21 +96,8 @@ class DividedLayers(RankGroup):
 class DividedSequence(RankGroup):
     """Each rank has a part of every sequence."""
 
-    def divided_inputs(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return whole inputs of a causal model, and the number by which each rank divides its sum of losses.
-
-        Labels are shifted before samples are divided: the label of a part's last token is another rank's first token.
-        With this number the mean of the ranks' losses is that of the samples.
-        """
-        import torch
-
-        tokens = batch["input_ids"]
-        following = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=_NOT_SCORED)
-        positions = torch.arange(tokens.shape[_TOKENS]).expand_as(tokens)
-        self._samples = len(tokens)
-        inputs = {"input_ids": tokens, "position_ids": positions, "labels": following, "shift_labels": following}
-        scored = (following != _NOT_SCORED).sum()
-        return {name: tensor.clone() for name, tensor in inputs.items()}, scored / GROUP_SIZE
+    # Of the last batch.
+    _samples: int
 
     def full_loss(self, loss: torch.Tensor) -> torch.Tensor:
         import torch
@@ -122,7 +109,7 @@ class DividedSequence(RankGroup):
 
         # Some layers of OPT see the tokens of all samples in one axis.
         by_sample = output.reshape(self._samples, -1, output.shape[-1])
-        full = torch.cat(self.in_order(self._gathered(by_sample)), dim=_TOKENS)
+        full = torch.cat(self.in_order(self._gathered(by_sample)), dim=TOKENS)
         return full if output.ndim > 2 else full.flatten(0, 1)
 
     def in_order(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -173,9 +160,8 @@ class UlyssesGroup(DividedSequence):
 
     @contextlib.contextmanager
     def divided(self, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        inputs, number = self.divided_inputs(batch)
-        parts = {name: tensor.chunk(GROUP_SIZE, _TOKENS)[self.place].contiguous() for name, tensor in inputs.items()}
-        yield parts | {"num_items_in_batch": number}
+        self._samples = len(batch["input_ids"])
+        yield ulysses_part(batch, GROUP_SIZE, self.place)
 
 
 class ContextRing(DividedSequence):
@@ -186,23 +172,16 @@ class ContextRing(DividedSequence):
     mesh: Any = None
 
     def prepare(self, model: torch.nn.Module) -> None:
-        from study.host.cpu_ring import register_cpu_ring
-
         register_cpu_ring()
         if self.combination.has("accelerate"):
             return
-        for name, module in model.named_modules():
-            if name.endswith("self_attn"):
-                # transformers would make a mask for the tokens of this rank.
-                module.register_forward_pre_hook(_leave_out_mask, with_kwargs=True)
+        leave_out_masks(module for name, module in model.named_modules() if name.endswith("self_attn"))
 
     @contextlib.contextmanager
     def divided(self, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        inputs, number = self.divided_inputs(batch)
-        tensors = list(inputs.values())
-        # torch divides them in place.
-        with self._ring(buffers=tensors, buffer_seq_dims=[_TOKENS] * len(tensors), no_restore_buffers=set(tensors)):
-            yield inputs | {"num_items_in_batch": number}
+        self._samples = len(batch["input_ids"])
+        with context_parallel_part(batch, GROUP_SIZE, self._ring) as inputs:
+            yield inputs
 
     def _ring(self, **arguments: Any) -> contextlib.AbstractContextManager[Any]:
         if self.accelerator is not None:
@@ -214,12 +193,8 @@ class ContextRing(DividedSequence):
 
     def in_order(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """A rank has a part from the front and one from the back, which balances causal attention."""
-        halves = [part.chunk(2, _TOKENS) for part in parts]
+        halves = [part.chunk(2, TOKENS) for part in parts]
         return [front for front, _ in halves] + [back for _, back in reversed(halves)]
-
-
-def _leave_out_mask(_module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return args, options | {"attention_mask": None, "is_causal": True}
 
 
 def divide_layers(blocks: list[torch.nn.Module], mesh: Any) -> None:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import shlex
 import sys
 import types
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from study.config.errors import UserError, clip, did_you_mean
+from study.config.registry import REGISTRY
 from study.config.strategy_names import parse_overrides
 from study.config.yaml_sections import load_package_yaml
 
@@ -331,12 +333,31 @@ def resolve_config(config: RunConfig, accelerator_visible: bool) -> RunConfig:
     return config
 
 
+# Flags of the Trainer, DeepSpeed and Accelerate, and those of the same meaning here.
+_OTHER_NAMES = {
+    "--per_device_train_batch_size": "--micro_batch",
+    "--train_micro_batch_size_per_gpu": "--micro_batch",
+    "--batch_size": "--micro_batch",
+    "--gradient_accumulation_steps": "--accumulation",
+    "--max_seq_length": "--seq_length",
+    "--max_length": "--seq_length",
+    "--num_processes": "--hardware 8xH100",
+    "--num_gpus": "--hardware 8xH100",
+    "--gpus": "--hardware 8xH100",
+    "--zero_stage": "--strategy zero3",
+    "--stage": "--strategy zero3",
+}
+
+
 def _with_underscores(flag: str) -> str:
     return f"--{flag[2:].replace('-', '_')}" if flag.startswith("--") else flag
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UserError, for one line and exit status 2, and accepts hyphens for underscores."""
+
+    # A complete command, for a request that lacks arguments.
+    example = ""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         flags = {_with_underscores(flag): flag for flag in self._option_string_actions}
@@ -360,7 +381,20 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for flag in self._option_string_actions if len(flag) > 3]
         inside = [flag for flag in flags if len(first) > 4 and (flag[2:] in first or first[2:] in flag)]
         similar = did_you_mean(first, inside or flags, cutoff=0.3 if inside else 0.6)
+        same = _OTHER_NAMES.get(first, "")
+        if same.partition(" ")[0] in flags:
+            similar = f"it is {same} here; "
+        elif flag := self._find_flag(words[0]):
+            similar = f"write {flag} {words[0]}; "
         raise UserError(f"unrecognized arguments: {' '.join(words)}", f"{similar}{self.prog} --help lists the options")
+
+    def _find_flag(self, word: str) -> str | None:
+        """Return the flag that takes a word which was written without one: a strategy, or hardware such as 8xH100."""
+        if word in REGISTRY and "--strategy" in self._option_string_actions:
+            return "--strategy"
+        if re.fullmatch(r"([0-9]+x)+\w.*", word) and "--hardware" in self._option_string_actions:
+            return "--hardware"
+        return None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Raise UserError, with similar values, for a value that is not among the choices of an argument."""
@@ -380,7 +414,10 @@ class Parser(argparse.ArgumentParser):
         if unknown and "are required" in message:
             self.raise_unknown(unknown)
         _required, colon, names = message.partition("arguments are required: ")
-        raise UserError(f"missing: {names}" if colon else message, f"{self.prog} --help lists the options")
+        fix = f"{self.prog} --help lists the options"
+        if colon and self.example:
+            fix = f"for instance: {self.example}; {fix}"
+        raise UserError(f"missing: {names}" if colon else message, fix)
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> RunConfig:

@@ -336,37 +336,65 @@ def exported_variables(document: Mapping[str, Any]) -> dict[str, str]:
     return variables
 
 
-def launched_strategy(exported: Mapping[str, str], is_distributed: bool) -> Strategy:  # noqa: PLR0914
+def launched_strategy(exported: Mapping[str, str], is_distributed: bool) -> Strategy:
     """Return the strategy of a file, from the variables that `accelerate launch` exports for it."""
-    has_mesh, has_megatron, has_deepspeed, has_fsdp = (
-        exported.get(f"ACCELERATE_USE_{section}", "false").lower() == "true"
-        for section in ("PARALLELISM_CONFIG", "MEGATRON_LM", "DEEPSPEED", "FSDP")
-    )
-    if has_megatron:
+    has_mesh = _is_used(exported, "PARALLELISM_CONFIG")
+    if _is_used(exported, "MEGATRON_LM"):
         problem = "the launched Accelerate file has a megatron_lm section, which no strategy supports"
         raise UserError(problem, "leave it out")
     mesh = strategy_names.read_mesh_sizes(exported) if has_mesh else {}
-    settings = file = None
-    if has_deepspeed:
-        if not (path := exported.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
-            fix = "launch with a file of accelerate_configs/, which sets every value in a DeepSpeed JSON"
-            raise UserError("the launched Accelerate file has no deepspeed_config_file", fix)
-        file, kind = resolve_repository_path(path), "DEEPSPEED"
-        settings = read_deepspeed_json(file)
-        zero3_init = exported.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
-        normalized = strategy_names.normalize_deepspeed_config(settings, zero3_init, mesh)
-    elif has_fsdp:
-        if exported.get("FSDP_VERSION") != "2":
-            raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
-        kind, normalized = "FSDP", strategy_names.normalize_fsdp_config(exported, mesh)
+    if _is_used(exported, "DEEPSPEED"):
+        engine = _launched_deepspeed(exported, mesh)
+    elif _is_used(exported, "FSDP"):
+        engine = _launched_fsdp(exported, mesh)
     elif has_mesh:
-        kind, normalized = "MULTI_GPU", strategy_names.supported_sizes({"tp_size"}, mesh, "a MULTI_GPU file")
+        normalized = strategy_names.supported_sizes({"tp_size"}, mesh, "a MULTI_GPU file")
+        engine = _LaunchedEngine("MULTI_GPU", normalized)
     else:
         return Strategy("ddp", "MULTI_GPU") if is_distributed else Strategy("single", "NO")
-    replicas, group = normalized.get("dp_replicate_size"), parse_group(normalized)
-    mesh_of_replicas = (replicas, normalized.get("dp_shard_size", 1)) if replicas else None
-    if has_mesh and not has_deepspeed and replicas is None and group is None:
+    replicas = engine.normalized.get("dp_replicate_size")
+    group = parse_group(engine.normalized)
+    if has_mesh and engine.deepspeed is None and replicas is None and group is None:
         raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
-    name = strategy_names.name_strategy(normalized, file)
-    custom_settings = None if name in strategy_names.SHIPPED else normalized
-    return Strategy(name, kind, settings, custom_settings, mesh_of_replicas, group)
+    name = strategy_names.name_strategy(engine.normalized, engine.file)
+    return Strategy(
+        name,
+        engine.distributed_type,
+        engine.deepspeed,
+        None if name in strategy_names.SHIPPED else engine.normalized,
+        (replicas, engine.normalized.get("dp_shard_size", 1)) if replicas else None,
+        group,
+    )
+
+
+def _is_used(exported: Mapping[str, str], section: str) -> bool:
+    """Whether a launched file has a section."""
+    return exported.get(f"ACCELERATE_USE_{section}", "false").lower() == "true"
+
+
+@dataclasses.dataclass(frozen=True)
+class _LaunchedEngine:
+    """The engine that a launched file selects, with its settings in the form of strategy_names.py."""
+
+    distributed_type: str
+    normalized: dict[str, Any]
+    # Content of a DeepSpeed JSON, and that file.
+    deepspeed: dict[str, Any] | None = None
+    file: Path | None = None
+
+
+def _launched_deepspeed(exported: Mapping[str, str], mesh: Mapping[str, int]) -> _LaunchedEngine:
+    if not (path := exported.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
+        fix = "launch with a file of accelerate_configs/, which sets every value in a DeepSpeed JSON"
+        raise UserError("the launched Accelerate file has no deepspeed_config_file", fix)
+    file = resolve_repository_path(path)
+    settings = read_deepspeed_json(file)
+    zero3_init = exported.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
+    normalized = strategy_names.normalize_deepspeed_config(settings, zero3_init, mesh)
+    return _LaunchedEngine("DEEPSPEED", normalized, settings, file)
+
+
+def _launched_fsdp(exported: Mapping[str, str], mesh: Mapping[str, int]) -> _LaunchedEngine:
+    if exported.get("FSDP_VERSION") != "2":
+        raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
+    return _LaunchedEngine("FSDP", strategy_names.normalize_fsdp_config(exported, mesh))

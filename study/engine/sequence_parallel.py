@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.host.cpu_ring import register_cpu_ring
+from study.host.divided_sequence import context_parallel_part, leave_out_masks, ulysses_part
 from study.workloads.architecture import check_heads, model_class, resolve_attention, uses_sliding_window
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_NOT_SCORED = -100
 # Suffix of the attention modules that Accelerate hooks, and suffixes in other models.
 _HOOKED, _ALSO = ".self_attn", (".attn", ".attention", ".self_attention")
 
@@ -76,7 +76,6 @@ def shard_sequence(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> 
     Under sequence parallelism they are this rank's part of every sample, else the whole micro-batch. The mean of the
     ranks' losses is the loss of the micro-batch.
     """
-    import torch
     from accelerate.utils import send_to_device
 
     inputs = send_to_device(micro_batch, accelerator.device, non_blocking=True)
@@ -84,27 +83,15 @@ def shard_sequence(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> 
     if not (is_context or uses_ulysses(accelerator)):
         yield inputs
         return
-    tokens = inputs["input_ids"]
-    # Labels are shifted before samples are split: the label of a part's last token is the first token of another rank.
-    following = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=_NOT_SCORED)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    full_inputs = {"input_ids": tokens, "position_ids": positions, "labels": following, "shift_labels": following}
-    scored = (following != _NOT_SCORED).sum()
-    # Ranks score different numbers of tokens, so each divides its loss by the mean number of scored tokens per rank.
     if is_context:
-        local_inputs = {name: tensor.clone() for name, tensor in full_inputs.items()}
-        buffers = list(local_inputs.values())
-        # torch splits them in place.
-        with accelerator.maybe_context_parallel(
-            buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
-        ):
-            yield local_inputs | {"num_items_in_batch": scored / accelerator.parallelism_config.cp_size}
+        ranks = accelerator.parallelism_config.cp_size
+        with context_parallel_part(inputs, ranks, accelerator.maybe_context_parallel) as part:
+            yield part
     else:
         from deepspeed.utils import groups
 
-        ranks, rank = groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()
-        local_inputs = {name: tensor.chunk(ranks, dim=1)[rank].contiguous() for name, tensor in full_inputs.items()}
-        yield local_inputs | {"num_items_in_batch": scored / ranks}
+        ranks = groups._get_sequence_parallel_world_size()
+        yield ulysses_part(inputs, ranks, groups._get_sequence_parallel_rank())
 
 
 def prepare_ulysses(model: PreTrainedModel) -> None:
@@ -147,11 +134,8 @@ def prepare_context_parallelism(model: PreTrainedModel) -> None:
     """Make all attention causal, as Accelerate hooks only modules named self_attn. Call it before its `prepare`."""
     import torch
 
-    def leave_out_mask(_module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, options | {"attention_mask": None, "is_causal": True}
-
-    for name, module in model.named_modules():
-        if name.endswith(_ALSO) and not name.endswith(_HOOKED):
-            module.register_forward_pre_hook(leave_out_mask, with_kwargs=True)
+    leave_out_masks(
+        module for name, module in model.named_modules() if name.endswith(_ALSO) and not name.endswith(_HOOKED)
+    )
     if not torch.cuda.is_available():
         register_cpu_ring()

@@ -125,11 +125,12 @@ class Stack:
         """Return the environment variables that a launch under this stack sets, in addition to inherited ones."""
         cache = cache_directory()
         folders = [str(layer_folder(cache, layer)) for layer in self.layers]
+        # Compiled operators depend on the releases of torch and DeepSpeed alone.
+        operators = self.name if self.releases.keys() & {"torch", "deepspeed"} else ""
         # With this package's root, so that a worktree's `study` precedes the installed one.
         return {
             "PYTHONPATH": os.pathsep.join([*folders, str(IMPORT_ROOT), *filter(None, [inherited.get("PYTHONPATH")])]),
-            # Compiled operators depend on the releases of torch and DeepSpeed.
-            "TORCH_EXTENSIONS_DIR": str(operator_build_folder(cache, self.name)),
+            "TORCH_EXTENSIONS_DIR": str(operator_build_folder(cache, operators)),
             STACK_VARIABLE: self.name,
             UNVERIFIED_VARIABLE: "1",
         }

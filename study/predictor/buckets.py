@@ -6,14 +6,15 @@ full bucket is reduced and freed.
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
 from study.predictor.shape import BEFORE, ModelShape, Parameter
 from study.predictor.state import (
+    FlatUnit,
     accumulated_bytes,
     adapter_units,
     flat_elements,
@@ -50,7 +51,9 @@ def gradient_snapshots(request: Request) -> list[Snapshot]:
     by_stage = {None: _unsharded, 0: _unsharded, 1: _stage1, 2: _stage2, 3: _stage3}
     if request.strategy.is_fsdp:
         first_version = _fsdp1 if request.shape.lora_rank is None else _fsdp1_adapters
-        snapshots = (first_version if request.fsdp_version == 1 else _fsdp)(request)
+        if request.fsdp_unwrapped:
+            first_version = _fsdp1_unwrapped
+        snapshots = (first_version if request.fsdp_version == 1 else _fsdp2)(request)
     else:
         snapshots = by_stage[request.strategy.zero_stage](request)
         snapshots = _with_tied(request, snapshots) if has_tied_gradients(request.shape) else snapshots
@@ -106,139 +109,413 @@ def _arrivals(shape: ModelShape, find_place: Callable[[Parameter], int]) -> dict
     return places
 
 
-def _gathered(request: Request, sizes: dict[int, int], groups: range, root: int) -> tuple[dict[int, int], ...]:
-    """Return by group, and for the place after the last, the elements that stay gathered, root and groups below, and
-    those of the next group, which is gathered again."""
-    following = [0, *(sizes[place] for place in groups)]
-    resident = [root] * len(following)
-    if request.fsdp_keeps_gathered:
-        resident, following = list(itertools.accumulate(following[1:], initial=root)), [0] * len(following)
-    places = range(groups.start, groups.stop + 1)
-    return dict(zip(places, resident, strict=True)), dict(zip(places, following, strict=True))
+# The backward pass of a layer under FSDP: allocations in each snapshot. gloo adds a copy of the weights
+# that it gathers (of the next layer) and of the gradients that it reduces; NCCL does not.
+#
+#     FSDP2                            gathered    gradients    reduced
+#     root, or all that is kept        ########    #########    #######
+#     weights of the layer             ########    #########
+#     buffer that they are copied of   ########                            then the next layer, if that is larger
+#     weights of the next layer                    #########    #######
+#     gradients of the layer                       #########    #######
+#     input of the reduction           ########    #########    #######    the layer's above, then its own
+#
+#     FSDP1                            gathered    gradients    concatenated    reduced
+#     root, or all that is kept        ########    #########    ############    #######
+#     weights of the layer             ########    #########    ############
+#     weights of the next layer        ########    #########    ############    #######
+#     gradients of the layer                       #########    ############
+#     their concatenation                                       ############    #######
+#     shard of the gradients                                                    #######
 
 
-def _fsdp(request: Request) -> Iterator[Snapshot]:  # noqa: PLR0914
-    """Snapshots of FSDP2 in torch's order (_fsdp_param_group.py of torch 2.13): each layer is a group that is gathered
-    while the next group is prefetched; its gradients stay unpartitioned until they are reduce-scattered. Accelerate
-    makes a group of the norm and the head, with a tied embedding (fsdp2_prepare_model); an untied embedding is a group.
-    With accumulation only the last micro-batch reduces: by then all layers have unpartitioned gradients."""
-    shape, top, arrivals = request.shape, request.shape.layers, _arrivals(request.shape, lambda param: param.place)
-    sizes = dict.fromkeys(arrivals, 0)
-    for param in request.stored.params:
-        sizes[param.place] += param.elements
-    trained = {place: arrived[-1][1] if arrived else 0 for place, arrived in arrivals.items()}
+@dataclasses.dataclass(frozen=True)
+class _FsdpWidths:
+    """Bytes per element under FSDP, and over how many ranks it shards."""
+
     # If FSDP itself computes in 16 bits, it gathers 16 bits; it reduces in the type of its shards.
-    weight, shard_width, ranks = request.gathered_bytes, request.weight_bytes, request.fsdp_ranks
-    copies = int(request.box.gloo_copies_gathers)
-    # A group of the embedding and the head is gathered from its first use to its last gradient. Until then the
-    # gradient of the head waits, and then those of the embedding arrive: if it is tied, with their sum.
-    groups, root, tail, head, at_end = range(BEFORE, top + 1), 0, sizes[top], 0, 0
-    if shape.tied or request.fsdp_whole_root:
-        groups, root, tail = range(top), sizes[top] + sizes[BEFORE], 0
-        head = shape.embedding.elements * has_tied_gradients(shape) if shape.tied else trained[top]
-        at_end = trained[BEFORE] + (2 if shape.tied else 1) * head
-    resident, following = _gathered(request, sizes, groups, root)
-    grads = accumulated = accumulated_bytes(request)
-    # The last layer is gathered after the loss's gradient.
-    begun = float(weight * (resident[top] + tail))
-    yield Snapshot(top, grads, begun)
-    yield Snapshot(top, grads, begun + weight * (1 + copies) * following[top])
-    yield Snapshot(top, grads, begun + weight * (following[top] + head))
-    # Reduce-scatter input of the previous group, freed after this group's reduction.
-    reducing = 0.0
-    for place in reversed(groups):
-        size, new, after = sizes[place], trained[place], max(place - 1, BEFORE)
-        base = float(weight * (resident[place] + head))
-        if place < top and not request.fsdp_keeps_gathered:
+    gathered: int
+    shard: int
+    ranks: int
+    # Buffers of the same size that gloo adds to a collective.
+    copies: int
+    # Reduced gradients move to the host.
+    offloads: bool
+    # Bytes of unpartitioned gradients of earlier micro-batches: only the last one reduces.
+    accumulated: float
+
+
+def _fsdp_widths(request: Request) -> _FsdpWidths:
+    return _FsdpWidths(
+        gathered=request.gathered_bytes,
+        shard=request.weight_bytes,
+        ranks=request.fsdp_ranks,
+        copies=int(request.box.gloo_copies_gathers),
+        offloads=request.fsdp_offloads,
+        accumulated=accumulated_bytes(request),
+    )
+
+
+class _Beside(NamedTuple):
+    """Elements that are gathered next to a group in its backward pass."""
+
+    # The root, and the groups below if FSDP keeps them gathered.
+    resident: int
+    # The next group of the backward pass, unless it is still gathered.
+    following: int
+
+
+def _find_neighbours(request: Request, sizes: Mapping[int, int], groups: range, root: int) -> dict[int, _Beside]:
+    """Return the elements gathered next to each group and the place after the last; `root`: elements of the root."""
+    neighbours = dict[int, _Beside]()
+    below = root
+    following = 0
+    for place in (*groups, groups.stop):
+        neighbours[place] = _Beside(below, 0) if request.fsdp_keeps_gathered else _Beside(root, following)
+        following = sizes[place] if place in groups else 0
+        below += following
+    return neighbours
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fsdp2Root:
+    """Elements of the root of FSDP2 if embedding and head are in it: from its first use to its last gradient."""
+
+    size: int
+    trained: int
+    # The head's gradient, which waits for those of the embedding.
+    head: int
+    # All of its gradients, for a tied embedding with the sum of both.
+    gradients: int
+
+
+class _Fsdp2:
+    """A step of FSDP2 in torch's order (_fsdp_param_group.py of torch 2.13).
+
+    Each layer is a group that is gathered while the next group is prefetched; its gradients stay unpartitioned until
+    they are reduce-scattered. Accelerate makes a group of the norm and the head, with a tied embedding
+    (fsdp2_prepare_model); an untied embedding is a group.
+    """
+
+    def __init__(self, request: Request) -> None:
+        shape = request.shape
+        self.request = request
+        self.width = _fsdp_widths(request)
+        # The place of the norm and the head.
+        self.top = shape.layers
+        self.arrivals = _arrivals(shape, lambda param: param.place)
+        self.trained = {place: arrived[-1][1] if arrived else 0 for place, arrived in self.arrivals.items()}
+        self.sizes = dict.fromkeys(self.arrivals, 0)
+        for param in request.stored.params:
+            self.sizes[param.place] += param.elements
+        has_root = shape.tied or request.fsdp_whole_root
+        self.root = self._joined_root() if has_root else None
+        self.groups = range(self.top) if has_root else range(BEFORE, self.top + 1)
+        self.neighbours = _find_neighbours(request, self.sizes, self.groups, self.root.size if self.root else 0)
+        self.waiting_head = self.root.head if self.root else 0
+
+    def _joined_root(self) -> _Fsdp2Root:
+        shape = self.request.shape
+        tied_head = shape.embedding.elements if has_tied_gradients(shape) else 0
+        head = tied_head if shape.tied else self.trained[self.top]
+        return _Fsdp2Root(
+            size=self.sizes[self.top] + self.sizes[BEFORE],
+            trained=self.trained[self.top] + self.trained[BEFORE],
+            head=head,
+            gradients=self.trained[BEFORE] + (2 if shape.tied else 1) * head,
+        )
+
+    def snapshots(self) -> Iterator[Snapshot]:
+        grads = self.width.accumulated
+        # Input of the previous group's reduction, freed after this group's.
+        reducing = 0.0
+        yield from self._at_the_loss(grads)
+        for place in reversed(self.groups):
+            yield from self._arriving(place, grads, reducing)
+            reducing = float(self.width.shard * self.trained[place])
+            yield self._reducing(place, grads, reducing)
+            grads += self._shard_bytes(place) - self._freed_bytes(self.trained[place])
+        if self.root is not None:
+            yield from self._end_of_root(self.root, grads, reducing)
+        yield from self._forward()
+        on_device = 0.0 if self.width.offloads else self.request.shape.trained_parameters / self.width.ranks
+        yield _torch_step(self.request, on_device, 0.0)
+
+    def _at_the_loss(self, grads: float) -> Iterator[Snapshot]:
+        """Yield the loss's gradient, and then the gather of the last layer."""
+        weight, neighbours = self.width.gathered, self.neighbours[self.top]
+        tail = 0 if self.root else self.sizes[self.top]
+        begun = float(weight * (neighbours.resident + tail))
+        yield Snapshot(self.top, grads, begun)
+        yield Snapshot(self.top, grads, begun + weight * (1 + self.width.copies) * neighbours.following)
+        yield Snapshot(self.top, grads, begun + weight * (neighbours.following + self.waiting_head))
+
+    def _arriving(self, place: int, grads: float, reducing: float) -> Iterator[Snapshot]:
+        """Yield a group's gather and the arrival of its gradients."""
+        weight, size, neighbours = self.width.gathered, self.sizes[place], self.neighbours[place]
+        base = float(weight * (neighbours.resident + self.waiting_head)) + reducing
+        if place < self.top and not self.request.fsdp_keeps_gathered:
             # The gathered buffer is copied into the weights; then the next group arrives, and then the gradients.
-            yield Snapshot(place, grads, base + reducing + weight * (size + max(size, (1 + copies) * following[place])))
-        for param, arrived in arrivals[place]:
+            next_gather = (1 + self.width.copies) * neighbours.following
+            yield Snapshot(place, grads, base + weight * (size + max(size, next_gather)))
+        for param, arrived in self.arrivals[place]:
             # New gradients are added to those of earlier micro-batches one by one.
-            waiting = param.elements if accumulated else arrived
-            yield Snapshot(place, grads, base + reducing + weight * (size + following[place] + waiting), param=param)
-        # The weights and the previous reduction's input are freed before the gradients are copied.
-        reducing, freed = float(shard_width * new), weight * new if accumulated else 0.0
-        copied = max(weight, copies * shard_width) * new - freed
-        yield Snapshot(after, grads, base + reducing + weight * following[place] + copied, between=True)
-        # With an offload, reduced gradients move to the host for the optimizer's step.
-        grads += (0 if request.fsdp_offloads else shard_width * new / ranks) - freed
-    if root:
-        new = trained[top] + trained[BEFORE]
-        yield Snapshot(BEFORE, grads, reducing + weight * (root + at_end))
-        copied = max(weight, copies * shard_width) - (weight if accumulated else 0)
-        yield Snapshot(BEFORE, grads, float(shard_width + copied) * new)
-    # The forward pass keeps the buffer of a gather, which it copies into the weights, until the next group's copies are
-    # made (FSDPCommContext.all_gather_state). Most is gathered when the last group is, or with frozen weights the first
-    # layer, after the embedding.
-    last = groups[-1]
-    most = resident[last] + (2 + copies) * sizes[last] + sizes.get(last - 1, 0) * (last > groups.start)
-    yield Snapshot(last - 1, accumulated, float(weight * most), between=True)
-    if shape.lora_rank:
-        yield Snapshot(BEFORE, accumulated, float(weight * (2 * (root or sizes[BEFORE]) + (1 + copies) * sizes[0])))
-    yield _torch_step(request, 0.0 if request.fsdp_offloads else shape.trained_parameters / ranks, 0.0)
+            waiting = param.elements if self.width.accumulated else arrived
+            yield Snapshot(place, grads, base + weight * (size + neighbours.following + waiting), param=param)
+
+    def _reducing(self, place: int, grads: float, reducing: float) -> Snapshot:
+        """Return a group's reduction; the weights and the previous input are freed before gradients are copied."""
+        weight, neighbours = self.width.gathered, self.neighbours[place]
+        base = float(weight * (neighbours.resident + self.waiting_head)) + reducing
+        buffers = base + weight * neighbours.following + self._copied_bytes(self.trained[place])
+        return Snapshot(max(place - 1, BEFORE), grads, buffers, between=True)
+
+    def _end_of_root(self, root: _Fsdp2Root, grads: float, reducing: float) -> Iterator[Snapshot]:
+        """Yield the root's last gradient and its reduction."""
+        weight = self.width.gathered
+        yield Snapshot(BEFORE, grads, reducing + weight * (root.size + root.gradients))
+        reduced = self.width.shard * root.trained + self._copied_bytes(root.trained)
+        yield Snapshot(BEFORE, grads, float(reduced))
+
+    def _forward(self) -> Iterator[Snapshot]:
+        """Yield the forward pass. It keeps the buffer of a gather, which it copies into the weights, until the next
+        group's copies are made (FSDPCommContext.all_gather_state). Most is gathered when the last group is, or with
+        frozen weights the first layer, after the embedding."""
+        weight, accumulated, last = self.width.gathered, self.width.accumulated, self.groups[-1]
+        previous = self.sizes[last - 1] if last > self.groups.start else 0
+        most = self.neighbours[last].resident + (2 + self.width.copies) * self.sizes[last] + previous
+        yield Snapshot(last - 1, accumulated, float(weight * most), between=True)
+        if self.request.shape.lora_rank:
+            embedding = self.root.size if self.root else self.sizes[BEFORE]
+            first_layer = (1 + self.width.copies) * self.sizes[0]
+            yield Snapshot(BEFORE, accumulated, float(weight * (2 * embedding + first_layer)))
+
+    def _copied_bytes(self, trained: int) -> float:
+        """Return the bytes of gradients while they are copied into the input of the reduction, or gloo's copy of it;
+        those of earlier micro-batches are counted among the accumulated ones."""
+        copied = max(self.width.gathered, self.width.copies * self.width.shard)
+        return copied * trained - self._freed_bytes(trained)
+
+    def _freed_bytes(self, trained: int) -> float:
+        """Return the accumulated bytes that a reduction frees."""
+        return self.width.gathered * trained if self.width.accumulated else 0.0
+
+    def _shard_bytes(self, place: int) -> float:
+        """Return the bytes of a group's reduced gradients on the device."""
+        return 0 if self.width.offloads else self.width.shard * self.trained[place] / self.width.ranks
 
 
-def _fsdp1(request: Request) -> Iterator[Snapshot]:  # noqa: PLR0914
+def _fsdp2(request: Request) -> Iterator[Snapshot]:
+    return (_Fsdp2Unwrapped if request.fsdp_unwrapped else _Fsdp2)(request).snapshots()
+
+
+def _fsdp1(request: Request) -> Iterator[Snapshot]:
     """Snapshots of FSDP1 in torch's order (_runtime_utils.py of torch 2.13): a layer is gathered while the gradients of
     the one above it arrive. The gradients of a flat parameter wait for the last of them, are concatenated, and
     reduce-scattered. The root's tensors wait for the embedding's gradient."""
-    shape, units, grads = request.shape, flat_units(request), accumulated_bytes(request)
-    weight, shard_width, ranks = request.gathered_bytes, request.weight_bytes, request.fsdp_ranks
-    root, top, copies = units[BEFORE], shape.layers, int(request.box.gloo_copies_gathers)
-    arrivals, accumulated = _arrivals(shape, shape.find_layer), grads
-    # Elements of the root's gradients, by the place at which they arrive.
-    pending = dict.fromkeys(range(BEFORE, top + 1), 0)
-    for param, _ in arrivals[BEFORE]:
-        pending[param.place] += param.elements
-    pending[top] += shape.embedding.elements if has_tied_gradients(shape) else 0
+    shape = request.shape
+    units = flat_units(request)
+    width = _fsdp_widths(request)
+    top = shape.layers
+    weight = width.gathered
+    arrivals = _arrivals(shape, shape.find_layer)
+    neighbours = _find_neighbours(request, _unit_sizes(units), range(top), units[BEFORE].size)
+    pending = _root_arrivals(shape, arrivals[BEFORE])
+    grads = width.accumulated
     waiting = float(weight * pending[top])
-    resident, following = _gathered(request, {place: unit.size for place, unit in units.items()}, range(top), root.size)
     # The backward pass begins with a gather of the last layer, before the loss's gradient.
-    begun = float(weight * (resident[top] + following[top]))
+    begun = float(weight * (neighbours[top].resident + neighbours[top].following))
     yield Snapshot(top, grads, begun)
-    yield Snapshot(top, grads + waiting, begun + weight * copies * following[top])
+    yield Snapshot(top, grads + waiting, begun + weight * width.copies * neighbours[top].following)
     for place in reversed(range(top)):
-        unit, waiting = units[place], waiting + weight * pending[place]
-        gathered = weight * float(resident[place] + unit.size + following[place])
-        yield Snapshot(place, grads + waiting, gathered + weight * copies * following[place])
-        for param, arrived in arrivals[place]:
-            yield Snapshot(place, grads + waiting, gathered + weight * arrived, param=param)
-        yield Snapshot(place - 1, grads + waiting, gathered + 2 * weight * unit.trained, between=True)
-        reduced = weight * unit.size * (copies + 1 / ranks)
-        yield Snapshot(place - 1, grads + waiting, gathered + reduced, between=True)
-        on_device = 0 if request.fsdp_offloads else shard_width
-        grads += unit.trained / ranks * on_device - (weight * unit.trained if accumulated else 0.0)
-    # All gradients of the root, both of a tied embedding, and their concatenation.
-    grads_of_root = weight * float(2 * root.trained + pending[top] * shape.tied)
-    yield Snapshot(BEFORE, grads, weight * root.size + grads_of_root)
-    yield Snapshot(BEFORE, grads, weight * (root.size + (1 + copies + 1 / ranks) * root.size))
-    yield _torch_step(request, 0.0 if request.fsdp_offloads else sum(unit.size for unit in units.values()) / ranks, 0.0)
+        waiting += weight * pending[place]
+        yield from _fsdp1_unit(place, units[place], neighbours[place], width, arrivals[place], grads + waiting)
+        grads += _fsdp1_reduced(units[place], width)
+    # Both gradients of a tied embedding are concatenated with the others.
+    tied = pending[top] if shape.tied else 0
+    yield from _fsdp1_root(units[BEFORE], tied, width, grads)
+    on_device = 0.0 if width.offloads else sum(unit.size for unit in units.values()) / width.ranks
+    yield _torch_step(request, on_device, 0.0)
 
 
-def _fsdp1_adapters(request: Request) -> Iterator[Snapshot]:  # noqa: PLR0914
+def _unit_sizes(units: Mapping[int, FlatUnit]) -> dict[int, int]:
+    return {place: unit.size for place, unit in units.items()}
+
+
+def _root_arrivals(shape: ModelShape, arrivals: Iterable[tuple[Parameter, int]]) -> dict[int, int]:
+    """Return the elements of the root's gradients by the place at which they arrive."""
+    pending = dict.fromkeys(range(BEFORE, shape.layers + 1), 0)
+    for param, _ in arrivals:
+        pending[param.place] += param.elements
+    if has_tied_gradients(shape):
+        pending[shape.layers] += shape.embedding.elements
+    return pending
+
+
+def _fsdp1_unit(
+    place: int,
+    unit: FlatUnit,
+    neighbours: _Beside,
+    width: _FsdpWidths,
+    arrivals: Iterable[tuple[Parameter, int]],
+    grads: float,
+) -> Iterator[Snapshot]:
+    """Yield a layer's gather, the arrival of its gradients, their concatenation and their reduction."""
+    weight = width.gathered
+    gathered = weight * float(neighbours.resident + unit.size + neighbours.following)
+    yield Snapshot(place, grads, gathered + weight * width.copies * neighbours.following)
+    for param, arrived in arrivals:
+        yield Snapshot(place, grads, gathered + weight * arrived, param=param)
+    yield Snapshot(place - 1, grads, gathered + 2 * weight * unit.trained, between=True)
+    reduced = weight * unit.size * (width.copies + 1 / width.ranks)
+    yield Snapshot(place - 1, grads, gathered + reduced, between=True)
+
+
+def _fsdp1_reduced(unit: FlatUnit, width: _FsdpWidths) -> float:
+    """Return the bytes by which a layer's reduction changes those of the gradients."""
+    on_device = 0 if width.offloads else width.shard
+    freed = width.gathered * unit.trained if width.accumulated else 0.0
+    return unit.trained / width.ranks * on_device - freed
+
+
+def _fsdp1_root(root: FlatUnit, tied: int, width: _FsdpWidths, grads: float) -> Iterator[Snapshot]:
+    """Yield all gradients of the root with their concatenation, and the reduction."""
+    weight = width.gathered
+    yield Snapshot(BEFORE, grads, weight * root.size + weight * float(2 * root.trained + tied))
+    yield Snapshot(BEFORE, grads, weight * (root.size + (1 + width.copies + 1 / width.ranks) * root.size))
+
+
+def _fsdp1_unwrapped(request: Request) -> Iterator[Snapshot]:
+    """Snapshots of FSDP1 without a policy: the model is one flat parameter, which stays gathered, and whose gradients
+    wait for the last of them."""
+    shape = request.shape
+    width = _fsdp_widths(request)
+    weight = width.gathered
+    unit = flat_units(request)[BEFORE]
+    gathered = float(weight * unit.size)
+    yield Snapshot(shape.layers, width.accumulated, gathered)
+    tied = shape.embedding.elements if has_tied_gradients(shape) else 0
+    waiting = tied
+    for place, arrivals in sorted(_arrivals(shape, lambda param: param.place).items(), reverse=True):
+        for param, arrived in arrivals:
+            yield Snapshot(place, width.accumulated, gathered + weight * (waiting + arrived), param=param)
+        waiting += arrivals[-1][1] if arrivals else 0
+    yield from _fsdp1_root(unit, tied, width, width.accumulated)
+    # The gather before the first layer.
+    yield Snapshot(BEFORE, width.accumulated, gathered * (1 + width.copies), between=True)
+    yield _torch_step(request, 0.0 if width.offloads else unit.size / width.ranks, 0.0)
+
+
+class _Fsdp2Unwrapped(_Fsdp2):
+    """A step of FSDP2 without a policy. Accelerate makes groups of the embedding and of norm and head all the same, and
+    the layers are the root's, which torch keeps gathered from the first layer to the last gradient."""
+
+    def snapshots(self) -> Iterator[Snapshot]:
+        weight, grads = self.width.gathered, self.width.accumulated
+        layers = range(self.top)
+        unsharded = sum(self.sizes[place] for place in layers)
+        # A tied embedding is in the group of norm and head, an untied one is prefetched after them.
+        embedding_group = self.root.size if self.root else self.sizes[BEFORE]
+        reducing = 0.0
+        if self.root is None:
+            yield from self._tail(grads, float(weight * unsharded))
+            reducing = float(weight * self.trained[self.top])
+            grads += self._shard_bytes(self.top) - self._freed_bytes(self.trained[self.top])
+        else:
+            yield Snapshot(self.top, grads, float(weight * (unsharded + embedding_group + self.waiting_head)))
+        base = weight * (unsharded + embedding_group + self.waiting_head) + reducing
+        waiting = 0
+        for place in reversed(layers):
+            for param, arrived in self.arrivals[place]:
+                # New gradients are added to those of earlier micro-batches one by one.
+                unreduced = param.elements if self.width.accumulated else waiting + arrived
+                yield Snapshot(place, grads, base + weight * unreduced, param=param)
+            waiting += self.trained[place]
+        yield from self._end(grads, reducing, unsharded, waiting)
+        # The gathers before the first layer, of the layers, and of the embedding or its group: the buffer, the weights
+        # that are copied out of it, and the shards that are cast to be sent.
+        copies = 2 + self.width.copies
+        sent = 1 / self.width.ranks if self.width.gathered < self.width.shard else 0.0
+        yield Snapshot(BEFORE, self.width.accumulated, float(weight * (copies + sent) * unsharded), between=True)
+        if self.root is None:
+            # The buffer of the layers is freed when the untied embedding has been gathered.
+            gathers = float(copies * (unsharded + embedding_group))
+        else:
+            gathers = unsharded + (copies + sent) * embedding_group
+        yield Snapshot(BEFORE, self.width.accumulated, weight * gathers, between=True)
+        on_device = 0.0 if self.width.offloads else self.request.shape.trained_parameters / self.width.ranks
+        yield _torch_step(self.request, on_device, 0.0)
+
+    def _tail(self, grads: float, unsharded: float) -> Iterator[Snapshot]:
+        """Yield the loss's gradient, before it the gather of norm and head, their gradients and reduction."""
+        weight, size = self.width.gathered, self.sizes[self.top]
+        yield Snapshot(self.top, grads, unsharded + weight * size)
+        yield Snapshot(self.top - 1, grads, unsharded + weight * (2 + self.width.copies) * size, between=True)
+        for param, arrived in self.arrivals[self.top]:
+            unreduced = param.elements if self.width.accumulated else arrived
+            yield Snapshot(self.top, grads, unsharded + weight * (size + unreduced), param=param)
+        trained = self.trained[self.top]
+        buffers = unsharded + weight * trained + self._copied_bytes(trained)
+        yield Snapshot(self.top - 1, grads, buffers, between=True)
+
+    def _end(self, grads: float, reducing: float, unsharded: int, waiting: int) -> Iterator[Snapshot]:
+        """Yield the embedding's gradient, and the reductions: the root's first (_root_post_backward_final_callback)."""
+        weight = self.width.gathered
+        unreduced = 0 if self.width.accumulated else waiting
+        size = self.root.size if self.root else self.sizes[BEFORE]
+        trained = self.root.trained if self.root else self.trained[BEFORE]
+        arrived = self.root.gradients if self.root else trained
+        yield Snapshot(BEFORE, grads, reducing + weight * float(unsharded + size + unreduced + arrived))
+        reduced = float(weight * waiting)
+        embedding_group = weight * (size + (0 if self.width.accumulated else trained))
+        yield Snapshot(BEFORE, grads, reduced + self._copied_bytes(waiting) + embedding_group)
+        on_device = 0 if self.width.offloads else self.width.shard * waiting / self.width.ranks
+        grads += on_device - self._freed_bytes(waiting)
+        yield Snapshot(BEFORE, grads, reduced + weight * trained + self._copied_bytes(trained))
+
+
+def _fsdp1_adapters(request: Request) -> Iterator[Snapshot]:
     """Snapshots of FSDP1 with adapters, each of which is a unit: gathered for its own product, and its gradient is
     reduced as it arrives. A unit prefetches the one that was called before it (_get_handle_to_prefetch in torch's
     _runtime_utils.py), so the next layer's frozen unit is gathered with the first adapter of a layer, its last."""
-    shape, units, adapters = request.shape, flat_units(request), adapter_units(request)
-    weight, top, copies = request.gathered_bytes, shape.layers, int(request.box.gloo_copies_gathers)
-    grads, arrivals, root = accumulated_bytes(request), _arrivals(shape, shape.find_layer), units[BEFORE].size
-    resident, following = _gathered(request, {place: unit.size for place, unit in units.items()}, range(top), root)
-    yield Snapshot(top, grads, float(weight * (resident[top] + (1 + copies) * following[top])))
-    for place in (*reversed(range(top)), BEFORE):
-        gathered = float(weight * root)
-        if place != BEFORE:
-            gathered = float(weight * (resident[place] + units[place].size))
-            yield Snapshot(place, grads, gathered)
-        arrived = [param for param, _ in arrivals[place] if param.index in adapters]
-        for param in arrived:
-            unit = adapters[param.index]
-            prefetched = (1 + copies) * following.get(place, 0) if param is arrived[-1] else 0
-            # The matrix, its gradient, and the input of the reduction.
-            elements = (2 + copies) * unit.size + prefetched
-            yield Snapshot(place, grads, gathered + weight * elements, param=param)
-            grads += 0 if request.fsdp_offloads else unit.size / request.fsdp_ranks * request.adapter_bytes
-    stepped = 0 if request.fsdp_offloads else sum(unit.size for unit in adapters.values())
-    yield _torch_step(request, stepped / request.fsdp_ranks, 0.0)
+    units = flat_units(request)
+    width = _fsdp_widths(request)
+    top = request.shape.layers
+    arrivals = _arrivals(request.shape, request.shape.find_layer)
+    root = units[BEFORE].size
+    neighbours = _find_neighbours(request, _unit_sizes(units), range(top), root)
+    grads = width.accumulated
+    begun = neighbours[top].resident + (1 + width.copies) * neighbours[top].following
+    yield Snapshot(top, grads, float(width.gathered * begun))
+    for place in reversed(range(top)):
+        gathered = neighbours[place].resident + units[place].size
+        prefetched = (1 + width.copies) * neighbours[place].following
+        yield Snapshot(place, grads, float(width.gathered * gathered))
+        grads = yield from _adapters_at(request, place, arrivals[place], grads, gathered, prefetched)
+    yield from _adapters_at(request, BEFORE, arrivals[BEFORE], grads, root, 0)
+    stepped = 0 if width.offloads else sum(unit.size for unit in adapter_units(request).values())
+    yield _torch_step(request, stepped / width.ranks, 0.0)
+
+
+def _adapters_at(
+    request: Request,
+    place: int,
+    arrivals: Iterable[tuple[Parameter, int]],
+    grads: float,
+    gathered: int,
+    prefetched: int,
+) -> Generator[Snapshot, None, float]:
+    """Yield the gradients of a layer's adapters, the last one with the prefetched weights; return the bytes of
+    gradients after them."""
+    width, adapters = _fsdp_widths(request), adapter_units(request)
+    reduced = [param for param, _ in arrivals if param.index in adapters]
+    for param in reduced:
+        size = adapters[param.index].size
+        # The matrix, its gradient, and the input of the reduction.
+        elements = gathered + (2 + width.copies) * size + (prefetched if param is reduced[-1] else 0)
+        yield Snapshot(place, grads, float(width.gathered * elements), param=param)
+        grads += 0 if width.offloads else size / width.ranks * request.adapter_bytes
+    return grads
 
 
 def _unsharded(request: Request) -> Iterator[Snapshot]:
@@ -254,6 +531,19 @@ def _unsharded(request: Request) -> Iterator[Snapshot]:
     if request.strategy.zero_stage == 0 and request.box.ranks > 1:
         yield Snapshot(BEFORE, float(total * weight), float(min(total, STAGE0_BUCKET) * weight), step=True)
     yield _torch_step(request, total, buffers)
+
+
+# The backward pass under DeepSpeed, from one full bucket to the next: allocations in each snapshot. Stage 1
+# has the last two columns after the backward pass, in a walk over all gradients.
+#
+#                                      arrival    full, reduced    emptied
+#     gradient that arrives            #######    #############    #######
+#     gradients above the bucket size  #######    #############
+#     bucket (twice with overlap)      #######    #############    #######
+#     copy that is reduced                        #############
+#     gradients of this rank           #######    #############    ####### + bucket's
+#
+# In the optimizer step the bucket stays, and a gradient's norm, fp32 gradients and AdamW's copies follow each other.
 
 
 class _Bucket:

@@ -14,8 +14,8 @@ from typing import Literal
 from study.config.errors import UserError
 from study.config.text import rounded, rounded_seconds
 from study.host.memory import GIB
-from study.predictor.activations import model_flops
 from study.predictor.memory import predict_memory
+from study.predictor.micro_batch import model_flops
 from study.predictor.request import Configuration, MemoryUse, Request, SetupCorrection
 from study.predictor.state import predict_state
 from study.predictor.time import SINGLE_ERROR, fits, predict_time, why

@@ -122,34 +122,96 @@ def communication_time(request: Request, forward: float, backward: float) -> Com
     return _overlap(reduced, room, 0.0) + CommunicationTime(0.0, collective_s(request.box, "all_gather", total))
 
 
-def _sharded(request: Request, forward: float, backward: float) -> CommunicationTime:  # noqa: PLR0914
-    """Communication time of FSDP and stage 3, which gather each layer for both passes unless stage 3 still has it. hsdp
-    gathers within a replica group, hpz after the first gather within its group."""
-    strategy, times = request.strategy, request.accumulation
-    width, shape = float(request.gathered_bytes), request.stored
-    total, grads = shape.parameters * width, shape.trained_parameters * width
-    chunk, grads_chunk = (size / (shape.layers + 1) for size in (total, grads))
-    inner = _within(request.box, request.ranks_per_replica)
-    outer = inner if strategy.is_fsdp else request.box
-    settings = None if strategy.is_fsdp else request.settings
-    second_bytes = max(0.0, simulate_gathers(request).elements * width - total) if settings else total
-    second = 0.0 if request.fsdp_keeps_gathered else calls_s(inner, "all_gather", second_bytes, chunk)
-    scattered = calls_s(outer, settings.gradients_by if settings else "reduce_scatter", grads, grads_chunk)
-    groups = request.box.ranks // outer.ranks
-    if groups > 1:
-        # Ranks with the same position in every replica group: one per machine if a group fills at least one.
-        in_machine = outer.ranks < request.box.gpus_per_node and request.box.nodes == 1
-        nodes, gpus = (1, groups) if in_machine else (groups, 1)
-        across = dataclasses.replace(request.box, nodes=nodes, gpus_per_node=gpus)
-        scattered += calls_s(across, "all_reduce", grads / outer.ranks, grads_chunk / outer.ranks)
-    can_hide = settings is None or settings.overlap_comm
-    one_call = calls_s(outer, "all_gather", chunk, chunk)
-    first = calls_s(outer, "all_gather", total, chunk) * gather_passes(request)
-    first += times * calls_s(inner, "all_gather", reference_gathers(request).elements * width, chunk)
-    ahead = _overlap(first, times * forward * can_hide, one_call)
+@dataclasses.dataclass(frozen=True)
+class _Layered:
+    """Bytes that are sent layer by layer: all of them, and those of one call."""
+
+    total: float
+    call: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sharding:
+    """Bytes that FSDP and stage 3 send, and the ranks among which they do."""
+
+    weights: _Layered
+    grads: _Layered
+    # The ranks that gather for the backward pass: of hsdp's replica group, or of hpz's group within a machine.
+    backward: Hardware
+    # The ranks that gather for the forward pass, and reduce gradients.
+    forward: Hardware
+
+
+def _sharding(request: Request) -> _Sharding:
+    shape, width = request.stored, float(request.gathered_bytes)
+    weights = shape.parameters * width
+    grads = shape.trained_parameters * width
+    # A call for each layer, and one for the tensors outside.
+    calls = shape.layers + 1
+    group = _within(request.box, request.ranks_per_replica)
+    return _Sharding(
+        weights=_Layered(weights, weights / calls),
+        grads=_Layered(grads, grads / calls),
+        backward=group,
+        forward=group if request.strategy.is_fsdp else request.box,
+    )
+
+
+def _sharded(request: Request, forward: float, backward: float) -> CommunicationTime:
+    """Communication time of FSDP and stage 3, which gather each layer for both passes unless stage 3 still has it."""
+    is_fsdp, times = request.strategy.is_fsdp, request.accumulation
+    sharding = _sharding(request)
+    # Without units there is no other one to compute meanwhile.
+    can_hide = not request.fsdp_unwrapped if is_fsdp else request.settings.overlap_comm
+    first_call = sharding.weights.call
+    one_call = calls_s(sharding.forward, "all_gather", first_call, first_call)
+    ahead = _overlap(_forward_gathers_s(request, sharding), times * forward * can_hide, one_call)
     # FSDP2 reduces only in the last micro-batch.
-    reduced = scattered if strategy.is_fsdp else times * scattered
-    return ahead + _overlap(times * second + reduced, times * backward * can_hide, one_call)
+    reductions = 1 if is_fsdp else times
+    sent = times * _backward_gathers_s(request, sharding) + reductions * _reduction_s(request, sharding)
+    return ahead + _overlap(sent, times * backward * can_hide, one_call)
+
+
+def _forward_gathers_s(request: Request, sharding: _Sharding) -> float:
+    """Return seconds of a step's gathers for forward passes, those of a reference model among them."""
+    weights = sharding.weights
+    trained = calls_s(sharding.forward, "all_gather", weights.total, weights.call) * gather_passes(request)
+    reference = reference_gathers(request).elements * float(request.gathered_bytes)
+    return trained + request.accumulation * calls_s(sharding.backward, "all_gather", reference, weights.call)
+
+
+def _backward_gathers_s(request: Request, sharding: _Sharding) -> float:
+    """Return seconds of a micro-batch's gathers for the backward pass: in stage 3 of the weights that it has freed."""
+    if request.fsdp_keeps_gathered or request.fsdp_unwrapped:
+        return 0.0
+    weights = sharding.weights
+    regathered_bytes = weights.total
+    if not request.strategy.is_fsdp:
+        gathered = simulate_gathers(request).elements * float(request.gathered_bytes)
+        regathered_bytes = max(0.0, gathered - weights.total)
+    return calls_s(sharding.backward, "all_gather", regathered_bytes, weights.call)
+
+
+def _reduction_s(request: Request, sharding: _Sharding) -> float:
+    """Return seconds to reduce the gradients once, within a replica group and then over all of them."""
+    grads, group = sharding.grads, sharding.forward
+    collective: Collective = "reduce_scatter" if request.strategy.is_fsdp else request.settings.gradients_by
+    reduced = calls_s(group, collective, grads.total, grads.call)
+    replicas = request.box.ranks // group.ranks
+    if replicas == 1:
+        return reduced
+    across = _across(request.box, group.ranks)
+    return reduced + calls_s(across, "all_reduce", grads.total / group.ranks, grads.call / group.ranks)
+
+
+def _across(box: Hardware, group: int) -> Hardware:
+    """Return the hardware of ranks with the same position in every group of adjacent ones: one per machine if a group
+    fills at least one."""
+    replicas = box.ranks // group
+    is_in_machine = group < box.gpus_per_node and box.nodes == 1
+    if is_in_machine:
+        return dataclasses.replace(box, nodes=1, gpus_per_node=replicas)
+    return dataclasses.replace(box, nodes=replicas, gpus_per_node=1)
 
 
 def gather_passes(request: Request) -> int:
@@ -222,6 +284,9 @@ def _fsdp(request: Request) -> dict[str, float]:
         total = sum(sizes.values()) + adapters
         reduced = adapters or total
         regathered = total - sizes[BEFORE]
+    elif request.fsdp_unwrapped:
+        # The layers are the root's, which stays gathered.
+        regathered = sum(size for param, size in padded if param.regathered and param.place == BEFORE)
     gathered = total + (0 if request.fsdp_keeps_gathered else regathered)
     width = request.gathered_bytes
     # Gradients are reduced only in the last micro-batch.

@@ -194,6 +194,8 @@ _NEEDED = ("memory", "tflops", "bandwidth")
 CUSTOM_FORM = "--hardware 8xmemory=192GiB,tflops=1300,bandwidth=5300"
 # Makers and cards whose figures are not in the table.
 _OTHER_MAKERS = re.compile(r"\b(amd|instinct|radeon|intel|gaudi\w*|tpu|trn|trainium|mi\d{2,3}\w*)\b", re.IGNORECASE)
+# Machine types of AWS, Azure and Google: p4d.24xlarge, g5.48xlarge, Standard_ND96asr_v4, a2-highgpu-8g.
+_INSTANCE = re.compile(r"[a-z]\w*\.\w*(large|metal)|standard_n\w+|[ag]\d-[a-z]+-\d+g?", re.IGNORECASE)
 # Larger machines exist, but a larger number is more often a cluster.
 _MAX_MACHINE_GPUS = 16
 
@@ -235,7 +237,7 @@ def to_box(name: str) -> Hardware:
 
 def _usual_form(name: str) -> str:
     """Return a name in the form COUNTxDEVICE: `A100 80GB x8`, `8 A100`, `8x RTX 3090 (24GB)`, `4 nodes x 8 H100`."""
-    text = re.sub(r"[()]", " ", name.replace("\N{MULTIPLICATION SIGN}", "x")).strip()
+    text = re.sub(r"[()]", " ", re.sub(r"[\N{MULTIPLICATION SIGN}*]", "x", name)).strip()
     text = re.sub(r"^([0-9]+) *(?:nodes?|machines?|servers?) *(?:x|of|with)? *", r"\1x", text, flags=re.IGNORECASE)
     # The x of RTX 3090 is part of its name.
     if not re.match(r"[0-9]+ *x", text, re.IGNORECASE):
@@ -353,6 +355,9 @@ def _unknown(name: str) -> UserError:
         ]
         choices = f"name one, as {', '.join(sized[:4])}; or " if sized else ""
         return UserError(f"{clip(name)} names no GPU", f"{choices}{figures_form}")
+    if _INSTANCE.fullmatch(name):
+        problem = f"{clip(name)} is a cloud's name of a machine, and the table has GPUs"
+        return UserError(problem, f"name its GPUs with their number, such as 8xA100-40; or {figures_form}")
     if _OTHER_MAKERS.search(device):
         return UserError(f"{clip(name)} is not in the table of GPUs", f"{figures_form} (data sheet, without sparsity)")
     suggestion = did_you_mean(counts + device, similar, cutoff=0.5)

@@ -11,38 +11,149 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
 from study.config.errors import UserError, first_line, require_extra
 from study.host.folders import cache_directory
-from study.predictor.shape import BEFORE, ModelShape, Parameter
+from study.predictor.shape import BEFORE, Call, ModelShape, Parameter
 from study.records.directory import write_json
 from study.workloads.presets import check_depth
+
+# Pixels a side of the usual images of transformers' convolutional classes.
+USUAL_IMAGE = 224
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveShape(ModelShape):
+    """The shape of a class outside the table, as transformers builds it."""
+
+    is_traced = True
+
+    # config.json sets no size of images, so they have the usual one.
+    has_usual_images: bool = False
     survey: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, compare=False)
+
+    @property
+    def has_fused_attention(self) -> bool:
+        return bool(self.survey["fused"])
+
+    @property
+    def caps_logits(self) -> bool:
+        # The trace has the product's saved tensors.
+        return False
+
+    def part_of_backward(self, param: Parameter) -> str:
+        return param.name
 
     def find_layer(self, param: Parameter) -> int:
         # The place of a parameter between two layers is the first of them.
         layer = super().find_layer(param)
         return layer if layer != BEFORE and param.name.startswith(f"{self.survey['units'][layer]}.") else BEFORE
 
+    def add_adapters(self, rank: int, targets: tuple[str, ...]) -> LiveShape:
+        adapted = live_shape(self.name, json.loads(self.document), rank, targets)
+        return dataclasses.replace(adapted, quantized_by=self.quantized_by, has_usual_images=self.has_usual_images)
 
-def live_notes(shape: ModelShape) -> Iterator[str]:
-    """Yield the assumptions of a class outside the table; none for the families of the table."""
-    if isinstance(shape, LiveShape):
+    def notes(self) -> Iterator[str]:
         yield (
             "this class is outside the table of families: its activations and FLOPs are traced on transformers' code,"
             " and no published measurement validates its peak or its time"
         )
-        if active := shape.survey["active"]:
-            reach = f"every token reaches its {active} experts, none is dropped or padded"
+        if self.has_usual_images:
+            yield f"images of {USUAL_IMAGE} x {USUAL_IMAGE} pixels; an image_size in config.json changes it"
+        if self.active_experts:
+            reach = f"every token reaches its {self.active_experts} experts, none is dropped or padded"
             yield f"experts are grouped products without capacity: {reach}"
+
+    def module_calls(self) -> tuple[Call, dict[int, Call]]:
+        """Return the calls in the order of a trace, or in that of the model's modules without a trace."""
+        length = min(64, self.positions or 64)
+        answer = measure(self, mode="engine", dropout=False, fused=self.has_fused_attention, cuda=True, length=length)
+        called: list[Any] = []
+        kinds = dict[str, str]()
+        if not isinstance(answer, str):
+            # The towers of images are called before the model.
+            *towers, (_, model_calls, _) = answer["calls"][1]
+            called = [*towers, *model_calls]
+            kinds = answer["kinds"]
+        calls = _TracedCalls(self, kinds)
+        root = calls.add(["", called, False])
+        return dataclasses.replace(root, inside=(*calls.untraced(), *root.inside)), calls.layers
+
+
+class _TracedCalls:
+    """Calls of modules from a trace, which has one layer of each kind.
+
+    An entry of the trace is a module's name, the entries inside it, and whether it was called as a whole.
+    """
+
+    def __init__(self, shape: LiveShape, kinds: Mapping[str, str]) -> None:
+        self.shape = shape
+        # By layer, the one that was traced in its place.
+        self.kinds = kinds
+        # Parameters of each module, by their numbers.
+        self.owners: Mapping[str, Sequence[int]] = shape.survey["owners"]
+        self.units = {unit: place for place, unit in enumerate(shape.survey["units"])}
+        self.layers = dict[int, Call]()
+        self.used = set[int]()
+
+    def add(self, entry: Any, source: str = "", target: str = "", unit: int | None = None) -> Call:
+        """Return the call of an entry; that of layer `source` stands for layer `target`."""
+        name, children, is_whole = entry
+        name = target + name[len(source) :]
+        unit = self.units.get(name, unit)
+        params = self._take_params(name, is_whole)
+        inside = list[Call]()
+        listed = set[str]()
+        for child in children:
+            parent = child[0].rpartition(".")[0]
+            if source or child[0] not in self.units:
+                inside.append(self.add(child, source, target, unit))
+            elif parent not in listed:
+                listed.add(parent)
+                inside += self._add_layers(parent, children)
+        call = Call(self._find_place(params, unit), params, tuple(inside))
+        if unit is not None:
+            self.layers[unit] = call
+        return call
+
+    def _add_layers(self, parent: str, traced: Iterable[Any]) -> list[Call]:
+        """Return the layers of a list, which follow each other, each as the traced one of its kind."""
+        entries = {entry[0]: entry for entry in traced}
+        return [
+            self.add(entries[kind], kind, layer)
+            for layer, kind in self.kinds.items()
+            if layer.rpartition(".")[0] == parent and kind in entries
+        ]
+
+    def _take_params(self, name: str, is_whole: bool) -> tuple[Parameter, ...]:
+        """Return the parameters of a module; of all modules inside it if it was called as a whole."""
+        numbers = dict.fromkeys(self.owners.get(name, ()))
+        if is_whole:
+            for owner, owned in self.owners.items():
+                if f"{owner}.".startswith(f"{name}."):
+                    numbers |= dict.fromkeys(owned)
+        self.used.update(numbers)
+        return tuple(self.shape.params[number] for number in numbers)
+
+    def _find_place(self, params: Sequence[Parameter], unit: int | None) -> int:
+        if unit is not None:
+            return unit
+        # Modules called after all layers use their parameters there, even those of a tied embedding.
+        are_done = len(self.layers) == self.shape.layers
+        return self.shape.layers if not params or are_done else params[0].place
+
+    def untraced(self) -> list[Call]:
+        """Return the calls of modules that no entry has: a tower that cannot be traced, in the order of its modules."""
+        calls = list[Call]()
+        for numbers in self.owners.values():
+            params = tuple(self.shape.params[number] for number in numbers if number not in self.used)
+            if params:
+                calls.append(Call(params[0].place, params))
+        return calls
 
 
 def live_shape(
@@ -52,6 +163,8 @@ def live_shape(
     # Of Qwen's Omni models the thinker is trained, not what speaks. Names and places of files change nothing.
     document = document.get("thinker_config", document)
     architecture = {key: document[key] for key in document if key not in ("_name_or_path", "transformers_version")}
+    if takes_images_of_any_size(architecture):
+        architecture["image_size"] = USUAL_IMAGE
     text = json.dumps(architecture, sort_keys=True)
     for part in (architecture, *(value for value in architecture.values() if isinstance(value, dict))):
         for key in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):
@@ -66,9 +179,18 @@ def live_shape(
         lora_rank=rank,
         lora_targets=targets,
         document=text,
+        built_class=survey["class"],
+        is_stand_in=survey["is_stand_in"],
+        active_experts=survey["active"] or 0,
+        has_usual_images=takes_images_of_any_size(document),
         survey=survey,
         **survey["shape"],
     )
+
+
+def takes_images_of_any_size(document: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a class for images of any size, as ResNet's."""
+    return "num_channels" in document and "image_size" not in document
 
 
 def _with_targets(options: Mapping[str, Any], targets: tuple[str, ...]) -> str:
@@ -92,7 +214,7 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
             _loops[work] = first_line(error)
             return _loops[work]
         why = f"{type(error).__name__}, {first_line(error)}"
-        return f"transformers' {shape.survey['class']} does not run here on tokens without data: {why}"
+        return f"transformers' {shape.built_class} does not run here on tokens without data: {why}"
 
 
 _loops: dict[tuple[str, bool | int | str], str] = {}

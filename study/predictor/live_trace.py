@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import logging
 import re
 import warnings
@@ -20,7 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -39,8 +38,6 @@ from transformers.models.auto import modeling_auto
 
 from study.config.errors import UserError, first_line
 from study.config.flags import RunConfig
-from study.predictor.activations import is_fused
-from study.predictor.request import Request
 from study.workloads.architecture import add_adapters
 
 # A forward pass with more has a loop over its tokens, and a trace takes minutes: Mamba and RWKV without their kernels.
@@ -61,69 +58,114 @@ _SIZES = {
 }
 
 
-def survey(document: Mapping[str, Any], rank: int | None, targets: Sequence[str] = ()) -> dict[str, Any]:  # noqa: PLR0914
+def survey(document: Mapping[str, Any], rank: int | None, targets: Sequence[str] = ()) -> dict[str, Any]:
     """Return layers, owners, parameters and shape of the model that a config.json describes, with LoRA of a rank."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_model(document, rank, "eager", dropout=True, targets=targets)
-    units, text = _units(model), model.config.get_text_config()
-    index = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-    owners = {
-        name: [index[id(parameter)] for parameter in module._parameters.values() if parameter is not None]
-        for name, module in model.named_modules(remove_duplicate=False)
-    }
-
-    def find_unit(name: str) -> str:
-        return next((unit for unit in units if f"{name}.".startswith(f"{unit}.")), "")
-
-    places, earlier, parameters = list[int](), set[str](), list(model.named_parameters())
-    for name, _ in parameters:
-        unit = find_unit(name)
-        earlier |= {unit} if unit else set()
-        places.append(units.index(unit) if unit else len(earlier) - 1)
-    # Parameters outside the layers have the place of the layer before them; those at the end follow all layers.
-    last = max((number for name, numbers in owners.items() if find_unit(name) for number in numbers), default=0)
-    places = [len(units) if number > last else place for number, place in enumerate(places)]
-    sizes = {
-        what: next((value for name in names if isinstance(value := _read_largest(text, name), int) and value), 1)
-        for what, names in _SIZES.items()
-    }
-    embedding, head = _call(model.get_input_embeddings), _call(model.get_output_embeddings)
-    weight = getattr(embedding, "weight", None)
-    is_tied = weight is not None and weight is getattr(head, "weight", None)
-    groups = _fsdp_groups(model, embedding, head, is_tied)
-    # By parameter, its groups under FSDP2, and under FSDP1, which has one for each layer and one for the rest.
-    members, flat_members = (defaultdict[int, set[str]](set) for _ in range(2))
-    for name, numbers in owners.items():
-        for number in numbers:
-            members[number].add(groups[name])
-            flat_members[number].add(find_unit(name))
-    refusal, fsdp1_refusal = (
-        next(
-            (
-                f"torch refuses {name}, which modules of two FSDP{version} groups share"
-                for number, (name, _) in enumerate(parameters)
-                if len(parameter_groups[number]) > 1
-            ),
-            None,
-        )
-        for version, parameter_groups in ((2, members), (1, flat_members))
-    )
-    positions = getattr(text, "max_target_positions", getattr(text, "max_position_embeddings", None))
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        # RoBERTa's positions begin after the index of its padding.
-        positions -= text.pad_token_id + 1
-    if model.main_input_name == "pixel_values":
-        image, patch = getattr(text, "image_size", None), getattr(text, "patch_size", None)
-        positions = (_pair(image)[0] // _pair(patch)[0]) ** 2 + 1 if image and patch else None
+    structure = _Structure(model)
+    text = model.config.get_text_config()
+    sizes = _read_sizes(text)
     active = _read_largest(text, "num_experts_per_tok")
+    fsdp2_groups, fsdp1_groups = structure.fsdp2_groups(), structure.fsdp1_groups()
     return {
-        "units": units,
-        "owners": owners,
+        "units": structure.units,
+        "owners": structure.owners,
         "active": active,
         "class": type(model).__name__,
         "is_stand_in": document["model_type"] not in transformers.CONFIG_MAPPING,
         "fused": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
-        "params": [
+        "params": structure.rows(fsdp2_groups),
+        "shape": {
+            "family": "causal-lm" if _head(document)[1] else "sequence-classification",
+            "layers": len(structure.units),
+            **sizes,
+            "inner": sizes["inner"] * (active or 1),
+            "tied": structure.is_tied,
+            "embedding_index": structure.embedding_index,
+            "key_value_heads": _read_largest(text, "num_key_value_heads") or sizes["heads"],
+            "head_dim": _read_largest(text, "head_dim") or sizes["hidden"] // sizes["heads"],
+            "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels,
+            "positions": _positions(model, text),
+            "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
+            "fsdp_refusal": structure.refusal(fsdp2_groups, version=2),
+            "fsdp1_refusal": structure.refusal(fsdp1_groups, version=1),
+        },
+    }
+
+
+class _Structure:
+    """Layers, modules and parameters of a model, which are numbered in the model's order."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.units = _units(model)
+        self.parameters = list(model.named_parameters())
+        self.index = {id(parameter): number for number, (_, parameter) in enumerate(self.parameters)}
+        # Parameters of each module itself.
+        self.owners = {
+            name: [self.index[id(parameter)] for parameter in module._parameters.values() if parameter is not None]
+            for name, module in model.named_modules(remove_duplicate=False)
+        }
+        self.embedding = _call(model.get_input_embeddings)
+        self.head = _call(model.get_output_embeddings)
+
+    @property
+    def _embedding_weight(self) -> Any:
+        return getattr(self.embedding, "weight", None)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head has the embedding's weight."""
+        weight = self._embedding_weight
+        return weight is not None and weight is getattr(self.head, "weight", None)
+
+    @property
+    def embedding_index(self) -> int:
+        """Number of a tied embedding."""
+        return self.index[id(self._embedding_weight)] if self.is_tied else 0
+
+    def find_unit(self, name: str) -> str:
+        """Return the layer that contains a module or parameter; empty if none does."""
+        return next((unit for unit in self.units if f"{name}.".startswith(f"{unit}.")), "")
+
+    def places(self) -> list[int]:
+        """Return the layer of each parameter; outside the layers that before it, and at the end their number."""
+        places, earlier = list[int](), set[str]()
+        for name, _ in self.parameters:
+            unit = self.find_unit(name)
+            if unit:
+                earlier.add(unit)
+            places.append(self.units.index(unit) if unit else len(earlier) - 1)
+        in_layers = (number for name, numbers in self.owners.items() if self.find_unit(name) for number in numbers)
+        last = max(in_layers, default=0)
+        return [len(self.units) if number > last else place for number, place in enumerate(places)]
+
+    def fsdp2_groups(self) -> Mapping[int, set[str]]:
+        """Return the groups of FSDP2 with each parameter."""
+        groups = _fsdp_groups(self.model, self.embedding, self.head, self.is_tied)
+        return self._by_parameter(groups.__getitem__)
+
+    def fsdp1_groups(self) -> Mapping[int, set[str]]:
+        """Return the groups of FSDP1 with each parameter: one for each layer, and one for the rest."""
+        return self._by_parameter(self.find_unit)
+
+    def _by_parameter(self, find_group: Callable[[str], str]) -> Mapping[int, set[str]]:
+        groups = defaultdict[int, set[str]](set)
+        for name, numbers in self.owners.items():
+            for number in numbers:
+                groups[number].add(find_group(name))
+        return groups
+
+    def refusal(self, groups: Mapping[int, set[str]], version: int) -> str | None:
+        """Return why torch refuses a parameter that is in two groups; None if there is none."""
+        for number, (name, _) in enumerate(self.parameters):
+            if len(groups[number]) > 1:
+                return f"torch refuses {name}, which modules of two FSDP{version} groups share"
+        return None
+
+    def rows(self, groups: Mapping[int, set[str]]) -> list[tuple[Any, ...]]:
+        """Return the fields of study/predictor/shape.py's Parameter for each one."""
+        return [
             (
                 number,
                 name,
@@ -131,26 +173,31 @@ def survey(document: Mapping[str, Any], rank: int | None, targets: Sequence[str]
                 parameter.shape[0] if parameter.dim() else 1,
                 place,
                 parameter.requires_grad,
-                not members[number] & {"", "tail"},
+                not groups[number] & {"", "tail"},
             )
-            for number, ((name, parameter), place) in enumerate(zip(parameters, places, strict=True))
-        ],
-        "shape": {
-            "family": "causal-lm" if _head(document)[1] else "sequence-classification",
-            "layers": len(units),
-            **sizes,
-            "inner": sizes["inner"] * (active or 1),
-            "tied": is_tied,
-            "embedding_index": index[id(weight)] if is_tied else 0,
-            "key_value_heads": _read_largest(text, "num_key_value_heads") or sizes["heads"],
-            "head_dim": _read_largest(text, "head_dim") or sizes["hidden"] // sizes["heads"],
-            "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels,
-            "positions": positions,
-            "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
-            "fsdp_refusal": refusal,
-            "fsdp1_refusal": fsdp1_refusal,
-        },
-    }
+            for number, ((name, parameter), place) in enumerate(zip(self.parameters, self.places(), strict=True))
+        ]
+
+
+def _read_sizes(text: Any) -> dict[str, int]:
+    """Return the sizes of a config by their names in _SIZES; 1 for one that it does not have."""
+    sizes = dict[str, int]()
+    for what, names in _SIZES.items():
+        values = (_read_largest(text, name) for name in names)
+        sizes[what] = next((value for value in values if isinstance(value, int) and value), 1)
+    return sizes
+
+
+def _positions(model: Any, text: Any) -> Any:
+    """Return the maximum sequence length of a model; None if its config does not limit it."""
+    if model.main_input_name == "pixel_values":
+        image, patch = getattr(text, "image_size", None), getattr(text, "patch_size", None)
+        return (_pair(image)[0] // _pair(patch)[0]) ** 2 + 1 if image and patch else None
+    positions = getattr(text, "max_target_positions", getattr(text, "max_position_embeddings", None))
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        # RoBERTa's positions begin after the index of its padding.
+        positions -= text.pad_token_id + 1
+    return positions
 
 
 def measure(
@@ -712,51 +759,3 @@ def make_inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], di
         is_classifier = "Classification" in type(model).__name__
         inputs["labels"] = torch.zeros(*((batch,) if is_classifier else (batch, length)), dtype=torch.long)
     return inputs, media
-
-
-class TracedActivations(NamedTuple):
-    """Traced activation bytes of one micro-batch, without weights."""
-
-    # Saved for the backward pass at the end of the forward pass, including logits.
-    saved_bytes: int
-    forward_peak: int
-    # Includes gradients in the weights' type, as on one device without an engine.
-    backward_peak: int
-
-
-def trace_activations(request: Request) -> TracedActivations:
-    """Trace the activation memory of a request's model, without dropout."""
-    with fake_tensors(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32):
-        model = build_meta_model(request)
-        inputs, media = make_inputs(model, request.micro_batch, request.sequence_length)
-        live = Meter([*model.parameters(), *model.buffers(), *inputs.values(), *media.values()])
-        autocasts = request.precision in ("bf16", "fp16")
-        as_cuda = AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
-        if request.gradient_checkpointing:
-            # Recomputation enters the mode again, since a mode has no effect inside the backward pass.
-            checkpointing = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
-        with live, torch.autocast("cpu", torch.bfloat16, enabled=autocasts), as_cuda:
-            loss = compute_loss(model, inputs, compute_features(model, media))
-        saved, forward_peak, live.peak = live.now, live.peak, live.now
-        with live:
-            loss.backward()
-        return TracedActivations(saved, forward_peak, live.peak)
-
-
-def build_meta_model(request: Request) -> Any:
-    """Create the model of a request, with its adapters and without dropout."""
-    document = json.loads(request.shape.document)
-    if document["model_type"] == "gpt_neo":
-        # One type for each layer.
-        document["attention_types"] = [[["global"], request.shape.layers]]
-    attention = register_fused() if is_fused(request) else "eager"
-    shape = request.shape
-    return build_model(
-        document,
-        shape.lora_rank,
-        attention,
-        dropout=False,
-        targets=shape.lora_targets,
-        lora_dropout=request.lora_dropout,
-    )

@@ -12,10 +12,10 @@ from study.config.strategies import Strategy
 from study.config.text import format_number
 from study.host.memory import GIB, MALLOC_MMAP_THRESHOLD_MAX_BYTES, libraries_bytes
 from study.predictor import state as model_state
-from study.predictor.activations import Activations, phase, predict_activations, trace
+from study.predictor.activations import Activations
 from study.predictor.allocator import cublas_workspace_bytes, unsplit_bytes
 from study.predictor.buckets import Snapshot, gradient_snapshots, has_tied_gradients, standing_bucket
-from study.predictor.live import LiveShape, live_notes
+from study.predictor.micro_batch import missing_figures, predict_activations
 from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
 from study.predictor.shape import ModelShape
 from study.predictor.time import estimate
@@ -36,28 +36,64 @@ def pinned_bytes(size: float) -> float:
     return float(1 << (int(size) - 1).bit_length()) if size >= 1 else 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class NodeMemory:
+    """Bytes of one node's host memory by part and by moment, and of its NVMe."""
+
+    state: float
+    buffers: float
+    libraries: float
+    # Pinned bytes among them.
+    pinned: float
+    # While weights are loaded, in steps, of one rank in steps, and while the model is saved.
+    load: float
+    train: float
+    rank: float
+    save: float
+    nvme: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Host memory by the names of MemoryUse.host_parts."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "nvme"}
+
+
 @cache_by_request
-def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
-    """Return host bytes per node by part, and NVMe bytes per node."""
+def predict_host_memory(request: Request) -> NodeMemory:
+    """Return the memory of a node, without a reference model."""
     state, ranks = model_state.predict_state(request), request.box.gpus_per_node
     libraries = _libraries_of_a_rank(request)
-    buffers, pinned = _offload_buffers(request, state.params_host)
-    train = ranks * (libraries + state.host + buffers)
+    buffers = _offload_buffers(request, state.params_host)
+    train = ranks * (libraries + state.host + buffers.size)
     saved = 0.0
     if request.strategy.zero_stage == 3 and request.settings.stage3_gather_16bit_weights_on_model_save:
         # Without this setting Accelerate raises, and the engine saves shards, as this study's checkpoints do.
         saved = request.weight_bytes * float(request.stored.parameters)
-    parts = {
-        "state": ranks * state.host,
-        "buffers": ranks * buffers,
-        "libraries": ranks * libraries,
-        "pinned": ranks * pinned,
-        "load": _load_bytes(request, state, libraries),
-        "train": train,
-        "rank": train / ranks,
-        "save": train + saved,
-    }
-    return parts, ranks * state.nvme
+    return NodeMemory(
+        state=ranks * state.host,
+        buffers=ranks * buffers.size,
+        libraries=ranks * libraries,
+        pinned=ranks * buffers.pinned,
+        load=_load_bytes(request, state, libraries),
+        train=train,
+        rank=train / ranks,
+        save=train + saved,
+        nvme=ranks * state.nvme,
+    )
+
+
+def _with_reference_model(request: Request, host: NodeMemory) -> NodeMemory:
+    """Add the frozen weights on the host, and the loading of a reference model."""
+    ranks, frozen = request.box.gpus_per_node, model_state.frozen_bytes(request)[1]
+    # Outside stage 3 each process creates both models in host memory.
+    is_created = request.reference_model and request.strategy.zero_stage != 3
+    loaded = float(FP32_BYTES * request.shape.parameters * is_created)
+    return dataclasses.replace(
+        host,
+        state=host.state + frozen * ranks,
+        train=host.train + frozen * ranks,
+        load=host.load + loaded * ranks - request.idle_loaders * loaded,
+    )
 
 
 def _libraries_of_a_rank(request: Request) -> float:
@@ -70,12 +106,20 @@ def _libraries_of_a_rank(request: Request) -> float:
     return libraries + len(hooked) * HOOKED_MODULE_BYTES
 
 
-def _offload_buffers(request: Request, params_host: float) -> tuple[float, float]:
-    """Return a rank's bytes of buffers for offloaded state, and the pinned ones among all of its host memory."""
+class _OffloadBuffers(NamedTuple):
+    """A rank's bytes of buffers for offloaded state, and the pinned ones among all of its host memory."""
+
+    size: float = 0.0
+    pinned: float = 0.0
+
+
+def _offload_buffers(request: Request, params_host: float) -> _OffloadBuffers:
     if not request.strategy.zero_stage:
-        return 0.0, 0.0
-    optimizer, parameters = request.settings.optimizer, request.settings.parameters
-    locked, buffers, swapped = _optimizer_buffers(request)
+        return _OffloadBuffers()
+    settings = request.settings
+    optimizer = _optimizer_buffers(request)
+    locked, buffers, swapped = list(optimizer.locked), optimizer.size, optimizer.swapped
+    parameters = settings.parameters
     if parameters is not None:
         locked.append(params_host)
         if parameters.device == "cpu" and parameters.pinned and not request.box.is_cpu_only:
@@ -85,27 +129,37 @@ def _offload_buffers(request: Request, params_host: float) -> tuple[float, float
         if parameters.device == "nvme":
             swapped += float(parameters.buffers * parameters.buffer_size * request.weight_bytes)
     buffers += swapped
-    pins = any(offload.pinned for offload in (optimizer, parameters) if offload is not None)
+    pins = any(offload.pinned for offload in (settings.optimizer, parameters) if offload is not None)
     if not pins or request.box.is_cpu_only:
-        return buffers, 0.0
+        return _OffloadBuffers(buffers)
     # DeepSpeed's buffers for swapped state are locked page by page (page_alloc.cpp), and not rounded.
     rounded = sum(map(pinned_bytes, locked))
-    return buffers + (rounded - sum(locked)), rounded + swapped
+    return _OffloadBuffers(buffers + (rounded - sum(locked)), rounded + swapped)
 
 
-def _optimizer_buffers(request: Request) -> tuple[list[float], float, float]:
-    """Return the bytes of each locked allocation of an offloaded optimizer, of its buffers, and of swapped state."""
+class _OptimizerBuffers(NamedTuple):
+    """Bytes of each locked allocation of an offloaded optimizer, of its buffers, and of swapped state."""
+
+    locked: tuple[float, ...] = ()
+    size: float = 0.0
+    swapped: float = 0.0
+
+
+def _optimizer_buffers(request: Request) -> _OptimizerBuffers:
     shape, weight, optimizer = request.shape, request.weight_bytes, request.settings.optimizer
     if optimizer is None:
-        return [], 0.0, 0.0
+        return _OptimizerBuffers()
     if request.strategy.zero_stage != 3:
-        part, staged = -(-shape.trained_parameters // request.box.ranks), shape.largest_trained * weight
-        return [part * 4.0, part * 4.0, float(part * weight), float(staged)], float(part * weight + staged), 0.0
-    locked = [model_state.shards_of_model(shape, request.box.ranks)[1] * float(weight)]
+        # The masters and their gradients in fp32, the gradients in the weights' type, and the largest one of these.
+        part = -(-shape.trained_parameters // request.box.ranks)
+        grads = float(part * weight)
+        largest = float(shape.largest_trained * weight)
+        return _OptimizerBuffers((part * 4.0, part * 4.0, grads, largest), grads + largest)
+    grads = model_state.shards_of_model(shape, request.box.ranks)[1] * float(weight)
     groups = model_state.sub_groups(request)
     if optimizer.device == "cpu":
-        return [*locked, *(group * 4.0 for group in groups)], 0.0, 0.0
-    return locked, 0.0, optimizer.buffers * 4.0 * max(groups)
+        return _OptimizerBuffers((grads, *(group * 4.0 for group in groups)))
+    return _OptimizerBuffers((grads,), swapped=optimizer.buffers * 4.0 * max(groups))
 
 
 def _retained_shards(request: Request) -> list[float]:
@@ -134,15 +188,15 @@ def _load_bytes(request: Request, state: model_state.State, libraries: float) ->
 
 
 # Freed blocks that malloc retains in a process without a GPU: runs set this for stable times
-# (study/host/environment.py), and blocks of 32 MiB and more are always returned. GAPS is a fraction of the peak in
-# smaller blocks (fragmentation), COPIES a number of flat copies of all weights, as ranks with shards send them. Both
+# (study/host/environment.py), and blocks of 32 MiB and more are always returned. FRAGMENTATION is a fraction of
+# the peak in smaller blocks, WEIGHT_COPIES a number of flat copies of all weights, as ranks with shards send them. Both
 # are least squares over validation/malloc_retention.yaml. The reason for that many copies is not known: with one heap
 # for all threads (MALLOC_ARENA_MAX=1) there were more.
 FRAGMENTATION, WEIGHT_COPIES = 0.57, 7.7
 
 
 def small_blocks(request: Request, points: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Return the peak bytes in small blocks, and the bytes of weights sent in one call, for GAPS and COPIES."""
+    """Return the peak bytes in small blocks, and the bytes of weights sent in one call."""
     shape, tokens = request.shape, request.micro_batch * request.sequence_length
     widths = {
         "activations": shape.inner,
@@ -185,78 +239,111 @@ class DeviceMemory(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def predict_memory(request: Request) -> MemoryUse:  # noqa: PLR0914
+def predict_memory(request: Request) -> MemoryUse:
     """Predict the memory of one GPU, its node's host, and NVMe."""
-    frozen_on_host = model_state.frozen_bytes(request)[1]
-    constant, grads = _constant_parts(request)
-    # Between two steps: weights, optimizer, and persistent buffers.
-    steady = sum(constant.values())
-    if request.strategy.zero_stage == 3:
-        steady += grads
-        constant["optimizer"] += grads if request.strategy.offload_device("optimizer") else 0.0
-    # The bytes of weights and optimizer are exact.
-    exact = sum(constant.values())
-    # Workspaces exist from the first step on.
-    unsplit = unsplit_bytes(request)
-    allocator = cublas_workspace_bytes(request.box.device) + unsplit.parameters + unsplit.optimizer
-    steady += _static_buffer_bytes(request) + allocator
+    state = _device_state(request)
+    allocator = _allocator_bytes(request)
     points = device_snapshots(request)
-    highest = max(points, key=lambda point: point.total)
-    peak = highest._replace(parts={**constant, **highest.parts, "allocator": highest.parts["allocator"] + allocator})
-    most_parts = {name: max(point.parts.get(name, 0.0) for point in points) for name in PARTS if name not in constant}
-    most_parts["allocator"] += allocator
-    host_parts, nvme = predict_host_memory(request)
-    # Outside stage 3 each process creates both models in host memory.
-    loaded = float(FP32_BYTES * request.shape.parameters * request.reference_model * (request.strategy.zero_stage != 3))
-    added = {"load": loaded, "train": frozen_on_host, "state": frozen_on_host}
-    host_parts = {name: size + added.get(name, 0) * request.box.gpus_per_node for name, size in host_parts.items()}
-    host_parts["load"] -= request.idle_loaders * loaded
-    in_host_memory, process = request.box.is_cpu_only, None
-    reserved, excess = peak.total * FRAGMENTATION_FRACTION, 0.0
+    peak = _highest(points, state, allocator)
+    host = _with_reference_model(request, predict_host_memory(request))
+    excess = 0.0
     if request.correction is not None:
-        excess = request.correction.find_excess(request, peak.total - exact)
-    if in_host_memory:
-        most, sent = small_blocks(request, [point.parts for point in points])
-        reserved = FRAGMENTATION * most + WEIGHT_COPIES * sent
-        process = estimate("process", peak.total + reserved + host_parts["rank"])
-    allocated, pool = (
-        # The interval comes from published peaks of GPUs.
-        Estimate(size) if in_host_memory else _peak_estimate(request, size + excess, exact)
-        for size in (peak.total, peak.total + reserved)
-    )
-    context = 0.0 if in_host_memory else _cuda_context_bytes(request.box.ranks)
-    parts = {name: peak.parts.get(name, 0.0) for name in PARTS} | {"context": context, "fragmentation": reserved}
+        excess = request.correction.find_excess(request, peak.total - state.exact)
+    free = _free_blocks_bytes(request, peak, points)
+    reserved = peak.total + free
+    parts = {name: peak.parts.get(name, 0.0) for name in PARTS}
+    parts["context"] = 0.0 if request.box.is_cpu_only else _cuda_context_bytes(request.box.ranks)
+    parts["fragmentation"] = free
     if excess:
         parts[MEASURED_EXCESS] = excess
-    missing = trace(request).missing if isinstance(request.shape, LiveShape) else None
     return MemoryUse(
         device_parts=parts,
-        missing=missing,
-        steady_allocated=estimate("state", steady),
-        peak_allocated=allocated,
-        peak_reserved=pool,
-        pool_with_room=excess + _pool_with_room(request, points, exact + allocator, peak.total + reserved),
-        process_peak=process,
-        host_parts=host_parts,
-        host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
-        nvme=nvme,
+        missing=missing_figures(request),
+        steady_allocated=estimate("state", state.steady + (_static_buffer_bytes(request) + allocator)),
+        peak_allocated=_peak_estimate(request, peak.total, excess, state.exact),
+        peak_reserved=_peak_estimate(request, reserved, excess, state.exact),
+        pool_with_room=excess + _pool_with_room(request, points, state.exact + allocator, reserved),
+        process_peak=estimate("process", reserved + host.rank) if request.box.is_cpu_only else None,
+        host_parts=host.parts,
+        host_peak=estimate("host", max(host.load, host.train, host.save)),
+        nvme=host.nvme,
         notes=tuple(_notes(request, peak)),
         moment=peak.moment,
-        most_parts=most_parts,
+        most_parts=_most_parts(points, allocator),
     )
 
 
-def _peak_estimate(request: Request, size: float, exact: float) -> Estimate:
-    """Return a peak with its interval, which is that of published peaks unless peaks of the setup were measured."""
-    correction = request.correction
+def _highest(points: Sequence[DeviceMemory], state: _DeviceState, allocator: float) -> DeviceMemory:
+    """Return the moment with the most memory, with the parts that are constant in a step."""
+    highest = max(points, key=lambda point: point.total)
+    parts = {**state.parts, **highest.parts, "allocator": highest.parts["allocator"] + allocator}
+    return highest._replace(parts=parts)
+
+
+def _most_parts(points: Sequence[DeviceMemory], allocator: float) -> dict[str, float]:
+    """Return the largest size of each part that changes in a step."""
+    changing = [name for name in PARTS if name not in ("parameters", "optimizer")]
+    most = {name: max(point.parts.get(name, 0.0) for point in points) for name in changing}
+    return {**most, "allocator": most["allocator"] + allocator}
+
+
+def _allocator_bytes(request: Request) -> float:
+    """Return cuBLAS' workspaces, which exist from the first step on, and the bytes of the state's blocks
+    beyond its tensors."""
+    unsplit = unsplit_bytes(request)
+    return cublas_workspace_bytes(request.box.device) + unsplit.parameters + unsplit.optimizer
+
+
+def _free_blocks_bytes(request: Request, peak: DeviceMemory, points: Sequence[DeviceMemory]) -> float:
+    """Return the bytes of free blocks at the peak: torch's on a GPU, malloc's without one."""
+    if not request.box.is_cpu_only:
+        return peak.total * FRAGMENTATION_FRACTION
+    most, sent = small_blocks(request, [point.parts for point in points])
+    return FRAGMENTATION * most + WEIGHT_COPIES * sent
+
+
+def _peak_estimate(request: Request, size: float, excess: float, exact: float) -> Estimate:
+    """Return a peak with its interval, which is that of published peaks unless peaks of the setup were measured.
+
+    `excess`: what measured peaks have more. The intervals come from GPUs.
+    """
+    if request.box.is_cpu_only:
+        return Estimate(size)
+    correction, corrected = request.correction, size + excess
     if correction is None or not correction.excesses:
-        return estimate("above_state", size, exact)
+        return estimate("above_state", corrected, exact)
     if correction.has_measured_peak(request):
-        return Estimate(size, size, size)
-    return estimate("calibrated_above_state", size, exact)
+        return Estimate(corrected, corrected, corrected)
+    return estimate("calibrated_above_state", corrected, exact)
 
 
-def _constant_parts(request: Request) -> tuple[dict[str, float], float]:
+@dataclasses.dataclass(frozen=True)
+class _DeviceState:
+    """Bytes on the device that do not change in a step."""
+
+    parameters: float
+    optimizer: float
+    # Of a persistent buffer of gradients, which counts as the optimizer's if that is offloaded.
+    gradients: float = 0.0
+    is_offloaded: bool = False
+
+    @property
+    def exact(self) -> float:
+        """Bytes of weights and optimizer, which are exact."""
+        return self.parameters + self.parts["optimizer"]
+
+    @property
+    def steady(self) -> float:
+        """Bytes between two steps."""
+        return self.parameters + self.optimizer + self.gradients
+
+    @property
+    def parts(self) -> dict[str, float]:
+        gradients = self.gradients if self.is_offloaded else 0.0
+        return {"parameters": self.parameters, "optimizer": self.optimizer + gradients}
+
+
+def _device_state(request: Request) -> _DeviceState:
     """Return the bytes of weights and optimizer, and those of stage 3's gradients.
 
     These have a persistent buffer (stage3.py, grad_partitions_flat_buffer). With an offload they are those in fp32 of
@@ -264,9 +351,12 @@ def _constant_parts(request: Request) -> tuple[dict[str, float], float]:
     """
     state, frozen = model_state.predict_state(request), model_state.frozen_bytes(request)[0]
     frozen += reference_gathers(request).live_at_end * request.gathered_bytes
-    constant = {"parameters": state.params_device + frozen, "optimizer": state.optimizer_device}
-    has_buffer = request.strategy.zero_stage == 3
-    return constant, model_state.predict_state(request, unreduced=False).grads_device if has_buffer else 0.0
+    parameters = state.params_device + frozen
+    if request.strategy.zero_stage != 3:
+        return _DeviceState(parameters, state.optimizer_device)
+    gradients = model_state.predict_state(request, unreduced=False).grads_device
+    is_offloaded = bool(request.strategy.offload_device("optimizer"))
+    return _DeviceState(parameters, state.optimizer_device, gradients, is_offloaded)
 
 
 def least_device_bytes(request: Request, at_upper: bool = False) -> float:
@@ -277,10 +367,7 @@ def least_device_bytes(request: Request, at_upper: bool = False) -> float:
     """
     if request.box.is_cpu_only:
         return 0.0
-    constant, grads = _constant_parts(request)
-    exact = sum(constant.values())
-    if request.strategy.zero_stage == 3 and request.strategy.offload_device("optimizer"):
-        exact += grads
+    exact = _device_state(request).exact
     saved = predict_activations(request)
     stored = sum(_stored(request, saved, request.shape.layers).values())
     logits = saved.logits + max(saved.logits_forward, saved.logits_backward)
@@ -290,7 +377,7 @@ def least_device_bytes(request: Request, at_upper: bool = False) -> float:
     if request.correction is not None:
         reserved += request.correction.find_excess(request, allocated - exact)
     if at_upper:
-        reserved = max(reserved, _peak_estimate(request, reserved, exact).high or 0.0)
+        reserved = max(reserved, _peak_estimate(request, reserved, 0.0, exact).high or 0.0)
     return reserved + _cuda_context_bytes(request.box.ranks)
 
 
@@ -337,7 +424,7 @@ PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logi
 def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     """Yield explanations of parts whose size is not obvious."""
     shape, logits = request.shape, peak.parts.get("logits", 0.0)
-    yield from live_notes(shape)
+    yield from shape.notes()
     if request.reference_model:
         live = reference_gathers(request).max_live_elements * request.gathered_bytes / GIB
         unsharded = f", and {format_number(live)} unsharded in its forward pass, before the loss" * (live > 0)
@@ -387,68 +474,120 @@ def _accumulated_bytes(request: Request) -> float:
     return model_state.predict_state(request, unreduced=False).grads_device if has_accumulated else 0.0
 
 
-def device_snapshots(request: Request) -> list[DeviceMemory]:  # noqa: PLR0914
+# A step on one rank: its allocations, and the moments that can be its peak (^), by their names in DeviceMemory.
+#
+#                        forward pass         loss    its gradient    backward pass         optimizer step
+#     weights, optimizer #################################################################################
+#     activations             ....::::||||    ||||    ||||            ||||::::....
+#     a layer's temporaries   ####                                    ################
+#     logits                                  ####    ######
+#     gradients          (earlier micro-batches: all)                     ....::::||||      |||| or shards
+#     buffers            (DDP, offload and stage 3: all)              ################      ####
+#     gathered weights   ################     ####    ####            ################      (stage 3, FSDP)
+#     AdamW's copies                                                                        ####
+#                                ^             ^       ^                ^                     ^
+#
+# buckets.py follows the gradients and buffers of the last two columns.
+
+
+def device_snapshots(request: Request) -> list[DeviceMemory]:
     """Return the memory snapshots of a step, without the weights and the optimizer, which are constant."""
-    saved, strategy, layers = predict_activations(request), request.strategy, request.shape.layers
-    gathers = simulate_gathers(request) if strategy.zero_stage == 3 else GatherTrace()
-    weight, snapshots, standing = request.weight_bytes, gradient_snapshots(request), _static_buffer_bytes(request)
-    accumulated = _accumulated_bytes(request)
-    # Per byte of gradients.
-    remainders = unsplit_bytes(request).gradients / max(1, request.shape.trained_parameters * request.adapter_bytes)
-    stored = _stored(request, saved, layers)
-    # FSDP2's root stays gathered until its backward pass; stages 1 and 2 allocate their bucket at the first gradient.
-    begun, recomputed = snapshots[0].buffers if strategy.is_fsdp else standing, request.gradient_checkpointing
-    # autocast caches its weight copies until the forward pass ends.
-    cached = saved.cast_cached / request.checkpoint_every if recomputed else 0.0
+    step = _DeviceStep(request)
+    return [
+        step.at_the_loss(),
+        *step.in_the_reference_model(),
+        *step.in_the_forward_pass(),
+        step.at_the_gradient_of_the_loss(),
+        *step.from_the_first_gradient_on(),
+    ]
 
-    def point(moment: str, live: int, **parts: float) -> DeviceMemory:
-        all_parts = {**stored, "gradients": accumulated, "allocator": accumulated * remainders, **parts}
-        return DeviceMemory({**all_parts, "buffers": all_parts.get("buffers", standing) + live * weight}, moment)
 
-    # The end of the forward pass, when the loss is computed from the logits.
-    activations, logits = stored["activations"] + cached * layers, saved.logits + saved.logits_forward
-    points = [point("at the loss", gathers.live_at_end, buffers=begun, activations=activations, logits=logits)]
-    if request.reference_model:
-        # TRL runs it before the loss, and frees its logits before the backward pass.
-        reference = reference_gathers(request)
-        unsharded = (reference.max_live_elements - reference.live_at_end) * request.gathered_bytes
-        logits = saved.logits + max(saved.logits_forward, saved.layer_forward)
+class _DeviceStep:
+    """The moments of a step on one device."""
+
+    def __init__(self, request: Request) -> None:
+        shape = request.shape
+        self.request = request
+        self.layers = shape.layers
+        self.saved = predict_activations(request)
+        self.is_stage3 = request.strategy.zero_stage == 3
+        self.gathers = simulate_gathers(request) if self.is_stage3 else GatherTrace()
+        self.stored = _stored(request, self.saved, shape.layers)
+        self.accumulated = _accumulated_bytes(request)
+        self.standing = _static_buffer_bytes(request)
+        # FSDP2's root stays gathered until its backward pass; stages 1 and 2 allocate their bucket at the first
+        # gradient.
+        self.begun = gradient_snapshots(request)[0].buffers if request.strategy.is_fsdp else self.standing
+        # autocast caches its weight copies of a recomputed layer until the forward pass ends.
+        self.cached = self.saved.cast_cached / request.checkpoint_every if request.gradient_checkpointing else 0.0
+        # Remainders of blocks, per byte of gradients.
+        gradients = shape.trained_parameters * request.adapter_bytes
+        self.remainders = unsplit_bytes(request).gradients / max(1, gradients)
+
+    def _point(self, moment: str, live: int, **parts: float) -> DeviceMemory:
+        """Return a moment with these parts, and `live` elements that stage 3 has gathered."""
+        gradients = {"gradients": self.accumulated, "allocator": self.accumulated * self.remainders}
+        all_parts = {**self.stored, **gradients, **parts}
+        buffers = all_parts.get("buffers", self.standing) + live * self.request.weight_bytes
+        return DeviceMemory({**all_parts, "buffers": buffers}, moment)
+
+    def at_the_loss(self) -> DeviceMemory:
+        """Return the end of the forward pass, when the loss is computed from the logits."""
+        activations = self.stored["activations"] + self.cached * self.layers
+        logits = self.saved.logits + self.saved.logits_forward
+        live = self.gathers.live_at_end
+        return self._point("at the loss", live, buffers=self.begun, activations=activations, logits=logits)
+
+    def in_the_reference_model(self) -> Iterator[DeviceMemory]:
+        """Yield the reference model's forward pass: TRL runs it before the loss, and frees its logits before the
+        backward pass."""
+        if not self.request.reference_model:
+            return
+        reference = reference_gathers(self.request)
+        unsharded = (reference.max_live_elements - reference.live_at_end) * self.request.gathered_bytes
+        logits = self.saved.logits + max(self.saved.logits_forward, self.saved.layer_forward)
         moment = "in the reference model's forward pass"
-        points.append(point(moment, gathers.live_at_end, buffers=begun + unsharded, logits=logits))
-    # During the forward pass, with the temporaries of a layer whose tensors are not saved.
-    for place, live in (gathers.live_forward or {layers - 1: 0}).items():
-        so_far = min(layers, place + 1)
-        before = _stored(request, saved, so_far)
-        working = saved.layer_forward if recomputed and so_far else 0.0
-        points.append(
-            point(
-                "in the forward pass",
-                live,
-                **before | {"activations": before["activations"] + cached * so_far + working},
-            )
-        )
-    # The loss's gradient.
-    gradient = saved.logits + saved.logits_backward
-    points.append(point("at the loss's gradient", gathers.live_at_end, buffers=begun, logits=gradient))
-    for snapshot in _decisive_snapshots(_gradient_request(request), recomputes=strategy.zero_stage == 3 and recomputed):
-        parts = {
-            "gradients": snapshot.grads,
-            "buffers": snapshot.buffers,
-            "allocator": snapshot.grads * remainders,
-        }
-        if not snapshot.step:
-            is_working = 0 <= snapshot.place < layers and not snapshot.between
-            stored = _stored(request, saved, min(layers, snapshot.place + 1), is_working)
-            stored["activations"] += _kept_inputs_bytes(request, saved, snapshot.place)
-            if snapshot.param is not None and 0 <= snapshot.place < layers:
-                stored["activations"] -= saved.freed.get(phase(request.shape, snapshot.param), 0.0)
-            if snapshot.place < layers:
-                # After the head's backward pass autograd has freed autocast's copy of its weight.
-                stored["activations"] -= saved.cast_head + saved.tail
-            parts = {**stored, **parts}
-        moment = "in the optimizer step" if snapshot.step else "in the backward pass"
-        points.append(DeviceMemory(parts, moment, snapshot.step))
-    return points
+        yield self._point(moment, self.gathers.live_at_end, buffers=self.begun + unsharded, logits=logits)
+
+    def in_the_forward_pass(self) -> Iterator[DeviceMemory]:
+        """Yield the forward pass of each layer, with the temporaries of one whose tensors are not saved."""
+        for place, live in (self.gathers.live_forward or {self.layers - 1: 0}).items():
+            so_far = min(self.layers, place + 1)
+            before = _stored(self.request, self.saved, so_far)
+            working = self.saved.layer_forward if self.request.gradient_checkpointing and so_far else 0.0
+            before["activations"] = before["activations"] + self.cached * so_far + working
+            yield self._point("in the forward pass", live, **before)
+
+    def at_the_gradient_of_the_loss(self) -> DeviceMemory:
+        logits = self.saved.logits + self.saved.logits_backward
+        return self._point("at the loss's gradient", self.gathers.live_at_end, buffers=self.begun, logits=logits)
+
+    def from_the_first_gradient_on(self) -> Iterator[DeviceMemory]:
+        """Yield the backward pass and the optimizer step."""
+        recomputes = self.is_stage3 and self.request.gradient_checkpointing
+        for snapshot in _decisive_snapshots(_gradient_request(self.request), recomputes=recomputes):
+            parts = {
+                "gradients": snapshot.grads,
+                "buffers": snapshot.buffers,
+                "allocator": snapshot.grads * self.remainders,
+            }
+            if snapshot.step:
+                yield DeviceMemory(parts, "in the optimizer step", step=True)
+            else:
+                yield DeviceMemory({**self._stored_at(snapshot), **parts}, "in the backward pass")
+
+    def _stored_at(self, snapshot: Snapshot) -> dict[str, float]:
+        """Return the activations that are left when a gradient arrives."""
+        request, saved, place = self.request, self.saved, snapshot.place
+        is_in_layer = 0 <= place < self.layers
+        stored = _stored(request, saved, min(self.layers, place + 1), is_in_layer and not snapshot.between)
+        stored["activations"] += _kept_inputs_bytes(request, saved, place)
+        if snapshot.param is not None and is_in_layer:
+            stored["activations"] -= saved.freed.get(request.shape.part_of_backward(snapshot.param), 0.0)
+        if place < self.layers:
+            # After the head's backward pass autograd has freed autocast's copy of its weight.
+            stored["activations"] -= saved.cast_head + saved.tail
+        return stored
 
 
 def _kept_inputs_bytes(request: Request, saved: Activations, place: int) -> float:
@@ -570,7 +709,7 @@ def _without_inner_layers(largest: Mapping[_Part, Sequence[_Candidate]], layers:
 @functools.lru_cache(maxsize=64)
 def _phases(shape: ModelShape) -> Mapping[int, str]:
     """Return the part of a layer that begins with each trained parameter's gradient, by the parameter's index."""
-    return {param.index: phase(shape, param) for param in shape.trained_params}
+    return {param.index: shape.part_of_backward(param) for param in shape.trained_params}
 
 
 def _upper_hull(points: list[tuple[int, float, int]]) -> list[int]:

@@ -16,7 +16,8 @@ from study.config.flags import Precision, RunConfig
 from study.config.strategies import DEFAULT_RANKS_PER_NODE, WITH_GROUPS, Strategy, read_strategy
 from study.predictor.hardware import Hardware
 from study.predictor.losses import LossKernel
-from study.predictor.shape import ModelShape, in_4_bits, model_shape, with_adapters
+from study.predictor.models import model_shape
+from study.predictor.shape import ModelShape, in_4_bits, with_adapters
 
 Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion", "adafactor"]
@@ -242,6 +243,8 @@ class Request:
     fsdp_whole_root: bool = False
     # FSDP frees gathered weights only after the backward pass (fsdp_reshard_after_forward: false, SHARD_GRAD_OP).
     fsdp_keeps_gathered: bool = False
+    # No policy wraps layers (fsdp_auto_wrap_policy: NO_WRAP, Accelerate's default): the model is one unit of FSDP.
+    fsdp_unwrapped: bool = False
     # FSDP keeps weights, gradients and optimizer in host memory (fsdp_offload_params).
     fsdp_offloads: bool = False
     # The first rank of a machine alone loads the weights (fsdp_cpu_ram_efficient_loading).
@@ -296,6 +299,13 @@ class Request:
     def computing_bytes(self) -> int:
         """Bytes per element of the matrix products."""
         return FP32_BYTES if self.precision == "fp32" else 2
+
+    @property
+    def loose_bytes(self) -> int:
+        """Bytes per element of a layer's operations other than products and attention: autocast runs norms and softmax
+        in fp32."""
+        is_autocast = self.precision in ("bf16", "fp16") and self.autocast
+        return FP32_BYTES if is_autocast else self.computing_bytes
 
     @property
     def moments_bytes(self) -> float:

@@ -140,10 +140,11 @@ def ended_runs() -> list[tuple[Any, Request]]:
 def study_rows() -> list[Measurement]:
     """Return this project's measurements, for the table that has the published ones as well. The peak is that of the
     steps, without start and evaluations."""
-    return [_measurement(run, request) for run, request in _records()]
+    return [read_measurement(run, request) for run, request in _records()]
 
 
-def _measurement(run: Any, request: Request) -> Measurement:
+def read_measurement(run: Any, request: Request) -> Measurement:
+    """Return a record's measured peak and step time."""
     name = f"{run.suite} {run.run}"
     if not request.box.device.memory_gib:
         evaluated: Literal["never", "between", "last"] = "never"

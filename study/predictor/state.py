@@ -16,7 +16,8 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
-from study.predictor.shape import ModelShape, Parameter, in_4_bits
+from study.predictor.shape import BEFORE, ModelShape, Parameter, in_4_bits
+from study.predictor.table_shape import TableShape
 
 # deepspeed/runtime/swap_tensor/constants.py and utils.py: the smallest shard that is swapped, and its alignment.
 MIN_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES = 2**20, 1024
@@ -58,6 +59,25 @@ def predict_state(request: Request, *, unreduced: bool = True) -> State:
     return by_stage[request.strategy.zero_stage](request, unreduced)
 
 
+def checkpoint_bytes(request: Request) -> float | None:
+    """Return the bytes of a checkpoint's files, of all ranks (reports/checkpoints); None without a measurement: with
+    adapters, other optimizers, stage 0 and NVMe."""
+    shape, strategy = request.shape, request.strategy
+    is_other = shape.frozen_parameters or request.pure or request.optimizer != "adamw"
+    if is_other or strategy.uses_nvme or strategy.zero_stage == 0:
+        return None
+    weights = float(shape.parameters * request.weight_bytes)
+    optimizer = float(shape.parameters * request.moments_bytes)
+    if strategy.is_fsdp and shape.tied:
+        # Shards are saved under both names of a tied weight.
+        return weights + optimizer + shape.embedding.elements * request.weight_bytes
+    if strategy.zero_stage is None:
+        return weights + optimizer
+    masters = shape.parameters * request.settings.master_bytes
+    # Stage 3 saves no other weights than the masters.
+    return optimizer + masters + (0.0 if strategy.zero_stage == 3 else weights)
+
+
 def accumulated_bytes(request: Request) -> float:
     """Bytes of unpartitioned gradients between micro-batches: Accelerate disables FSDP2's reduction until the last."""
     if request.accumulation == 1:
@@ -77,11 +97,12 @@ class FlatUnit:
 @cache_by_request
 def flat_units(request: Request) -> dict[int, FlatUnit]:
     """Return FSDP1's flat parameters: by layer, and under BEFORE the root's, of all others; with adapters only their
-    frozen tensors."""
+    frozen tensors, without wrapped layers all in the root."""
     tensors = dict[int, list[Parameter]]()
     for param in request.stored.params:
         if request.shape.lora_rank is None or not param.trained:
-            tensors.setdefault(request.shape.find_layer(param), []).append(param)
+            place = BEFORE if request.fsdp_unwrapped else request.shape.find_layer(param)
+            tensors.setdefault(place, []).append(param)
     return {place: _flat_unit(request, params) for place, params in tensors.items()}
 
 
@@ -153,7 +174,8 @@ def _stage12(request: Request, waiting: bool) -> State:
     if settings.optimizer is not None:
         # Stage 1 reduces after the backward pass.
         large = trained if waiting and settings.stage == 1 else large
-        return State(params, float(large * weight), 0.0, grads_host=shard * FP32_BYTES, optimizer_host=optimizer_bytes)
+        grads_host = shard * settings.master_bytes
+        return State(params, float(large * weight), 0.0, grads_host=grads_host, optimizer_host=optimizer_bytes)
     grad_width = FP32_BYTES if settings.accumulates_in_fp32 else weight
     if settings.stage == 1:
         return State(params, float(trained * grad_width), optimizer_bytes + STEP_BYTES)
@@ -195,13 +217,14 @@ def _offloaded_optimizer(request: Request, shard: int, moments: float, grad_widt
     on_device = groups[: 0 if request.box.is_cpu_only else int((1 - settings.optimizer.ratio) * len(groups))]
     stays = sum(on_device)
     state: dict[str, float] = {
-        "grads_device": stays * FP32_BYTES,
+        "grads_device": stays * settings.master_bytes,
         "optimizer_device": stays * moments,
         "grads_host": shard * grad_width,
         "optimizer_host": (shard - stays) * moments,
     }
     if settings.optimizer.device == "cpu":
-        state["grads_host"] += (shard - stays) * FP32_BYTES
+        # They have the masters' type (master_weights_and_grads_dtype).
+        state["grads_host"] += (shard - stays) * settings.master_bytes
     else:
         swapped = [group for group in groups if group * FP32_BYTES >= MIN_SWAPPED_BYTES]
         blocks = sum(math.ceil(group * FP32_BYTES / SWAP_ALIGNMENT_BYTES) for group in swapped)
@@ -289,6 +312,15 @@ def frozen_bytes(request: Request) -> tuple[float, float]:
     size = float(request.weight_bytes * shape.parameters * request.reference_model) / ranks
     offloads = request.fsdp_offloads or (is_stage3 and request.settings.parameters is not None)
     return (scales, size) if offloads else (scales + size, 0.0)
+
+
+def loaded_whole_bytes(request: Request) -> float:
+    """Return the bytes of 4-bit weights and their scales on each GPU while transformers loads them under stage 3, which
+    shards them later; 0 otherwise."""
+    if not (request.quantized and request.strategy.zero_stage == 3):
+        return 0.0
+    scales = frozen_bytes(dataclasses.replace(request, reference_model=False))
+    return float(request.stored.parameters * request.weight_bytes) + sum(scales)
 
 
 @functools.lru_cache(maxsize=64)
@@ -406,7 +438,7 @@ _LARGE, _LARGE_LAYERS = 2**50, 2**10
 def _large_shape(trained: bool) -> ModelShape:
     elements = _LARGE // _LARGE_LAYERS
     params = tuple(Parameter(layer, "weight", elements, elements, layer, trained) for layer in range(_LARGE_LAYERS))
-    return ModelShape(
+    return TableShape(
         name="large",
         model_type="llama",
         family="causal-lm",

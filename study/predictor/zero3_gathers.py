@@ -14,36 +14,17 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
-from study.predictor import live
-from study.predictor.families import READS_INPUT, Tree
+from study.predictor.families import READS_INPUT
 from study.predictor.request import Request, cache_by_request
-from study.predictor.shape import BEFORE, INFIX, ModelShape, Parameter
+from study.predictor.shape import BEFORE, Call, ModelShape
 from study.predictor.state import flat_units, persistent_params, unshards
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One call of a module, with the parameters that it owns."""
-
-    place: int
-    params: tuple[Parameter, ...] = ()
-    # Calls of the modules that it contains.
-    inside: tuple[Call, ...] = ()
-    # Released after the call, regardless of the next use.
-    releases: tuple[Parameter, ...] = ()
-
-    def flat(self, backward: bool = False) -> list[Call]:
-        """Return all calls in order; a module precedes the modules that it contains in both directions."""
-        inside = self.inside[::-1] if backward else self.inside
-        return [self, *(step for call in inside for step in call.flat(backward))]
 
 
 @functools.lru_cache(maxsize=64)
 def module_call_order(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
     """Return the calls of the forward and the backward pass; a recomputed layer repeats its forward calls."""
-    root, layers = _live_tree(shape) if isinstance(shape, live.LiveShape) else _table_tree(shape)
+    root, layers = shape.module_calls()
     # With gradient checkpointing transformers makes the word embedding's output require a gradient.
     without = set[int]() if recomputes else _without_gradient(root.flat())
     backward = [call for call in root.flat(backward=True) if id(call) not in without]
@@ -53,87 +34,6 @@ def module_call_order(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, 
         repeated = {id(layer): layer.flat() for layer in layers.values()}
         backward = [step for call in backward for step in (*repeated.get(id(call), ()), call)]
     return tuple(root.flat()), tuple(backward)
-
-
-def _table_tree(shape: ModelShape) -> tuple[Call, dict[int, Call]]:
-    """Return the module calls of a forward pass by the table of families, and the layers among them."""
-    owned: dict[tuple[int, str], list[Parameter]] = {}
-    for param in shape.params:
-        owned.setdefault((param.place, param.name.rpartition(".")[0]), []).append(param)
-
-    def to_call(tree: str | Tree, place: int) -> Call:
-        if not isinstance(tree, str):
-            return Call(place, inside=tuple(to_call(child, place) for child in tree))
-        leaf = Call(place, tuple(owned.get((place, tree), ())))
-        adapters = [owned.get((place, f"{tree}{INFIX}{letter}"), ()) for letter in "AB"]
-        if not all(adapters):
-            return leaf
-        # peft wraps the model's layer; its dropout is a module, too.
-        return Call(place, inside=(leaf, Call(place), *(Call(place, tuple(params)) for params in adapters)))
-
-    (before, layer, after), end = shape.table.calls, shape.layers
-    layers = {number: to_call(layer, number) for number in range(shape.layers)}
-    inside = (*(to_call(tree, BEFORE) for tree in before), *layers.values(), *(to_call(tree, end) for tree in after))
-    if shape.family == "sequence-classification":
-        heads = [Call(end), to_call("classifier", end)]
-    else:
-        # A tied head uses the embedding's parameter.
-        tied = owned[BEFORE, str(before[0])] if shape.tied else []
-        heads = [Call(end, (*tied, *owned.get((end, "lm_head"), ())))]
-    return Call(end, inside=(Call(end, inside=inside), *heads)), layers
-
-
-def _live_tree(shape: live.LiveShape) -> tuple[Call, dict[int, Call]]:
-    """Return the traced module calls of a forward pass, and the layers among them; in the model's order if it cannot be
-    traced."""
-    owners, units = shape.survey["owners"], {unit: place for place, unit in enumerate(shape.survey["units"])}
-    fused, length = shape.survey["fused"], min(64, shape.positions or 64)
-    answer = live.measure(shape, mode="engine", dropout=False, fused=fused, cuda=True, length=length)
-    traced, kinds = ["", [], False], dict[str, str]()
-    if not isinstance(answer, str):
-        # The towers of images are called before the model.
-        *towers, (_, called, _) = answer["calls"][1]
-        traced, kinds = ["", [*towers, *called], False], answer["kinds"]
-    layers, used = dict[int, Call](), set[int]()
-
-    def to_call(entry: Any, source: str = "", target: str = "", unit: int | None = None) -> Call:
-        name, children, is_leaf = entry
-        name = target + name[len(source) :]
-        unit = units.get(name, unit)
-        inside = [numbers for owner, numbers in owners.items() if f"{owner}.".startswith(f"{name}.")] if is_leaf else []
-        indexes = dict.fromkeys(index for numbers in (owners.get(name, ()), *inside) for index in numbers)
-        used.update(indexes)
-        inner, done = list[Call](), set[str]()
-        for child in children:
-            listed = child[0].rpartition(".")[0]
-            if source or child[0] not in units:
-                inner.append(to_call(child, source, target, unit))
-            elif listed not in done:
-                # The layers of a list follow each other, each as the remaining one of its kind.
-                done.add(listed)
-                entries = {entry[0]: entry for entry in children}
-                inner += [
-                    to_call(entries[kind], kind, layer)
-                    for layer, kind in kinds.items()
-                    if layer.rpartition(".")[0] == listed and kind in entries
-                ]
-        params, place = tuple(shape.params[index] for index in indexes), unit
-        if place is None:
-            # Modules called after all layers use their parameters there, even those of a tied embedding.
-            place = shape.layers if not params or len(layers) == shape.layers else params[0].place
-        call = Call(place, params, tuple(inner))
-        if unit is not None:
-            layers[unit] = call
-        return call
-
-    root = to_call(traced)
-    # A tower that cannot be traced is called in the order of its modules.
-    missing = [
-        Call(params[0].place, params)
-        for numbers in owners.values()
-        if (params := tuple(shape.params[index] for index in numbers if index not in used))
-    ]
-    return dataclasses.replace(root, inside=(*missing, *root.inside)), layers
 
 
 def _recomputing_frozen(backward: Sequence[Call], layers: dict[int, list[Call]]) -> Iterator[Call]:

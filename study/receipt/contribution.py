@@ -17,7 +17,8 @@ from study.config.errors import UserError
 from study.host.folders import resolve_path
 from study.host.memory import GIB
 from study.predictor.hardware import find_device, mfu
-from study.predictor.shape import ModelShape, shape_of_document
+from study.predictor.models import shape_of_document
+from study.predictor.shape import ModelShape
 from study.receipt.document import PRECISIONS, Engine, Part, PeakFacts, ReceiptDocument, StateFacts
 from study.records.directory import read_json
 from study.records.schema import RecordError

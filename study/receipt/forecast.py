@@ -16,8 +16,9 @@ from study.predictor.calibration import MeasuredRun
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import CPU_CORE, Hardware, box_from_device_name
 from study.predictor.memory import predict_memory
+from study.predictor.models import shape_of_document
 from study.predictor.request import Estimate, Request
-from study.predictor.shape import ModelShape, shape_of_document, with_adapters
+from study.predictor.shape import ModelShape, with_adapters
 from study.predictor.state import predict_state
 from study.predictor.time import predict_time
 from study.receipt.document import (
@@ -114,7 +115,8 @@ def settings_file(engine: EngineFacts) -> UserFile:
         return file
     if engine.engine in ("fsdp1", "fsdp2"):
         version = 2 if engine.engine == "fsdp2" else 1
-        fsdp: dict[str, Any] = {"fsdp_version": version}
+        # Whether layers are wrapped is read from the groups (_wrapping).
+        fsdp: dict[str, Any] = {"fsdp_version": version, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         if version == 2:
             fsdp["fsdp_reshard_after_forward"] = engine.reshard_after_forward is not False
         return UserFile(_FILE, "accelerate", "FSDP", None, (), fsdp=fsdp)
@@ -160,7 +162,9 @@ def _precision(engine: EngineFacts, request: Request) -> dict[str, Any]:
 def _wrapping(receipt: ReceiptDocument, shape: ModelShape) -> dict[str, Any]:
     engine = receipt.engine
     whole_root = engine.engine == "fsdp2" and engine.embedding_in_root and not shape.tied
-    return {"fsdp_whole_root": whole_root, "dropout": _has_dropout(receipt)}
+    # Without wrapped layers there are at most three groups: of the embedding, of norm and head, and the root.
+    is_unwrapped = engine.wrapped_groups is not None and engine.wrapped_groups <= shape.layers
+    return {"fsdp_whole_root": whole_root, "fsdp_unwrapped": is_unwrapped, "dropout": _has_dropout(receipt)}
 
 
 def _has_dropout(receipt: ReceiptDocument) -> bool:

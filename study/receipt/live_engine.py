@@ -36,6 +36,8 @@ _OF_OTHER_ENGINES: dict[Engine, str] = {"ddp": "ddp", "fsdp2": "fsdp2", "none": 
 def find_engine(model: Any) -> Any:
     """Return the wrapper that trains a model: of DDP, FSDP or DeepSpeed, found among all live objects."""
     wrappers = _wrapper_types()
+    if _is_fabric(model):
+        model = model._forward_module
     if isinstance(model, wrappers) or not wrappers:
         return model
     inner = find_inner(model)
@@ -58,10 +60,35 @@ def _wrapper_types() -> tuple[type, ...]:
 def find_inner(model: Any) -> Any:
     """Return the model inside the wrappers of engines and of torch.compile."""
     while True:
-        is_wrapper = isinstance(model, _wrapper_types())
+        is_wrapper = isinstance(model, _wrapper_types()) or _is_fabric(model)
         if not is_wrapper and not hasattr(model, "_orig_mod"):
             return model
         model = model.module if is_wrapper else model._orig_mod
+
+
+def _is_fabric(model: Any) -> bool:
+    """Whether it is what Lightning's Fabric.setup returns: the engine's wrapper, in one that casts inputs."""
+    return type(model).__name__ == "_FabricModule"
+
+
+def find_core(inner: nn.Module) -> nn.Module:
+    """Return the model of transformers or peft that has all parameters of a program's module; else the module itself.
+
+    A LightningModule, for example, has its model as an attribute.
+    """
+    module = inner
+    while not hasattr(getattr(module, "config", None), "to_dict"):
+        children = [child for child in module.children() if next(child.parameters(), None) is not None]
+        has_own = next(module.parameters(recurse=False), None) is not None
+        if has_own or len(children) != 1:
+            return inner
+        module = find_inner(children[0])
+    return module
+
+
+def is_lightning(model: Any) -> bool:
+    """Whether it is a LightningModule, of which Lightning's Trainer calls `training_step`."""
+    return any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
 
 
 def find_kind(model: Any) -> Engine:
@@ -90,11 +117,11 @@ def find_device(model: Any) -> torch.device:
 
 
 def read_model(model: Any) -> ModelFacts:
-    inner = find_inner(model)
-    config: Any = getattr(inner, "config", None)
-    adapters = find_adapters(inner)
+    core = find_core(find_inner(model))
+    config: Any = getattr(core, "config", None)
+    adapters = find_adapters(core)
     return ModelFacts(
-        name=_class_name(inner),
+        name=_class_name(core),
         parameters=sum(_elements(parameter) for _, parameter in _whole_parameters(model)),
         trained_parameters=sum(_elements(it) for _, it in _whole_parameters(model) if it.requires_grad),
         config=_plain(config.to_dict()) if hasattr(config, "to_dict") else None,

@@ -76,7 +76,7 @@ class MineRecorder:
         optimizer = optimizer if optimizer is not None else getattr(self._model, "optimizer", None)
         if optimizer is None:
             raise NotComparable("the receipt has no optimizer: give it the one that steps, Receipt(model, optimizer)")
-        self._inner = live_engine.find_inner(self._model)
+        self._inner = _called_module(live_engine.find_inner(self._model))
         self._device = live_engine.find_device(self._model)
         if (obstacle := find_obstacle(self._model, self._inner)) is not None:
             raise NotComparable(obstacle)
@@ -301,6 +301,16 @@ def _loss(passes: list[RecordedPass], outputs: list[Tensors]) -> float:
     if any(it.divides_by_tokens for it in passes):
         return sum(weight * loss for weight, loss in zip(loss_weights(passes), losses, strict=True))
     return sum(losses) / len(losses)
+
+
+def _called_module(inner: nn.Module) -> nn.Module:
+    """Return the module whose passes are repeated: of a LightningModule, whose training_step logs, its model."""
+    if not live_engine.is_lightning(inner):
+        return inner
+    core = live_engine.find_core(inner)
+    if core is inner:
+        raise NotComparable("the LightningModule has no model of transformers with all of its parameters")
+    return core
 
 
 def _copy_parameter(parameter: Any, shape: torch.Size, dtype: torch.dtype | None, device: torch.device) -> nn.Parameter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections import defaultdict
@@ -19,8 +20,22 @@ from study.metrics.clock import elapsed_s, time_mark, wait_for
 from study.metrics.state import base_optimizer
 from study.receipt.document import Phase
 from study.receipt.failures import Failures
+from study.receipt.live_engine import find_inner, is_lightning
 
 RANGE = "zero-study receipt: "
+
+
+@dataclasses.dataclass
+class _OpenPart:
+    """A part of the step that has begun. It is counted unless it is inside another one."""
+
+    part: Phase
+    began: Any = None
+    label: contextlib.AbstractContextManager[Any] | None = None
+
+    @property
+    def is_counted(self) -> bool:
+        return self.label is not None
 
 
 class PartTimer:
@@ -39,9 +54,11 @@ class PartTimer:
         self.after_backward: Callable[[], None] = lambda: None
         self.on_phase: Callable[[Phase], None] = lambda _: None
         self._model, self._optimizer, self._device, self._failures = model, optimizer, device, failures
+        # Lightning leaves the mode of DDP's wrapper at evaluation.
+        self._inner = find_inner(model)
         self._hooks = contextlib.ExitStack()
         self._spans: list[tuple[str, Any, Any]] = []
-        self._open_parts: list[tuple[str, Any, Any]] = []
+        self._open_parts: list[_OpenPart] = []
         self._data_s = 0.0
         self._loading = 0
         self._opened = 0.0
@@ -54,6 +71,9 @@ class PartTimer:
             self._model.register_forward_pre_hook(self._enter_forward, prepend=True, with_kwargs=True).remove
         )
         hooks.callback(self._model.register_forward_hook(self._leave_forward).remove)
+        if is_lightning(self._model):
+            # Without an engine's wrapper Lightning calls it in place of the model.
+            hooks.enter_context(self._around_training_step())
         hooks.enter_context(_around(torch.autograd, "backward", self._begin_backward, self._end_backward))
         if hasattr(self._model, "zero_optimization_stage"):
             hooks.enter_context(_around(self._model, "backward", self._begin_backward, self._end_backward))
@@ -95,17 +115,40 @@ class PartTimer:
         if self._loading == 0:
             self._data_s += time.perf_counter() - self._data_began
 
+    @contextlib.contextmanager
+    def _around_training_step(self) -> Iterator[None]:
+        model = self._model
+        original: Any = model.training_step
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._enter_forward(model, args, kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._leave_forward(model)
+
+        model.training_step = timed  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del model.training_step
+
     def _enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or not module.training:
+        if not self._is_training:
             return
         with self._failures.caught("timing the forward pass"):
-            self.micro_batches += 1
-            self._read_inputs(args, kwargs)
+            if not self._is_in_pass:
+                self.micro_batches += 1
+                self._read_inputs(args, kwargs)
             self._begin("forward")
 
     def _leave_forward(self, module: nn.Module, *_: Any) -> None:
-        if torch.is_grad_enabled() and module.training:
+        if self._is_training:
             self._end("forward")
+
+    @property
+    def _is_training(self) -> bool:
+        return torch.is_grad_enabled() and bool(self._inner.training)
 
     def _read_inputs(self, args: Any, kwargs: Any) -> None:
         """Read samples and tokens from the model's input: the tokens by their name, else the first tensor."""
@@ -128,7 +171,7 @@ class PartTimer:
 
     def _end_backward(self) -> None:
         self._end("backward")
-        if not self._open_parts:
+        if not self._is_in_pass:
             with self._failures.caught("counting a micro-batch's reductions"):
                 self.after_backward()
 
@@ -138,24 +181,47 @@ class PartTimer:
     def _end_step(self) -> None:
         self._end("optimizer")
 
+    @property
+    def _is_in_pass(self) -> bool:
+        return any(opened.part != "optimizer" for opened in self._open_parts)
+
     def _begin(self, part: Phase) -> None:
         with self._failures.caught(f"timing the {part} part"):
-            # A part inside another one, such as a backward pass of a recomputation, belongs to the outer one.
-            labels = record_function(RANGE + part)
-            if not self._open_parts:
-                self._enter_phase(part)
-                labels.__enter__()
-            self._open_parts.append((part, time_mark(self._device), labels))
+            # A part inside another one, such as a backward pass of a recomputation, belongs to the outer one. The
+            # passes of a closure that the optimizer calls, as Lightning's Trainer makes them, do not.
+            outer = self._open_parts[-1] if self._open_parts else None
+            is_of_closure = outer is not None and outer.part == "optimizer" and part != "optimizer"
+            opened = _OpenPart(part)
+            if outer is not None and is_of_closure:
+                self._stop_counting(outer)
+            if outer is None or is_of_closure:
+                self._start_counting(opened)
+            self._open_parts.append(opened)
 
     def _end(self, part: Phase) -> None:
         with self._failures.caught(f"timing the {part} part"):
-            if not self._open_parts or self._open_parts[-1][0] != part:
+            if not self._open_parts or self._open_parts[-1].part != part:
                 return
-            _, begin, labels = self._open_parts.pop()
-            if not self._open_parts:
-                labels.__exit__(None, None, None)
-                self._spans.append((part, begin, time_mark(self._device)))
-                self._enter_phase("between")
+            ended = self._open_parts.pop()
+            if not ended.is_counted:
+                return
+            self._stop_counting(ended)
+            if self._open_parts:
+                # The optimizer, after a pass of its closure.
+                self._start_counting(self._open_parts[-1])
+
+    def _start_counting(self, opened: _OpenPart) -> None:
+        self._enter_phase(opened.part)
+        opened.label = record_function(RANGE + opened.part)
+        opened.label.__enter__()
+        opened.began = time_mark(self._device)
+
+    def _stop_counting(self, opened: _OpenPart) -> None:
+        assert opened.label is not None
+        self._spans.append((opened.part, opened.began, time_mark(self._device)))
+        opened.label.__exit__(None, None, None)
+        opened.label = None
+        self._enter_phase("between")
 
     def _enter_phase(self, phase: Phase) -> None:
         self.phase = phase

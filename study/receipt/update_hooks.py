@@ -34,7 +34,7 @@ class UpdateHooks:
             self._wrap_engine_step()
         else:
             self._wrap_backward()
-            tensors.optimizer.register_step_pre_hook(lambda *_: before())
+            tensors.optimizer.register_step_pre_hook(self._enter_step)
             tensors.optimizer.register_step_post_hook(lambda *_: after())
         self._watch_clipping()
 
@@ -66,6 +66,28 @@ class UpdateHooks:
             return result
 
         engine.step = step
+
+    def _enter_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Compare before the update: at once, or after the closure in which Lightning's Trainer makes its passes."""
+        # The optimizer itself is the first of the arguments.
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._before()
+            return None
+        calls = 0
+
+        @functools.wraps(closure)
+        def compared() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                self.obstacle = f"{type(optimizer).__name__} evaluates the loss several times in a step"
+                return closure()
+            result = closure()
+            self._before()
+            return result
+
+        return args[:1], {**kwargs, "closure": compared}
 
     def _wrap_backward(self) -> None:
         """Keep the gradients after each backward pass: at the optimizer's step they may be clipped."""

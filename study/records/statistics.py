@@ -20,8 +20,8 @@ import pandas as pd
 from scipy import special
 
 from study.config.text import percent
+from study.records.shares import CONFIDENCE
 
-CONFIDENCE = 0.95
 MIN_SAMPLE = 3
 # With fewer points than this, all of them are printed after the interval.
 SHOWN_BELOW = 6
@@ -71,14 +71,6 @@ def interval(values: Iterable[float]) -> Interval:
         return Interval(center, None, None, points)
     reach = float(t_quantile((1 + CONFIDENCE) / 2, len(points) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
     return Interval(center, center * math.exp(-reach), center * math.exp(reach), points)
-
-
-def share_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Return the exact binomial interval (Clopper-Pearson) of a share."""
-    tail, failures = (1 - CONFIDENCE) / 2, trials - successes
-    low = special.betaincinv(successes, failures + 1, tail) if successes else 0.0
-    high = special.betaincinv(successes + 1, failures, 1 - tail) if failures else 1.0
-    return float(low), float(high)
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -269,11 +261,36 @@ def all_differences(runs: pd.DataFrame, figure: str) -> dict[Pair, Difference]:
     return tested
 
 
+def mean_p(mean: float, error: float, df: float) -> float:
+    """Return the two-sided p of a mean with this standard error."""
+    return float(2 * special.stdtr(df, -abs(mean) / error))
+
+
+class PairTest(NamedTuple):
+    """Test of the mean difference of two columns of logs, before a correction for the number of tests."""
+
+    p: float
+    error: float
+    df: float
+    mean: float
+
+
 def corrected_tests(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, tuple[float, float, float]]:
     """Return p of each pair of columns with enough common rows, and the bounds of their mean difference, corrected.
 
     Holm's factor multiplies p and divides the level of the bounds.
     """
+    tested = pair_tests(logs, pairs)
+    if not tested:
+        return {}
+    p, error, df, mean = np.array(list(tested.values())).T
+    factors = _holm_factors(p)
+    reach = error * special.stdtrit(df, 1 - SIGNIFICANCE / factors / 2)
+    return dict(zip(tested, zip(np.minimum(p * factors, 1), mean - reach, mean + reach, strict=True), strict=True))
+
+
+def pair_tests(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, PairTest]:
+    """Return the test of each pair of columns with enough common rows, with the noise of all columns."""
     values, places = logs.to_numpy(dtype=float), {arm: place for place, arm in enumerate(logs)}
     noises = {
         arm: _strategy_noise(values, places[arm]) for arm in dict.fromkeys(itertools.chain(*pairs)) if arm in places
@@ -284,16 +301,10 @@ def corrected_tests(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, tup
             ratios = values[:, places[arm]] - values[:, places[base]]
             ratios = ratios[~np.isnan(ratios)]
             if len(ratios) >= MIN_SAMPLE:
-                mean, tests = ratios.mean(), [_error_and_df(ratios, noises[name]) for name in (arm, base)]
-                tested[arm, base] = max(
-                    (2 * special.stdtr(df, -abs(mean) / error), error, df, mean) for error, df in tests
-                )
-    if not tested:
-        return {}
-    p, error, df, mean = np.array(list(tested.values())).T
-    factors = _holm_factors(p)
-    reach = error * special.stdtrit(df, 1 - SIGNIFICANCE / factors / 2)
-    return dict(zip(tested, zip(np.minimum(p * factors, 1), mean - reach, mean + reach, strict=True), strict=True))
+                mean = float(ratios.mean())
+                tests = [_error_and_df(ratios, noises[name]) for name in (arm, base)]
+                tested[arm, base] = max(PairTest(mean_p(mean, error, df), error, df, mean) for error, df in tests)
+    return tested
 
 
 class _StrategyNoise(NamedTuple):

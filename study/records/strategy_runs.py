@@ -189,44 +189,52 @@ def runs_with_several(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     return runs[runs.groupby(groups)[column].transform("nunique") > 1] if len(runs) else runs
 
 
-def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:  # noqa: PLR0914
+def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     """Return each strategy's speed by batch size or millions of parameters, in percent of one baseline."""
-    rows = []
     runs = runs_with_several(runs, column)
-    # Keys of workloads without the column.
-    rests = {key: json.dumps(json.loads(key) | {column: None}) for key in runs["workload_key"].unique()}
-    words = workloads.workload_names(sorted(set(rests.values())))
-    subjects = runs.groupby([runs["workload_key"].map(rests), "world_size"])
-    baselines = {subject: fairness.baseline_arm(group) or "" for subject, group in subjects}
-    for arm in group_by_strategy(runs):
-        first = arm.runs.iloc[0]
-        rest, ranks = rests[first["workload_key"]], int(first["world_size"])
-        workload_runs, baseline = arm.workload_runs[arm.workload_runs["world_size"] == ranks], baselines[rest, ranks]
-        if baseline not in set(workload_runs["arm"]) or not len(arm.ok_runs) or workload_runs["arm"].nunique() < 2:
-            continue
-        # The speed is the baseline's step time over a strategy's, as in all questions about time.
-        difference = arm.differences("step_time_s_median").get((baseline, arm.name), Difference(interval([1.0]), None))
-        rows.append(
-            {
-                "subject": f"{words[rest]} on {ranks} rank{'s' if ranks > 1 else ''}",
-                "place": parameters(arm.workload_runs) / 1e6
-                if column == "model_name_or_path"
-                else float(first[column]),
-                "arm": arm.name,
-                "strategy": first["strategy"],
-                "baseline": baseline,
-                "percent": 100 * difference.ratio.center,
-                "significant": difference.is_significant,
-                "points": tuple(100 * ratio for ratio in difference.ratio.points),
-                "note": "; ".join(dict.fromkeys(text for text in arm.ok_runs["confounded"] if text)),
-            }
-        )
+    subjects = _Subjects(runs, column)
+    rows = [subjects.speed_row(arm) for arm in group_by_strategy(runs)]
     columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "significant", "points", "note"]
-    speed = pd.DataFrame(rows, columns=columns).dropna(subset=["place", "percent"])
+    speed = pd.DataFrame([row for row in rows if row is not None], columns=columns).dropna(subset=["place", "percent"])
     comparable_speed = speed[speed.groupby("subject")["place"].transform("nunique") > 1]
     # The subject with the most rows is first, because the answer uses it.
     most = comparable_speed.groupby("subject")["subject"].transform("count")
     return comparable_speed.assign(most=-most).sort_values(["most", "subject"], kind="stable").drop(columns="most")
+
+
+class _Subjects:
+    """Workloads without one of their columns, on a number of ranks, each with one baseline."""
+
+    def __init__(self, runs: pd.DataFrame, column: str) -> None:
+        self.column = column
+        # Keys of workloads without the column.
+        self.rests = {key: json.dumps(json.loads(key) | {column: None}) for key in runs["workload_key"].unique()}
+        self.words = workloads.workload_names(sorted(set(self.rests.values())))
+        subjects = runs.groupby([runs["workload_key"].map(self.rests), "world_size"])
+        self.baselines = {subject: fairness.baseline_arm(group) or "" for subject, group in subjects}
+
+    def speed_row(self, arm: StrategyRuns) -> dict[str, Any] | None:
+        """Return a strategy's speed; None if there is nothing to compare it with."""
+        first = arm.runs.iloc[0]
+        rest, ranks = self.rests[first["workload_key"]], int(first["world_size"])
+        baseline = self.baselines[rest, ranks]
+        workload_runs = arm.workload_runs[arm.workload_runs["world_size"] == ranks]
+        if baseline not in set(workload_runs["arm"]) or not len(arm.ok_runs) or workload_runs["arm"].nunique() < 2:
+            return None
+        # The speed is the baseline's step time over a strategy's, as in all questions about time.
+        difference = arm.differences("step_time_s_median").get((baseline, arm.name), Difference(interval([1.0]), None))
+        by_model = self.column == "model_name_or_path"
+        return {
+            "subject": f"{self.words[rest]} on {ranks} rank{'s' if ranks > 1 else ''}",
+            "place": parameters(arm.workload_runs) / 1e6 if by_model else float(first[self.column]),
+            "arm": arm.name,
+            "strategy": first["strategy"],
+            "baseline": baseline,
+            "percent": 100 * difference.ratio.center,
+            "significant": difference.is_significant,
+            "points": tuple(100 * ratio for ratio in difference.ratio.points),
+            "note": "; ".join(dict.fromkeys(text for text in arm.ok_runs["confounded"] if text)),
+        }
 
 
 def parameters(workload_runs: pd.DataFrame) -> float:

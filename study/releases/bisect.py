@@ -25,6 +25,8 @@ from study.sweep.plan import plan_cells
 from study.sweep.suite_file import find_suite, read_suite
 
 SUITE = "releases"
+# Of flags that only bisect takes.
+_DEFAULTS = {"accumulation": 4, "repeat": 1, "runs_dir": Path("runs")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,15 +158,31 @@ def describe_changes(result: BisectResult, strategy: str, micro_steps: int) -> l
 
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
     add = parser.add_argument
-    add("--accumulation", type=int, default=4, metavar="N", help="accumulation steps; default: 4")
+    accumulation = f"accumulation steps; default: {_DEFAULTS['accumulation']}"
+    add("--accumulation", type=int, metavar="N", help=accumulation)
     add("--between", nargs=2, metavar="RELEASE", help="two releases of stacks.yaml; default: all")
-    add("--repeat", type=int, default=1, metavar="N", help="runs per release; a race condition needs several")
-    where = f"folder of records; uses DIR/{SUITE}"
-    add("--runs_dir", type=folder_argument, default=Path("runs"), metavar="DIR", help=where)
+    add("--repeat", type=int, metavar="N", help="runs per release, default: 1; a race condition needs several")
+    where = f"folder of records; uses DIR/{SUITE}; default: {_DEFAULTS['runs_dir']}"
+    add("--runs_dir", type=folder_argument, metavar="DIR", help=where)
+
+
+def check_flags(options: argparse.Namespace) -> None:
+    """Raise UserError for a flag of bisect where nothing is bisected."""
+    for name in ("accumulation", "between", "repeat", "runs_dir"):
+        if getattr(options, name) is not None:
+            fix = "leave it out: the answer has both, with and without accumulation"
+            if name != "accumulation":
+                fix = "leave it out, or bisect: study releases bisect zero1"
+            elif hasattr(options, "features"):
+                fix = "add the feature accumulation, which is of 4 steps"
+            raise UserError(f"--{name} is for study releases bisect", fix)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the result of the bisection; return exit status 1 if no release of the range is bad."""
+    for name, default in _DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
     if not options.strategy:
         raise UserError("bisect needs a strategy", "name one, such as zero1")
     if options.repeat < 1:

@@ -7,7 +7,13 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from study.compositions.answers import look_up_answer, read_matrices, read_other_matrices
+from study.compositions.answers import (
+    fault_under_accelerate,
+    look_up_answer,
+    other_loop_line,
+    read_matrices,
+    read_other_matrices,
+)
 from study.compositions.command import feature_table
 from study.compositions.features import Combination
 from study.compositions.matrix import Matrix
@@ -15,7 +21,7 @@ from study.config.errors import UserError
 from study.config.printing import print_page
 from study.host.stacks import package_version
 from study.releases.causes import Cause, read_causes
-from study.releases.judge import FAULTY, UNTESTED, is_same_release
+from study.releases.judge import FAULTY, UNTESTED, has_releases
 
 # Packages that decide whether a stack was tested.
 _PACKAGES = ("deepspeed", "accelerate", "torch")
@@ -59,7 +65,7 @@ def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
         source = "by the causes of `study releases`, which has their sources"
         return FAULTY, [f"{request}: {outcome}: {described}", source]
     every_matrix = itertools.chain(matrices, read_other_matrices())
-    tested = next((matrix for matrix in every_matrix if _has_releases(matrix, versions)), None)
+    tested = next((matrix for matrix in every_matrix if has_releases(matrix, versions)), None)
     if tested is None:
         answer = look_up_answer(options.features, newest)
         nearest = f"with {_stack_text(newest)}: {_WORDS[answer.kind]}: {answer.text}"
@@ -67,20 +73,18 @@ def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
     answer = look_up_answer(options.features, tested)
     status = _STATUS[answer.kind]
     lines = [f"{request}: {_WORDS[answer.kind]}: {answer.text}", *(f"besides: {text}" for text in answer.besides)]
-    lines += [*_with_accelerate(options.features, tested), *[command] * (status == UNTESTED), _HOW]
+    if answer.kind not in ("wrong", "error"):
+        lines += _with_accelerate(options.features, tested)
+    lines += [*[command] * (status == UNTESTED), _HOW]
     return status, lines
 
 
 def _with_accelerate(combination: Combination, matrix: Matrix) -> Iterator[str]:
     """Yield the faults under Accelerate's loop, if the combination has another one, which is right."""
-    if combination.has("accelerate") or look_up_answer(combination, matrix).kind in ("wrong", "error"):
-        return
-    under_accelerate = combination.replaced("loop", "accelerate")
-    if under_accelerate.conflict is None:
-        answer = look_up_answer(under_accelerate, matrix)
-        if answer.kind in ("wrong", "error"):
-            yield f"with Accelerate (--features {under_accelerate.name}): {_WORDS[answer.kind]}: {answer.text}"
-            yield from (f"besides: {text}" for text in answer.besides)
+    fault = fault_under_accelerate(combination, matrix)
+    if fault is not None:
+        yield other_loop_line(combination, fault)
+        yield from (f"besides: {text}" for text in fault.besides)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -118,10 +122,6 @@ def _strategy(combination: Combination) -> str:
 
 def _fixed_in(cause: Cause) -> str:
     return f" (fixed in {cause.left.release})" * bool(cause.left.release)
-
-
-def _has_releases(matrix: Matrix, versions: dict[str, str | None]) -> bool:
-    return all(is_same_release(matrix.stack[name] or "0", version or "0") for name, version in versions.items())
 
 
 def _stack_text(matrix: Matrix) -> str:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from study.compositions.command import parse_features
 from study.compositions.features import read_rows
 from study.config.printing import TextTable, print_page
-from study.host.stacks import release_key
 from study.releases import bisect, combinations, costs
 from study.releases.causes import Cause, read_causes
 from study.releases.judge import (
@@ -23,16 +21,18 @@ from study.releases.judge import (
     ReleaseVerdict,
     add_stack_arguments,
     cause_line,
+    check_words,
     faults_in_bf16,
+    grid_cells,
     judge_request,
+    nearest_rows,
+    shown_causes,
 )
 
 # Marks strategies without a verdict in the grid.
 NOT_RUN = "not run"
 # Releases in README.md, and without a release on the command line.
 LATEST_RELEASES = 8
-# Rows around a release on the command line, with its own.
-_NEAREST_RELEASES = 5
 EPILOG = """\
 The grid is of strategies alone; `study releases RELEASE --features A,B,...` answers for a combination of features.
 `study releases bisect STRATEGY` finds the release that introduced or fixed a fault, by training. `study releases costs
@@ -43,6 +43,8 @@ is 0 if no fault was found, 1 with a known fault, and 3 if this was not tested.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stack_arguments(parser)
+    # Words that are too many: the refusal has a complete command.
+    parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--details", action="store_true", help="print all tested releases")
     parser.add_argument(
         "--features",
@@ -57,8 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the verdict, the grid and the causes, and return the verdict's exit status; or bisect."""
+    check_words(options)
     if options.release == "bisect":
         return bisect.run(options)
+    bisect.check_flags(options)
     if options.release == "costs":
         return costs.run(options)
     if hasattr(options, "features"):
@@ -74,7 +78,7 @@ def releases_text(
     """Return the verdict, then rows and causes: those around a release that was asked for, else the latest."""
     rows = document["releases" if stack.precision == "fp32" else "bf16"]
     if not details:
-        rows = _nearest(rows, release) if release else rows[:LATEST_RELEASES]
+        rows = nearest_rows(rows, release) if release else rows[:LATEST_RELEASES]
     printed = {row["DeepSpeed"] for row in rows}
     muon = {name: faults.replace("`", "") for name, faults in document["muon"].items() if name in printed}
     by_letter = dict(shown_causes(document, [*rows, muon])) | dict(verdict.faults)
@@ -94,7 +98,7 @@ def releases_text(
         *(["with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items())] if muon else []),
         f"faults that only CPUs have are left out; {DAGGER}: from DeepSpeed's source, since a CPU bug crashes the run",
     ]
-    table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
+    table = TextTable(list(rows[0]), grid_cells(rows))
     causes = [cause_line(letter, cause) for letter, cause in sorted(by_letter.items())]
     tested = document["tested" if stack.precision == "fp32" else "tested_in_bf16"]
     engine = stack.strategy if stack.strategy in read_rows()["engine"].levels else "zero2"
@@ -105,13 +109,6 @@ def releases_text(
     if stack.strategy in costs.MEASURED_STRATEGIES:
         changed_costs = costs.later_changes(costs.read_costs(), stack.deepspeed, stack.strategy, stack.short_precision)
     return [verdict.text, "", table, "", *causes, *notes, tested, *changed_costs, *more]
-
-
-def _nearest(rows: Sequence[Mapping[str, str]], release: str) -> Sequence[Mapping[str, str]]:
-    """Return the rows around a release, the newest first, whether or not it is one of them."""
-    newer = sum(release_key(row["DeepSpeed"]) > release_key(release) for row in rows)
-    first = max(0, min(newer - _NEAREST_RELEASES // 2, len(rows) - _NEAREST_RELEASES))
-    return rows[first : first + _NEAREST_RELEASES]
 
 
 def _faults_of_other_pairs(stack: JudgedStack) -> list[Cause]:
@@ -127,11 +124,3 @@ def _faults_of_other_pairs(stack: JudgedStack) -> list[Cause]:
         and (not cause.precisions or stack.precision in cause.precisions)
         and dataclasses.replace(cause, releases={"deepspeed": cause.releases["deepspeed"]}).is_in(stack.versions)
     ]
-
-
-def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, Cause]]:
-    """Yield the letter and the cause of each fault in these rows of the grid."""
-    letters = {match for row in rows for text in row.values() for match in re.findall(r"\b(\w): ", text)}
-    for cause in read_causes():
-        if (letter := document["letters"].get(cause.id)) in letters:
-            yield letter, cause

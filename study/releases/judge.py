@@ -6,16 +6,16 @@ import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.compositions.answers import look_up_answer, read_matrices
-from study.compositions.features import make_combination
+from study.compositions.features import make_combination, name_with_engine, read_rows
 from study.compositions.matrix import Matrix
-from study.config.errors import UserError
-from study.config.strategies import read_strategy
-from study.host.stacks import package_version
-from study.releases.causes import GRID, PACKAGES, Cause, known_faults
+from study.config.errors import UserError, clip
+from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
+from study.host.stacks import package_version, release_key
+from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_causes
 
 # Marks a verdict by DeepSpeed's source: a fault of CPUs crashed the run.
 DAGGER = "\N{DAGGER}"
@@ -26,6 +26,10 @@ _PRECISIONS = {"fp32": "fp32", "bf16": "bf16-engine"}
 _EVERY = "every tested strategy"
 # Packages besides DeepSpeed whose releases decide whether a stack was tested.
 _PAIRED = ("accelerate", "torch")
+# Rows of the grid around a release, with its own.
+_NEAREST_RELEASES = 5
+# int() raises an error for thousands of digits.
+_RELEASE = r"\d{1,9}(\.\d{1,9}){1,4}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,23 +84,57 @@ def add_stack_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _release(text: str) -> str:
     """Parse the release of a package, as an argparse type."""
-    if not re.fullmatch(r"\d+(\.\d+)+(\+\w+)?", text):
+    if not re.fullmatch(rf"{_RELEASE}(\+\w+)?", text):
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a release such as 1.15.0")
     return text
 
 
 def judge_request(options: argparse.Namespace) -> tuple[dict[str, Any], JudgedStack, ReleaseVerdict]:
     """Return the document of the tested releases, and the judged packages with their verdict."""
-    if options.release and not re.fullmatch(r"\d+(\.\d+)+", options.release):
-        raise UserError(f"{options.release!r} is not a release of DeepSpeed", "write a release such as 0.18.9")
+    if options.release and not re.fullmatch(_RELEASE, options.release):
+        problem = f"{clip(options.release)} is not a release of DeepSpeed"
+        if options.release in STRATEGY_NAMES:
+            raise UserError(problem, f"write one before the strategy: study releases 0.18.9 {options.release}")
+        raise UserError(problem, "write a release such as 0.18.9; study releases --details prints the tested ones")
     if options.strategy:
-        read_strategy(options.strategy)
+        _check_strategy(options)
     document = json.loads(GRID.read_text(encoding="utf-8"))
     if any(row["DeepSpeed"] == f"{options.release}.0" for row in document["releases"]):
         options.release += ".0"
     stack = _stack(document, options)
     verdict = judge(document, stack, is_default=not options.release)
     return document, stack, verdict
+
+
+def check_words(options: argparse.Namespace) -> None:
+    """Raise UserError for features in the place of a release, and for words after the strategy."""
+    words = [word for word in (options.release, options.strategy, *options.more) if word]
+    if options.release not in (None, "bisect", "costs") and not options.release[0].isdecimal():
+        _check_combination("study releases", ",".join(words).split(","))
+    if options.more:
+        # The features of costs are also a flag; bisect has a strategy alone.
+        if options.release != "bisect":
+            _check_combination(f"study releases {options.release}", words[1:])
+        raise UserError(
+            f"unrecognized arguments: {' '.join(options.more)}",
+            "study releases takes a release and a strategy; a combination of features is --features zero2,muon",
+        )
+
+
+def _check_strategy(options: argparse.Namespace) -> None:
+    """Raise UserError for an unknown strategy, with the command for a feature or a combination."""
+    _check_combination(f"study releases {options.release}", options.strategy.split(","))
+    read_strategy(options.strategy)
+
+
+def _check_combination(command: str, names: list[str]) -> None:
+    """Raise UserError with the complete command for a combination, or for one feature that is not a strategy."""
+    levels = {level for row in read_rows().values() for level in row.levels}
+    is_combination = len(names) > 1 or (names[0] in levels and names[0] not in STRATEGY_NAMES)
+    if is_combination and levels.issuperset(names):
+        what = "a feature" if len(names) == 1 else "a combination of features"
+        problem = f"{','.join(names)} is {what}, and not a strategy"
+        raise UserError(problem, f"{command} --features {name_with_engine(names)}")
 
 
 def _stack(document: Mapping[str, Any], options: argparse.Namespace) -> JudgedStack:
@@ -124,7 +162,10 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     wrong_combinations = dict(_wrong_combinations(stack))
     notes += [f"wrong with --features {features}: {title}" for features, title in wrong_combinations.items()]
     if untested:
-        notes.append("run: study verify --quick")
+        flags = _flags_that_test(stack.strategy)
+        if flags.startswith("--features"):
+            notes.append(f"see: study releases {stack.deepspeed} {flags}")
+        notes.append(f"run: study verify {flags}")
     elif not faults and not wrong_combinations:
         notes.append("no fault found")
         # An upgrade may stop at a release that is worse.
@@ -143,9 +184,28 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     return ReleaseVerdict(text, FAULTY if is_faulty else UNTESTED if untested else 0, faults)
 
 
+def _flags_that_test(name: str | None) -> str:
+    """Return the flags of `study verify` that test a strategy; without one those of a few."""
+    if name is None:
+        return "--quick"
+    if name in STUDIED_STRATEGIES:
+        return f"--only {name}"
+    strategy = read_strategy(name)
+    features = [f"zero{strategy.zero_stage}" if strategy.deepspeed else "fsdp2"]
+    if strategy.group is not None and strategy.deepspeed:
+        features.append("ulysses" if strategy.group.divides == "sequence" else "autotp")
+    elif strategy.group is not None:
+        features.append(name)
+    else:
+        # Sharded within each of several replicas.
+        features = [*features, "hpz"] if strategy.deepspeed else [name]
+    return f"--features {','.join(features)}"
+
+
 def _wrong_combinations(stack: JudgedStack) -> Iterator[tuple[str, str]]:
     """Yield the stages that train something else in this precision alone, by the runs of combinations, and why."""
-    tested = next((matrix for matrix in read_matrices() if _has_releases(matrix, stack)), None)
+    compared = {name: stack.versions[name] for name in ("deepspeed", *_PAIRED)}
+    tested = next((matrix for matrix in read_matrices() if has_releases(matrix, compared)), None)
     if tested is None:
         return
     precision = {"fp32": [], "bf16": ["bf16"]}[stack.short_precision]
@@ -157,8 +217,9 @@ def _wrong_combinations(stack: JudgedStack) -> Iterator[tuple[str, str]]:
                 yield combination.name, answer.text.partition(": ")[2]
 
 
-def _has_releases(matrix: Matrix, stack: JudgedStack) -> bool:
-    return all(is_same_release(matrix.stack[name] or "0", getattr(stack, name)) for name in ("deepspeed", *_PAIRED))
+def has_releases(matrix: Matrix, versions: Mapping[str, str | None]) -> bool:
+    """Whether a matrix was run with these releases of packages."""
+    return all(is_same_release(matrix.stack[name] or "0", version or "0") for name, version in versions.items())
 
 
 def _fault_notes(stack: JudgedStack, faults: Mapping[str, Cause], daggered: set[str]) -> Iterator[str]:
@@ -213,6 +274,26 @@ def is_same_release(tested: str, requested: str) -> bool:
     from packaging.version import Version
 
     return Version(tested).public == Version(requested).public
+
+
+def nearest_rows(rows: Sequence[Mapping[str, str]], release: str) -> Sequence[Mapping[str, str]]:
+    """Return the rows around a release, the newest first, whether or not it is one of them."""
+    newer = sum(release_key(row["DeepSpeed"]) > release_key(release) for row in rows)
+    first = max(0, min(newer - _NEAREST_RELEASES // 2, len(rows) - _NEAREST_RELEASES))
+    return rows[first : first + _NEAREST_RELEASES]
+
+
+def grid_cells(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Return the texts of rows, without the marks of Markdown."""
+    return [[text.replace("`", "") for text in row.values()] for row in rows]
+
+
+def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, Cause]]:
+    """Yield the letter and the cause of each fault in these rows of the grid."""
+    letters = {match for row in rows for text in row.values() for match in re.findall(r"\b(\w): ", text)}
+    for cause in read_causes():
+        if (letter := document["letters"].get(cause.id)) in letters:
+            yield letter, cause
 
 
 def cause_line(letter: str, cause: Cause) -> str:

@@ -1,4 +1,4 @@
-"""What notebooks share: the table of runs, styles of strategies, a figure with its title, bars, and labels."""
+"""Shared parts of notebooks: the table of runs, styles of strategies, a figure with its title, bars, and labels."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from markupsafe import Markup
 from study.config.text import NOT_MEASURED, format_number, percent
 from study.records.frames import Records
 from study.report.canvas import STRATEGIES
+from study.report.facts import Headline
 
 # Strategies that a sentence names before it counts the rest.
 _MAX_NAMES = 3
@@ -66,15 +67,6 @@ def format_names(arms: Sequence[str]) -> str:
     return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
 
 
-def versus_text(ratios: Iterable[float]) -> tuple[str, str]:
-    """Return the range of changes that ratios are, such as "31 % to 36 %" and "less"."""
-    changes = [ratio - 1 for ratio in ratios if not math.isnan(ratio)]
-    low, high = min(changes), max(changes)
-    if low < 0 < high:
-        return f"{percent(-low)} less to {percent(high)}", "more"
-    return span_text(map(abs, changes), percent), "less" if low < 0 else "more"
-
-
 # A ratio, and a relative change in percent with its sign.
 times_text = "{:.2f}".format
 change_text = functools.partial(percent, signed=True)
@@ -83,17 +75,22 @@ Table = Callable[[Records], pd.DataFrame]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """The first screen of a question: one sentence, a small table, and notes that the reader needs with the table."""
+    """The first screen of a question: a table, at most two headlines, and notes that the reader needs with them."""
 
-    sentence: str
     table: pd.DataFrame
+    headlines: Sequence[Headline] = ()
     notes: tuple[str, ...] = ()
-    # Numbers of the sentence, each with what it is, for the head of the first page.
-    numbers: Sequence[tuple[str, str]] = ()
     # The question, if these records answer only a part of the usual one.
     title: str = ""
-    # The workload of a sentence about only one: the first page has its figure.
+    # The workload of headlines about only one: the first page has its figure.
     subject: str = ""
+    # Whether the head of the first page has the headlines, too.
+    leads: bool = True
+
+    def _repr_markdown_(self) -> str:
+        """Return the answer as Jupyter shows it in a notebook."""
+        section = PageSection(headlines=self.headlines, table=self.table, notes=self.notes)
+        return render_markdown("answer.md.j2", item=section)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,6 +129,7 @@ class PageSection:
     # One word in front of the sentence.
     verdict: str = ""
     sentence: str = ""
+    headlines: Sequence[Headline] = ()
     table: pd.DataFrame | None = None
     # Markup is HTML, for a page that is not rendered as Markdown.
     notes: Sequence[str] = ()

@@ -133,7 +133,7 @@ _GROUPS = {
 }
 
 
-def extrapolate(  # noqa: PLR0914
+def extrapolate(
     summaries: Sequence[Summary], model: str, layers: int, whole_model: dict[str, str] | None = None
 ) -> Summary:
     """Extrapolate from the first two depths to the `layers` of `model`; the third depth gives the error.
@@ -142,48 +142,31 @@ def extrapolate(  # noqa: PLR0914
     """
     first, second, third = (summary["model_layers"] for summary in summaries)
     figures = _figures_by_depth(summaries)
-    line: dict[str, float] = {}
-    residual: dict[str, float] = {}
-    at_target: dict[str, float] = {}
-    for key, values in figures.items():
-        if None in values:
-            continue
-        line[key] = _on_line(values, (first, second), layers)
-        error = abs(values[2] - _on_line(values, (first, second), third))
-        if values[2] or error:
-            residual[key] = _share(error, values[2])
-            at_target[key] = _share(error * abs(layers - first) / (third - first), line[key])
+    fit = _fit(figures, (first, second, third), layers)
     per_layer = (figures["model_parameters"][1] - figures["model_parameters"][0]) / (second - first)
-    crossings = find_crossed_thresholds(summaries[0], line["model_parameters"], per_layer)
-    patterns = [pattern for bent, _ in crossings.values() for pattern in bent]
-    not_linear = set(figures) - set(line)
-    not_linear |= {key for key in figures if any(fnmatchcase(key, pattern) for pattern in patterns)}
-    not_linear |= {key for key in residual if max(residual[key], at_target[key]) > MAX_NONLINEARITY}
-    # A peak is that of the model's largest phase, which may differ from the largest phase at shallow depths.
-    for peak, name in PEAKS.items():
-        keys = {key for key in {*line, *not_linear} if fnmatchcase(key, f"phase.*.{name}")}
-        if keys & not_linear:
-            not_linear.add(peak)
-        elif keys:
-            line[peak] = max(line[key] for key in keys)
+    crossings = find_crossed_thresholds(summaries[0], fit.line["model_parameters"], per_layer)
+    bent = [pattern for patterns, _ in crossings.values() for pattern in patterns]
+    not_linear = _not_linear(figures, fit, bent)
+    line = dict(fit.line)
+    _largest_phases(line, not_linear)
     _larger_gradients(figures, line, not_linear)
     linear_figures = {key: None if key in not_linear else value for key, value in line.items()}
-    errors = {key: error for key, error in at_target.items() if linear_figures[key] is not None}
+    errors = {key: error for key, error in fit.at_target.items() if linear_figures[key] is not None}
     # Non-linear state has no figure, so its error is irrelevant.
-    state_keys = [key for key in residual if key.startswith(("state.", "grads.")) and key not in not_linear]
+    state_keys = [key for key in fit.residual if key.startswith(("state.", "grads.")) and key not in not_linear]
     extrapolated = {
         "layers": layers,
         "depths": (first, second),
         "checked_at_depth": third,
         # Relative error of each figure at the third depth; the same scaled to the model, relative to its figure.
-        "residual": residual,
-        "residual_at_target": at_target,
+        "residual": fit.residual,
+        "residual_at_target": fit.at_target,
         # Figures that are not extrapolated: an error is too large, or a threshold of the engine lies in between.
         "not_linear": sorted(not_linear),
         # Thresholds between the depths and the model, and the depths from which extrapolation avoids them.
         "crossed": sorted(crossings),
         "depths_beyond": {name: depth for name, (_, depth) in crossings.items() if depth is not None},
-        "largest_residual_of_state": max((residual[key] for key in state_keys), default=0.0),
+        "largest_residual_of_state": max((fit.residual[key] for key in state_keys), default=0.0),
         "largest_residual_at_target": max(errors.values(), default=0.0),
         "furthest_figure": max(errors, key=lambda key: errors[key], default=None),
         "run_dirs": [summary["run_dir"] for summary in summaries],
@@ -191,6 +174,49 @@ def extrapolate(  # noqa: PLR0914
     }
     changed = {"model_name_or_path": model, "model_layers": layers, "extrapolated": extrapolated, "run_dir": None}
     return with_total(summaries[0] | _at_target(summaries, linear_figures) | changed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fit:
+    """Figures of the model on the line through the first two depths, and its errors."""
+
+    line: dict[str, float]
+    # Relative error at the third depth, and scaled to the model, relative to its figure.
+    residual: dict[str, float]
+    at_target: dict[str, float]
+
+
+def _fit(figures: Mapping[str, list[Any]], depths: tuple[int, int, int], layers: int) -> _Fit:
+    """Extrapolate the figures that every depth has."""
+    first, second, third = depths
+    fit = _Fit({}, {}, {})
+    for key, values in figures.items():
+        if None in values:
+            continue
+        fit.line[key] = _on_line(values, (first, second), layers)
+        error = abs(values[2] - _on_line(values, (first, second), third))
+        if values[2] or error:
+            fit.residual[key] = _share(error, values[2])
+            fit.at_target[key] = _share(error * abs(layers - first) / (third - first), fit.line[key])
+    return fit
+
+
+def _not_linear(figures: Mapping[str, list[Any]], fit: _Fit, bent: Sequence[str]) -> set[str]:
+    """Return the figures that some depth lacks, that a threshold bends, or whose error is too large."""
+    unknown = set(figures) - set(fit.line)
+    beyond_thresholds = {key for key in figures if any(fnmatchcase(key, pattern) for pattern in bent)}
+    errors = {key: max(fit.residual[key], fit.at_target[key]) for key in fit.residual}
+    return unknown | beyond_thresholds | {key for key, error in errors.items() if error > MAX_NONLINEARITY}
+
+
+def _largest_phases(line: dict[str, float], not_linear: set[str]) -> None:
+    """Set each peak to that of the model's largest phase, which may differ from the largest one at shallow depths."""
+    for peak, name in PEAKS.items():
+        keys = {key for key in {*line, *not_linear} if fnmatchcase(key, f"phase.*.{name}")}
+        if keys & not_linear:
+            not_linear.add(peak)
+        elif keys:
+            line[peak] = max(line[key] for key in keys)
 
 
 def _on_line(values: Sequence[Any], depths: tuple[int, int], layers: int) -> float:

@@ -1,7 +1,7 @@
 """Print the bytes of rank 0 of 4 under FSDP, of each case.
 
-A case is [version, vocabulary, tokens, checkpoints, micro-batches, bf16, keeps weights gathered, tied]. The rank is
-virtual and on a CPU: torch's fake process group, and FSDP as Accelerate sets it up. The model is a GPT-2.
+A case is [version, vocabulary, tokens, checkpoints, micro-batches, bf16, keeps weights gathered, tied, unwrapped]. The
+rank is virtual and on a CPU: torch's fake process group, and FSDP as Accelerate sets it up. The model is a GPT-2.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_si
 
 
 def measure(case: list[int]) -> dict[str, int]:  # noqa: PLR0914
-    version, vocabulary, tokens, checkpoints, micro_batches, is_bf16, keeps, tied = case
+    version, vocabulary, tokens, checkpoints, micro_batches, is_bf16, keeps, tied, unwrapped = case
     sizes = {"vocab_size": vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
     config = transformers.GPT2Config(
         **sizes,
@@ -43,14 +43,15 @@ def measure(case: list[int]) -> dict[str, int]:  # noqa: PLR0914
     if version == 2:
         policy = fsdp.MixedPrecisionPolicy(half, half, half) if is_bf16 else fsdp.MixedPrecisionPolicy()
         tail = [model.transformer.ln_f, model.lm_head] + [model.transformer.wte] * tied
-        for module in (*model.transformer.h, *[model.transformer.wte] * (not tied)):
+        for module in (*([] if unwrapped else model.transformer.h), *[model.transformer.wte] * (not tied)):
             fsdp.fully_shard(module, reshard_after_forward=not keeps, mp_policy=policy)
         fsdp.fully_shard(tail, reshard_after_forward=False, mp_policy=policy)
         fsdp.fully_shard(model, mp_policy=policy)
     else:
+        layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={GPT2Block})
         model = fsdp.FullyShardedDataParallel(
             model,
-            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={GPT2Block}),
+            auto_wrap_policy=None if unwrapped else layers,
             sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP if keeps else fsdp.ShardingStrategy.FULL_SHARD,
             mixed_precision=fsdp.MixedPrecision(half, half, half) if is_bf16 else None,
             device_id=torch.device("cpu"),

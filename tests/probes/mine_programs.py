@@ -144,6 +144,56 @@ def trainer(fault: str) -> None:
         program.train()
 
 
+def lightning_trainer(fault: str) -> None:
+    """Lightning's Trainer, whose optimizer calls the passes of a step's last micro-batch."""
+    # Runs hide scipy from transformers (study/host/stacks.py), and Lightning's metrics import it.
+    sys.modules.pop("scipy", None)
+    import lightning
+
+    from study import LightningReceiptCallback
+
+    class Program(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_gpt()
+            if fault == "own_layers":
+                self.head = nn.Linear(VOCABULARY, VOCABULARY)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            logits = self.model(input_ids=batch).logits
+            if fault == "own_layers":
+                logits = self.head(logits)
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+            return loss * ACCUMULATION if fault == "not_divided" else loss
+
+        def on_after_backward(self) -> None:
+            if fault == "scales" and self.global_rank == 1:
+                for parameter in self.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad *= 2
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            kind = torch.optim.LBFGS if fault == "lbfgs" else torch.optim.AdamW
+            return kind(self.parameters(), lr=1e-3)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=STEPS,
+        accumulate_grad_batches=ACCUMULATION,
+        gradient_clip_val=None if fault == "lbfgs" else 0.1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[LightningReceiptCallback()],
+    )
+    rows = make_rows(STEPS * ACCUMULATION * SAMPLES * 2)
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=SAMPLES)  # type: ignore[arg-type]
+    trainer.fit(Program(), loader)
+
+
 class Layers(nn.Module):
     """A model that returns its loss, as in nanoGPT."""
 

@@ -206,6 +206,91 @@ def wide_layers(path: Path) -> None:
     receipt.close()
 
 
+def import_lightning() -> Any:
+    # Runs hide scipy from transformers (study/host/stacks.py), and Lightning's metrics import it.
+    sys.modules.pop("scipy", None)
+    import lightning
+
+    return lightning
+
+
+def make_lightning_module(lightning: Any) -> Any:
+    class Program(lightning.LightningModule):
+        """A module as in Lightning's guide: its model is an attribute, and the loss is that of training_step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_llama()
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            logits = self.model(input_ids=batch["input_ids"]).logits
+            return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+        def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+            self.model(**batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    return Program()
+
+
+def fit_with_lightning(path: Path, ranks: int) -> None:
+    """Lightning's Trainer: accumulation, clipping, an evaluation in the middle, a logger."""
+    lightning = import_lightning()
+    from lightning.pytorch.loggers import CSVLogger
+
+    from study import LightningReceiptCallback
+
+    rows: Any = [{name: torch.tensor(row) for name, row in sample.items()} for sample in make_rows(128)]
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        max_steps=14,
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+        val_check_interval=14,
+        limit_val_batches=1,
+        logger=CSVLogger(path.with_suffix("")),
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[LightningReceiptCallback(path=path, log=True)],
+    )
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=2)
+    trainer.fit(make_lightning_module(lightning), loader, loader)
+
+
+def lightning_trainer(path: Path) -> None:
+    fit_with_lightning(path, ranks=2)
+
+
+def lightning_alone(path: Path) -> None:
+    fit_with_lightning(path, ranks=1)
+
+
+def fabric(path: Path) -> None:
+    """A loop of Lightning's Fabric, as in LitGPT's pretrain.py."""
+    fabric = import_lightning().Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    model = fabric.setup(make_llama())
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    rows = [torch.tensor(row["input_ids"]) for row in make_rows(128)]
+    loader: Any = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    receipt = Receipt(model, optimizer, path=path)
+    for number, tokens in enumerate(receipt.steps(loader), start=1):
+        is_accumulating = number % 2 != 0
+        with fabric.no_backward_sync(model, enabled=is_accumulating):
+            fabric.backward(model(input_ids=tokens, labels=tokens).loss / 2)
+        if not is_accumulating:
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    receipt.close()
+
+
 def main() -> None:
     folder, *programs = sys.argv[1:]
     for program in programs:

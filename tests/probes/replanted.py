@@ -22,6 +22,7 @@ _PARTITION = "deepspeed.runtime.zero.partition_parameters"
 _SCHEDULES = "deepspeed.runtime.lr_schedules"
 _ZERO = "DeepSpeedZeroOptimizer"
 _ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
+_PARALLEL_STYLES = "torch.distributed.tensor.parallel.style"
 _DCP = "torch.distributed.checkpoint.state_dict"
 
 
@@ -663,6 +664,78 @@ _FAULTS = (
         ("fsdp2", "tied", "resume"),
         "crash",
         _replaced(_DCP, "_split_optim_state_dict", "if fqn in info.shared_params_mapping:", "if False:"),
+    ),
+    Fault(
+        "parallel_layers_are_never_frozen",
+        "torch",
+        171709,
+        "2.11.0",
+        "frozen layers that tensor parallelism divides have gradients, and are trained",
+        ("fsdp2", "tp", "frozen"),
+        "weights",
+        _all_of(
+            _replaced(
+                _PARALLEL_STYLES,
+                "ColwiseParallel._partition_linear_fn",
+                "            requires_grad=param.requires_grad,\n",
+                "",
+            ),
+            _replaced(
+                _PARALLEL_STYLES,
+                "RowwiseParallel._partition_linear_fn",
+                "            requires_grad=module.weight.requires_grad,\n",
+                "",
+                "                requires_grad=module.bias.requires_grad,\n",
+                "",
+            ),
+        ),
+    ),
+    Fault(
+        "checkpoints_by_sequence_rank",
+        "deepspeed",
+        8226,
+        "0.19.5",
+        "ranks that share a sequence seek a checkpoint's weights under their own number, which no file has",
+        ("zero3", "ulysses", "resume"),
+        "crash",
+        _replaced(
+            _ENGINE,
+            "DeepSpeedEngine._configure_distributed_model",
+            "    if self.mp_world_size > 1:\n        self.checkpoint_mp_rank",
+            "    if self.mpu is not None:\n        self.checkpoint_mp_rank",
+        ),
+    ),
+    Fault(
+        "ulysses_takes_adapters_for_a_path",
+        "deepspeed",
+        7737,
+        "0.18.4",
+        "Ulysses takes a model with adapters for the path of a model",
+        ("zero3", "ulysses", "lora"),
+        "crash",
+        _replaced(
+            "deepspeed.runtime.sequence_parallel.ulysses_sp",
+            "UlyssesSPAttentionHF.register_with_transformers",
+            'hasattr(model_name_or_path, "config") or isinstance(model_name_or_path, PreTrainedModel)',
+            "isinstance(model_name_or_path, PreTrainedModel)",
+        ),
+    ),
+    Fault(
+        "context_parallelism_is_not_prepared",
+        "accelerate",
+        3858,
+        "1.13.0",
+        "Accelerate leaves context parallelism to DeepSpeed, which sp_backend names by default",
+        ("fsdp2", "accelerate", "cp"),
+        "crash",
+        _replaced(
+            "accelerate.accelerator",
+            "Accelerator._prepare_cp",
+            "    from torch.distributed.tensor.experimental import context_parallel\n",
+            '    if self.parallelism_config.sp_backend == "deepspeed":\n'
+            "        return args\n"
+            "    from torch.distributed.tensor.experimental import context_parallel\n",
+        ),
     ),
 )
 

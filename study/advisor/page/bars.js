@@ -48,7 +48,11 @@ function bar(item, y, scale, size, end) {
     group.append(make("line", { x1: x, x2: bound, y1: y + LINE / 2, y2: y + LINE / 2, class: "bound" }));
     group.append(make("line", { x1: bound, x2: bound, y1: y + 6, y2: y + LINE - 6, class: "bound" }));
   }
-  group.append(make("text", { x: Math.max(x, bound) + 5, y: y + 15 }, item.label));
+  if (LEFT + item.total * scale > end) {
+    // Its end is beyond the drawing.
+    for (const place of [end - 18, end - 12]) group.append(make("line", { x1: place - 3, x2: place + 3, y1: y + LINE - 2, y2: y + 2, class: "cut" }));
+  }
+  group.append(make("text", { x: Math.max(x, bound) + 5, y: y + 15, class: "label" }, item.label));
   return group;
 }
 

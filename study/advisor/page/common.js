@@ -10,6 +10,21 @@ export function made(tag, text) {
   return element;
 }
 
+// A name that a line breaks after its parts.
+export function madeName(text) {
+  const element = document.createElement("code");
+  const parts = String(text).split(/(?<=[_.=])/);
+  element.append(...parts.flatMap((part, place) => (place ? [document.createElement("wbr"), part] : [part])));
+  return element;
+}
+
+// A list item in which the words between backticks are code.
+export function madeItem(text) {
+  const element = document.createElement("li");
+  element.append(...text.split("`").map((part, place) => (place % 2 ? made("code", part) : part)));
+  return element;
+}
+
 export function quoted(word) {
   return /^[\w.,:/=+-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
 }
@@ -48,8 +63,11 @@ export function post(status, message, listener) {
   return last;
 }
 
+// What the status says before the call is there again after it.
 export function call(status, name, ...given) {
+  const before = status.textContent;
   return new Promise((done, fail) => post(status, { call: name, words: given }, (data) => {
+    if (status.textContent === lastText) status.textContent = before;
     if (data.failed) fail(new Error(data.failed));
     else done(JSON.parse(data.answer));
   }));

@@ -1,7 +1,8 @@
 // The page: its form, the answers of Python, and what one takes away. Text is only ever set as textContent.
 import { bars, PARTS, svgText } from "./bars.js";
-import { at, call, isStarted, made, post, quoted, start } from "./common.js";
+import { at, call, isStarted, made, madeItem, post, quoted, start } from "./common.js";
 import { connectFile } from "./file.js";
+import { copyLink, lackText, MOST_CHARACTERS, packed, unpacked } from "./link.js";
 import { plot } from "./plot.js";
 import { connectReleases } from "./releases.js";
 import { header } from "./transport.js";
@@ -11,16 +12,32 @@ const form = at("form");
 const fields = [...form.elements].filter((field) => field.name);
 const DEFAULTS = { model: "llama-3.1-8b", nodes: "1", gpus: "8", device: "H100" };
 // Fields that are flags of `study advise` by the same name.
-const FLAGS = ["host_memory", "nvme_gb_per_s", "network_gb_per_s", "seq_length", "global_batch_size", "precision", "gradient_checkpointing",
-  "attn_implementation", "loss_kernel"];
-// Of these `study explain` has another form, or none.
-const OTHERWISE = ["global_batch_size", "precision", "gradient_checkpointing"];
-const USUAL = { gradient_checkpointing: "auto", attn_implementation: "sdpa" };
+const FLAGS = ["host_memory", "host_gb_per_s", "nvme_gb_per_s", "bus_gb_per_s", "network_gb_per_s", "seq_length", "global_batch_size", "micro_batch", "accumulation", "optimizer",
+  "precision", "gradient_checkpointing", "attn_implementation", "loss_kernel"];
+// Of these `study explain` has another form, or none; the file's form has its own micro-batch and accumulation.
+const OTHERWISE = ["global_batch_size", "micro_batch", "accumulation", "precision", "gradient_checkpointing"];
+const USUAL = { optimizer: "adamw", gradient_checkpointing: "auto", attn_implementation: "sdpa" };
+
+// Fields that change an answer only with these values of others: else they are hidden, and in no command and no link.
+const offloads = () => value("optimizer") === USUAL.optimizer;
+const hasAdapters = () => Boolean(value("peft"));
+const APPLIES = {
+  host_gb_per_s: offloads, nvme_gb_per_s: offloads,
+  bus_gb_per_s: () => Number(value("gpus")) > 1 || Number(value("nodes")) > 1,
+  network_gb_per_s: () => Number(value("nodes")) > 1,
+  lora_rank: hasAdapters, lora_targets: hasAdapters,
+};
 
 // --- the question
 
 function value(name) {
   return form.elements[name].value.trim();
+}
+
+const applies = (name) => APPLIES[name]?.() ?? true;
+
+function showFields() {
+  for (const name of Object.keys(APPLIES)) form.elements[name].closest("label").hidden = !applies(name);
 }
 
 function words() {
@@ -32,7 +49,7 @@ function words() {
 function flags(names) {
   const found = [];
   for (const name of names) {
-    if (value(name) && value(name) !== USUAL[name]) found.push(`--${name}`, value(name));
+    if (value(name) && value(name) !== USUAL[name] && applies(name)) found.push(`--${name}`, value(name));
   }
   if (value("peft")) {
     found.push("--peft", "lora");
@@ -65,21 +82,44 @@ function ownModel() {
   return { name, config };
 }
 
-// The address has what differs from the defaults, so that a link reproduces the question; it has no config.json. Another
-// version of the code may answer otherwise.
+// The address has what differs from the defaults, so that a link reproduces the question. Another version of the code may
+// answer otherwise.
 let linkVersion = null;
 
-function readAddress() {
+const usual = (field) => DEFAULTS[field.name] ?? field.options?.[0]?.value ?? "";
+
+// What the link lacks, as a refusal; null if the form has all of it.
+async function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
   linkVersion = given.get("version");
-  for (const field of fields) field.value = given.get(field.name) ?? DEFAULTS[field.name] ?? field.options?.[0]?.value ?? "";
+  for (const field of fields) field.value = given.get(field.name) ?? usual(field);
+  form.elements.config.value = "";
+  showFields();
+  const unknown = fields.find((field) => field.options && given.get(field.name) && field.value !== given.get(field.name));
+  if (unknown) {
+    unknown.value = usual(unknown);
+    return { refused: `this link's ${unknown.name} is not in the list of this page`, fix: "choose one, and press Predict" };
+  }
+  if (!given.get("config")) return null;
+  try {
+    form.elements.config.value = await unpacked(given.get("config"), "config.json");
+  } catch ({ message }) {
+    return { refused: message, fix: "paste the config.json, and press Predict" };
+  } finally {
+    form.elements.config.closest("details").open = true;
+  }
+  return null;
 }
 
-function address() {
-  const usual = (field) => DEFAULTS[field.name] ?? field.options?.[0]?.value ?? "";
-  const changed = fields.filter((field) => field.name !== "config" && field.value !== usual(field));
+// The address of the question, and with a view also of its file or releases; and what of both is too long for it.
+async function address(view) {
+  const changed = fields.filter((field) => field.name !== "config" && field.value !== usual(field) && applies(field.name));
   const values = changed.map((field) => [field.name, field.value]);
-  return `#${new URLSearchParams([...values, ["version", stored.version]])}`;
+  const config = value("config") ? await packed(form.elements.config.value) : "";
+  if (config) values.push(["config", config]);
+  const more = await view?.inLink(MOST_CHARACTERS - config.length);
+  const all = [...values, ...(more?.values ?? []), ["version", stored.version]];
+  return { hash: `#${new URLSearchParams(all)}`, lacks: lackText(config, "config.json") + (more?.lacks ?? "") };
 }
 
 // --- the answer
@@ -136,6 +176,7 @@ function predict() {
 
 function refuse({ refused, fix }) {
   at("status").textContent = `${refused}. To fix it: ${fix}.`;
+  at("answer").textContent = "";
   at("progress").hidden = true;
   at("result").hidden = true;
   document.body.dataset.done = String(current);
@@ -149,7 +190,7 @@ function clearDetails() {
 
 function size(bytes) {
   const gib = bytes / GIB;
-  return gib >= 100 ? gib.toFixed(0) : gib.toPrecision(3);
+  return gib >= 100 ? Math.round(gib).toLocaleString("en") : gib.toPrecision(3);
 }
 
 function rounded(number) {
@@ -174,18 +215,25 @@ function show() {
   at("progress").max = total;
   at("progress").value = shown.count ?? 0;
   const question = `${about.model}, ${rounded(about.parameters / 1e9)} B parameters, on ${about.hardware}: `
-    + `${size(about.usable_bytes)} GiB usable of a GPU, ${about.sequence_length} tokens a sample, ${about.precision}`;
+    + `${size(about.usable_bytes)} GiB usable of a GPU, ${about.sequence_length} tokens a sample, ${about.global_batch} samples a step, `
+    + `${about.precision}, ${about.optimizer}`;
   const versions = linkVersion && linkVersion !== stored.version
     ? [`the link is of version ${linkVersion.slice(0, 20)}, these figures of ${stored.version}`] : [];
-  at("status").textContent = rank ? [question, ...about.notes, ...versions].join("; ")
-    : `${question}; ${shown.step === "one_sample" ? "one sample a GPU first" : "now the largest micro-batches"} ...`;
+  announce("status", rank ? [question, ...about.notes, ...versions].join("; ")
+    : `${question}; ${shown.step === "one_sample" ? "one sample a GPU first" : "now the largest micro-batches"} ...`);
   const best = rank?.recommended ? `Use ${rank.recommended}: ` : "";
-  at("answer").textContent = rank ? `${best}${rank.how_sure}` : "";
-  at("notes").replaceChildren(...(rank?.notes ?? []).map((text) => made("li", text)));
+  announce("answer", rank ? `${best}${rank.how_sure}` : "");
+  at("notes").replaceChildren(...(rank?.notes ?? []).map(madeItem));
   drawBars();
   drawPlot();
   drawTable();
   at("what-if").hidden = !rank;
+  at("what-if").textContent = rank && !rank.recommended ? "What would make it fit?" : "What would change it?";
+}
+
+// A screen reader says each text that is set, also the same one again.
+function announce(id, text) {
+  if (at(id).textContent !== text) at(id).textContent = text;
 }
 
 function showCommand() {
@@ -341,16 +389,19 @@ function changeTexts({ refused, fix, changes, optimizer_on_host: offload, lines 
   return [...texts, ...lines, ...(offload ? [offload] : [])];
 }
 
-at("copy-link").onclick = async () => {
-  history.replaceState(null, "", address());
-  linkVersion = null;
+async function copy(place, view) {
   try {
-    await navigator.clipboard.writeText(location.href);
-    at("status").textContent = value("config") ? "The link is copied, without config.json." : "The link is copied.";
-  } catch {
-    at("status").textContent = `The browser does not copy; the link is in its address: ${location.href}`;
+    const { hash, lacks } = await address(view);
+    linkVersion = null;
+    at(place).textContent = await copyLink(hash, lacks);
+  } catch ({ message }) {
+    at(place).textContent = message;
   }
-};
+}
+
+at("copy-link").onclick = () => copy("status", null);
+at("copy-explain").onclick = () => copy("explain-copied", views.explain);
+at("copy-releases").onclick = () => copy("releases-copied", views.releases);
 
 at("save-csv").onclick = () => {
   const plain = (text) => `"${String(text).replaceAll("\u00ad", "").replaceAll('"', '""')}"`;
@@ -364,29 +415,44 @@ at("save-plot").onclick = () => save("speed.svg", svgText(at("plot").firstChild)
 
 // Python loads while the question is typed.
 form.addEventListener("input", start, { once: true });
+form.addEventListener("input", showFields);
 
-form.onsubmit = (event) => {
+form.onsubmit = async (event) => {
   event.preventDefault();
   linkVersion = null;
-  history.pushState(null, "", address());
   predict();
   at("status").scrollIntoView({ block: "nearest" });
-};
-onpopstate = () => {
-  readAddress();
-  predict();
+  history.pushState(null, "", (await address(null)).hash);
 };
 
-connectFile(explainWords, ownModel);
+// Show what the address asks; Python is asked only for what is not stored. A link that lacks something asks nothing: its
+// answer would be that of another model. Tests begin with it, too.
+export const open = () => read(() => showStored() || predict());
+
+async function read(answerQuestion) {
+  current = 0;
+  clearDetails();
+  const refusal = await readAddress();
+  showCommand();
+  if (refusal) refuse(refusal);
+  else answerQuestion();
+  const link = new URLSearchParams(location.hash.slice(1));
+  views.releases?.open(link);
+  // Its answer would be that of another model, too.
+  if (!refusal) views.explain.open(link);
+}
+
+onpopstate = () => read(predict);
+
+// What else the page shows, and a link may have.
+const views = { explain: connectFile(explainWords, ownModel), releases: null };
 
 // --- start: the answers that were made with the page are shown before Python is there
 
 if (header) at("place").textContent = header;
 stored = await (await fetch("stored.json")).json();
 at("models").append(...stored.models.map((name) => new Option(name)));
-connectReleases(stored);
+views.releases = connectReleases(stored);
 form.elements.device.append(...stored.devices.map((name) => new Option(name)));
-readAddress();
-if (showStored()) showCommand();
-else predict();
+await open();
 document.body.dataset.started = "yes";

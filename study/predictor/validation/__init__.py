@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import math
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,14 +28,16 @@ from study.config.strategies import read_strategy
 from study.config.strategy_names import apply_overrides
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
-from study.predictor.activations import model_flops
 from study.predictor.calibration import find_implausibility, peak_of_kind
+from study.predictor.constants import FITTED, Constants
 from study.predictor.hardware import to_box
 from study.predictor.memory import EVALUATION_BYTES, predict_memory
+from study.predictor.micro_batch import model_flops
+from study.predictor.models import model_shape
 from study.predictor.request import Request
-from study.predictor.shape import lora_text, model_shape, with_adapters
+from study.predictor.shape import with_adapters
 from study.predictor.state import predict_state
-from study.predictor.time import FITTED, Constants, device_bytes, predict_time, usable_bytes
+from study.predictor.time import device_bytes, predict_time, usable_bytes
 
 # Kinds of memory figures: torch's tensors, torch's reserved memory, the process's memory in the driver; or, without a
 # GPU, the resident memory of the process, with freed blocks retained or returned.
@@ -243,67 +244,3 @@ def _step_s(row: Mapping[str, Any], request: Request) -> float | None:
         assert peak is not None
         return model_flops(request) / (row["mfu"] * peak * 1e12)
     return row.get("step_s")
-
-
-def distance(first: Request, second: Request) -> float:
-    """Dissimilarity of two requests: a model e times as large counts as much as a different ZeRO stage."""
-
-    def ratio(a: float, b: float) -> float:
-        return abs(math.log(a / b))
-
-    sizes = ratio(first.shape.parameters, second.shape.parameters) + 0.5 * ratio(first.box.ranks, second.box.ranks)
-    tokens = ratio(first.micro_batch * first.sequence_length, second.micro_batch * second.sequence_length)
-    kinds = (
-        (
-            3 if request.strategy.is_fsdp else request.strategy.zero_stage or 0,
-            request.box.device.name,
-            [request.strategy.offload_device(what) for what in ("optimizer", "param")],
-        )
-        for request in (first, second)
-    )
-    different = sum(kind != second_kind for kind, second_kind in zip(*kinds, strict=True))
-    return sizes + different + 0.3 * (tokens + (first.gradient_checkpointing != second.gradient_checkpointing))
-
-
-def describe_nearest(request: Request) -> Iterator[str]:
-    """Yield lines about the most similar measurements: published ones to which no constant was fitted, then this
-    project's. A request with LoRA is compared only with rows and records of LoRA, and one without only with others."""
-    has_adapters = bool(request.shape.lora_rank)
-    same_kind = [row for row in published_rows() if bool(row.request.shape.lora_rank) == has_adapters]
-    usable = [
-        row
-        for row in same_kind
-        if (row.step_s is not None or row.peak_bytes is not None) and row.use == "score" and implausibility(row) is None
-    ]
-    for row in sorted(usable, key=lambda row: distance(request, row.request))[:3]:
-        errors = []
-        if row.peak_bytes is not None:
-            peak = predicted_peak(row)
-            error = peak / row.peak_bytes - 1
-            errors.append(f"{row.peak_bytes / GIB:.1f} GiB, predicted {peak / GIB:.1f} ({error:+.0%})")
-        if row.step_s is not None:
-            step = predicted_step_s(row)
-            errors.append(f"{row.step_s:.3g} s per step, predicted {step:.3g} ({step / row.step_s - 1:+.0%})")
-        yield f"similar measurement: {row.name}: {'; '.join(errors)} ({row.url or row.source})"
-    try:
-        from study.predictor import run_predictions
-    except ModuleNotFoundError:
-        # Records need pandas, which a prediction does not.
-        return
-    for label, is_virtual in (("a virtual rank", True), ("processes without a GPU", False)):
-        run, match = min(
-            (
-                (run, match)
-                for run, match in run_predictions.ended_runs()
-                if bool(run.virtual) is is_virtual and bool(match.shape.lora_rank) == bool(request.shape.lora_rank)
-            ),
-            key=lambda pair: distance(request, pair[1]),
-        )
-        names = {run_predictions.ALL_STATE: "state", run_predictions.SENT: "traffic"}
-        errors = [
-            f"{names[at.figure]} of {at.measured / GIB:.3g} GiB, predicted {at.predicted / GIB:.3g} ({at.error:+.1%})"
-            for at in run_predictions.compare_run_figures(run)
-            if at.figure in names and at.measured > 1000
-        ]
-        what = f"{match.shape.name}{lora_text(match.shape)}, {match.strategy.name} on {match.box.ranks} ranks"
-        yield f"similar record of this project, {label}: {what}: {'; '.join(errors)} (reports/{run.suite})"

@@ -10,7 +10,7 @@ import numpy
 import yaml
 from scipy.optimize import minimize
 
-from study.predictor.time import FITTED_FILE, Constants
+from study.predictor.constants import FITTED_FILE, Constants
 from study.predictor.validation import Measurement, implausibility, predicted_step_s, published_rows
 
 _HEAD = """\

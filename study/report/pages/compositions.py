@@ -1,9 +1,10 @@
-"""docs/compositions.md, from the stored matrices and the recall; `make releases` writes it."""
+"""docs/compositions.md and docs/restored_faults.md, from the stored matrices and the recall: `make releases`."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -16,78 +17,143 @@ from study.compositions.answers import (
     read_other_matrices,
 )
 from study.compositions.changes import combinations_to_repeat, find_changes
-from study.compositions.features import read_rows
+from study.compositions.features import Combination, rarity, read_common_groups, read_rows
 from study.compositions.matrix import Matrix
 from study.compositions.session import CombinationOutcome
 from study.config.places import REPOSITORY
 from study.report.document import render_markdown
 
 PAGE = REPOSITORY / "docs" / "compositions.md"
-# Smallest combinations of one fault in a table.
+RESTORED_FAULTS_PAGE = REPOSITORY / "docs" / "restored_faults.md"
+# Combinations of one explanation in the table of other releases.
 _SHOWN = 3
+# Characters of an engine's message in a table.
+_LONGEST_MESSAGE = 160
+_INSTEAD = "Instead"
 RECALL = REPOSITORY / "reports" / "compositions" / "replanted.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedFindings:
+    """One entry of known.yaml with its smallest combinations, that of the commonest features first."""
+
+    entry: KnownFinding
+    combinations: tuple[Combination, ...]
+
+    @property
+    def title(self) -> str:
+        return self.entry.title
+
+    @property
+    def says(self) -> str:
+        return self.entry.says + f" ({self.entry.address})" * bool(self.entry.address)
+
+    @property
+    def names(self) -> str:
+        return ", ".join(f"`{combination.name}`" for combination in self.combinations)
 
 
 def page(matrix: Matrix, recall: dict[str, Any], matrices: Sequence[Matrix] = ()) -> str:
     """Return the page of the newest matrix, and of those with other releases of torch and Accelerate."""
-    faults = recall["faults"]
+    wrong = _explain_findings(matrix, "wrong")
+    refused = _explain_findings(matrix, "refused")
+    by_design = _explain_findings(matrix, "by_design")
+    cpu = _explain_findings(matrix, "cpu")
     return render_markdown(
         "compositions.md.j2",
-        stack=", ".join(f"{name} {version}" for name, version in matrix.stack.items() if version),
+        stack=_stack_text(matrix.stack),
         runs=len(matrix.outcomes),
         minutes=round(matrix.seconds / 60),
         pairs=matrix.pairs,
-        equal_runs=sum(outcome.is_equal for outcome in matrix.outcomes.values()),
-        findings=len(matrix.findings),
+        equal_pairs=matrix.pairs - len(matrix.open_pairs),
         open_pairs=len(matrix.open_pairs),
         triples=matrix.triples,
+        equal_triples=matrix.triples - len(matrix.open_triples),
         open_triples=len(matrix.open_triples),
+        equal_runs=sum(outcome.is_equal for outcome in matrix.outcomes.values()),
+        findings=len(matrix.findings),
         engines=len(read_rows()["engine"].levels),
         features=sum(len(row.levels) for row in read_rows().values()),
-        wrong=_table(matrix, "wrong"),
-        refused=_table(matrix, "refused"),
-        by_design=_table(matrix, "by_design"),
-        cpu=_table(matrix, "cpu"),
-        wrong_count=len(_rows(matrix, "wrong")),
-        faults=len(faults),
-        found=sum(row["found"] for row in faults),
-        located=sum(row["located"] for row in faults),
-        alarms=sum(row["alarm"] for row in faults),
-        recall=_recall_table(faults),
+        wrong_count=len(wrong),
+        common_count=sum(_group_number(findings) == 0 for findings in wrong),
+        wrong=list(_tables_by_group(wrong)),
+        refused=_summary_table(refused),
+        by_design=_summary_table(by_design),
+        cpu=_summary_table(cpu).drop(columns=_INSTEAD),
+        details=[
+            {"title": "Silent faults", "entries": wrong},
+            {"title": "Errors", "entries": refused},
+            {"title": "Documented differences", "entries": by_design},
+            {"title": "Limits of CPUs", "entries": cpu},
+            {"title": "Other releases", "entries": _explain_other_findings(matrix, matrices)},
+        ],
         rows=_feature_table(),
         others=_others_table(matrix, matrices),
+        **_recall_counts(recall),
     )
 
 
-def _rows(matrix: Matrix, verdict: Verdict) -> dict[KnownFinding, list[CombinationOutcome]]:
+def _stack_text(stack: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in stack.items() if version)
+
+
+def _explain_findings(matrix: Matrix, verdict: Verdict) -> list[ExplainedFindings]:
     """Return the findings of one verdict by their explanation."""
-    rows: dict[KnownFinding, list[CombinationOutcome]] = {}
-    for finding in matrix.findings.values():
+    return _explain(matrix.findings.values(), lambda entry: entry.verdict == verdict)
+
+
+def _explain_other_findings(newest: Matrix, matrices: Iterable[Matrix]) -> list[ExplainedFindings]:
+    """Return the findings of other releases, by explanations that are of no finding of the newest."""
+    newest_entries = {match_known_finding(finding) for finding in newest.findings.values()}
+    findings = [finding for matrix in matrices for finding in matrix.findings.values()]
+    return _explain(findings, lambda entry: entry not in newest_entries)
+
+
+def _explain(
+    findings: Iterable[CombinationOutcome], is_wanted: Callable[[KnownFinding], bool]
+) -> list[ExplainedFindings]:
+    """Return findings by their explanation, those of the commonest features first."""
+    combinations: dict[KnownFinding, set[Combination]] = {}
+    for finding in findings:
         entry = match_known_finding(finding)
-        if entry is not None and entry.verdict == verdict:
-            rows.setdefault(entry, []).append(finding)
-    return rows
+        if entry is not None and is_wanted(entry):
+            combinations.setdefault(entry, set()).add(finding.combination)
+    explained = [
+        ExplainedFindings(entry, tuple(sorted(matching, key=_by_rarity))) for entry, matching in combinations.items()
+    ]
+    return sorted(explained, key=lambda findings: _by_rarity(findings.combinations[0]))
 
 
-def _table(matrix: Matrix, verdict: Verdict) -> pd.DataFrame:
+def _by_rarity(combination: Combination) -> tuple[tuple[int, int, int], list[int]]:
+    """Return a key that puts the commonest combination first; among equals the one whose features are listed first."""
+    listed = [level for row in read_rows().values() for level in row.levels]
+    return rarity(combination), [listed.index(feature) for feature in combination.features]
+
+
+def _group_number(findings: ExplainedFindings) -> int:
+    """Return the place of the group of common features that a fault is in."""
+    rarest_group, _, _ = rarity(findings.combinations[0])
+    return rarest_group
+
+
+def _tables_by_group(explained: Sequence[ExplainedFindings]) -> Iterator[dict[str, Any]]:
+    for number, group in enumerate(read_common_groups()):
+        chosen = [findings for findings in explained if _group_number(findings) == number]
+        if chosen:
+            yield {"title": group.title, "table": _summary_table(chosen)}
+
+
+def _summary_table(explained: Iterable[ExplainedFindings]) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "Features": _examples(findings),
-                "What happens": entry.title,
-                "Why": entry.says + f" ({entry.address})" * bool(entry.address),
-                "Instead": entry.instead or "\N{EN DASH}",
+                "What happens": findings.title,
+                "With": f"`{findings.combinations[0].name}`",
+                _INSTEAD: findings.entry.instead or "\N{EN DASH}",
             }
-            for entry, findings in _rows(matrix, verdict).items()
+            for findings in explained
         ]
     )
-
-
-def _examples(findings: Sequence[CombinationOutcome]) -> str:
-    """Return the smallest combinations, and how many there are."""
-    ordered = sorted(findings, key=lambda finding: len(finding.combination.features))
-    examples = "; ".join(f"`{finding.combination.name}`" for finding in ordered[:_SHOWN])
-    return examples + f"; {len(ordered) - _SHOWN} more" * (len(ordered) > _SHOWN)
 
 
 def _others_table(newest: Matrix, matrices: Sequence[Matrix]) -> pd.DataFrame:
@@ -132,7 +198,29 @@ def _names_text(names: Sequence[str]) -> str:
     return examples + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
 
 
-def _recall_table(faults: Iterable[dict[str, Any]]) -> pd.DataFrame:
+def _recall_counts(recall: dict[str, Any]) -> dict[str, Any]:
+    """Return the counts of restored faults, for both pages."""
+    faults = recall["faults"]
+    return {
+        "faults": len(faults),
+        "found": sum(row["found"] for row in faults),
+        "located": sum(row["located"] for row in faults),
+        "alarms": sum(row["alarm"] for row in faults),
+    }
+
+
+def restored_faults_page(recall: dict[str, Any]) -> str:
+    """Return the page of restored faults."""
+    return render_markdown(
+        "restored_faults.md.j2",
+        stack=_stack_text(recall["stack"]),
+        table=_restored_faults_table(recall["faults"]),
+        **_recall_counts(recall),
+    )
+
+
+def _restored_faults_table(faults: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    """Return the faults, those that are not found first."""
     repositories = {
         "deepspeed": "deepspeedai/DeepSpeed",
         "accelerate": "huggingface/accelerate",
@@ -143,12 +231,17 @@ def _recall_table(faults: Iterable[dict[str, Any]]) -> pd.DataFrame:
             {
                 "Fault": row["title"],
                 "Fixed by": f"https://github.com/{repositories[row['package']]}/pull/{row['pull']}",
-                "Features": f"`{row['features']}`",
-                "Outcome": f"{row['with']}: {row['says']}" if row["found"] else "not found",
+                "Combination": f"`{row['features']}`",
+                "Outcome": row["with"] if row["found"] else "not found",
+                "Message": _shortened(row["says"]) if row["found"] else "\N{EN DASH}",
             }
-            for row in faults
+            for row in sorted(faults, key=lambda row: row["found"])
         ]
     )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."
 
 
 def _feature_table() -> pd.DataFrame:
@@ -161,8 +254,9 @@ def _feature_table() -> pd.DataFrame:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write both pages."""
     recall = json.loads(RECALL.read_text(encoding="utf-8"))
+    RESTORED_FAULTS_PAGE.write_text(restored_faults_page(recall), encoding="utf-8")
     PAGE.write_text(page(next(read_matrices()), recall, list(read_other_matrices())), encoding="utf-8")
 
 

@@ -17,10 +17,11 @@ from matplotlib.lines import Line2D
 
 from study.benchmark.answers import Predictor, shipped_predictors
 from study.benchmark.command import SCORE_COLUMNS, fits_table, marked_name, score_cells
-from study.benchmark.questions import BenchmarkQuestion, read_questions
+from study.benchmark.questions import ENGINES, BenchmarkQuestion, read_questions, sharding_engine
 from study.benchmark.scores import Score, answered_figure
 from study.benchmark.scores import scores as benchmark_scores
 from study.config.places import REPOSITORY
+from study.config.strategies import read_strategy
 from study.host.memory import GIB
 from study.predictor.run_predictions import ALL_STATE, SENT, saving_table, study_rows
 from study.predictor.run_predictions import compare_figures as own_compared
@@ -34,7 +35,7 @@ from study.predictor.validation.setups import (
     held_out_pairs,
     medians_by_page,
 )
-from study.records.statistics import share_interval
+from study.records.shares import share_text
 from study.report.canvas import FAINT, GUIDE, SETTINGS, Drawing, as_svg, finish, sheet
 from study.report.document import render_markdown
 
@@ -134,7 +135,8 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
     ]
     scored = published[published["use"] == "score"]
     offloaded, scored = (scored[scored["offloads"] == is_so] for is_so in (True, False))
-    fitted = page(scored).isin(page(rows[rows["use"] != "score"]))
+    # Rules of adapters chose nothing for full training on the same page.
+    fitted = page(scored).isin(page(rows[(rows["use"] != "score") & ~rows["adapters"]]))
     kinds = [
         (HELD_OUT[0], published[published["use_memory"] == "score"]["peak_error"], AIMS["peak"]),
         (HELD_OUT[1], scored["step_error"], AIMS["step"]),
@@ -160,14 +162,6 @@ def _worst_strategy(rows: pd.DataFrame, errors: pd.Series) -> str:
     return f"{worst}: {_percent(strategies.median()[worst])} of {strategies.count()[worst]}"
 
 
-def _share_text(called: int, ran_out: int) -> str:
-    """Return a count, with the interval of its share."""
-    if not ran_out:
-        return "0 of 0"
-    low, high = share_interval(called, ran_out)
-    return f"{called} of {ran_out} ({low:.0%} to {high:.0%})"
-
-
 def measured_peaks(scores: pd.DataFrame) -> dict[str, int]:
     """Return the number of held-out published peaks, and of their runs: some were measured in two ways."""
     published = by_origin(scores)["published"]
@@ -190,7 +184,7 @@ def fits(scores: pd.DataFrame) -> pd.DataFrame:
                     "rows": what,
                     "judged": len(judged),
                     "right": _percent((predicted == measured).mean()),
-                    "of those that ran out, called": _share_text(called, ran_out),
+                    "of those that ran out, called": share_text(called, ran_out),
                     "said to fit, and did not": int((predicted & ~measured).sum()),
                     "said not to fit, and did": int((~predicted & measured).sum()),
                 }
@@ -199,7 +193,7 @@ def fits(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def kinds_table(scores: pd.DataFrame) -> pd.DataFrame:
-    """Return the errors of published rows by the kind of training, and whether these rows are held out.
+    """Return the errors of published rows by engine and kind of training, and whether these rows are held out.
 
     Rows of full training by which something was fitted or chosen are left out. The rules of adapters' memory were found
     by all of their rows, which are shown as such.
@@ -207,9 +201,10 @@ def kinds_table(scores: pd.DataFrame) -> pd.DataFrame:
     published, _, adapters = by_origin(scores).values()
     offloads, sharded = published["offloads"], adapters["strategy"] != "single"
     quantized = adapters["name"].str.contains("QLoRA")
+    engines = published["strategy"].map(lambda name: sharding_engine(read_strategy(name)))
     kinds = {
-        "full training": published[~offloads],
-        "full training, offload": published[offloads],
+        **{f"full training, {engine}": published[~offloads & (engines == engine)] for engine in ENGINES},
+        "full training, DeepSpeed with offload": published[offloads],
         **{
             f"{name}, {where}": adapters[is_kind & is_sharded]
             for name, is_kind in (("LoRA", ~quantized), ("QLoRA", quantized))
@@ -243,7 +238,7 @@ def _setups_line(name: str, pairs: Sequence[SetupPair]) -> dict[str, object]:
         "with a measured one": _percent(after.median()),
         "mean of pages, alone": _percent(before.mean()),
         "with a measured one ": _percent(after.mean()),
-        "better on": f"{int((after < before).sum())} of {len(after)} pages",
+        "better on": share_text(int((after < before).sum()), len(after)),
     }
 
 
@@ -354,7 +349,7 @@ def _said(value: object) -> str:
 _INTERVALS_HEAD = """\
 # Written by `python -m study.report.pages.prediction report`: between which shares of a predicted figure
 # {within:.0%} of the measured ones lie, each published page counting the same, and over how many rows and pages. Of a
-# peak: of what is above weights and optimizer, which are certain. Calibrated figures are those of configurations of
+# peak: of the bytes above weights and optimizer, which are certain. Calibrated figures are those of configurations of
 # which another one of the same setup was measured.
 """
 
@@ -450,6 +445,7 @@ def errors_figure(scores: pd.DataFrame) -> Drawing:
 def summary(frame: pd.DataFrame, folder: Path, alt: str, league_alt: str) -> str:
     """Return summary.md."""
     league = pd.read_parquet(folder / LEAGUE)
+    counts = league[["right", "judged", "called", "ran_out"]].astype(int)
     estimators = pd.DataFrame(
         {
             "rows": league["rows"],
@@ -457,8 +453,8 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str, league_alt: str) -> str
             "peaks it predicts": league["peaks"],
             "median error": league["median_error"].map(_percent),
             "worst": league["worst_error"].map(_percent),
-            "fit or not, right": out_of(league["right"], league["judged"]),
-            "of those that ran out, called": out_of(league["called"], league["ran_out"]),
+            "fit or not, right": map(share_text, counts["right"], counts["judged"]),
+            "of those that ran out, called": map(share_text, counts["called"], counts["ran_out"]),
         }
     )
     errors = headline(frame)
@@ -584,56 +580,56 @@ def league_figure(lines: Sequence[Score], predictors: Sequence[str]) -> Drawing:
     )
 
 
-def out_of(part: pd.Series, whole: pd.Series) -> pd.Series:
-    """Return counts as texts such as "7 of 10"."""
-    return part.astype(str) + " of " + whole.astype(str)
-
-
 def _interval(ratios: pd.Series, pages: pd.Series | None = None) -> dict[str, Any]:
     """Return the two quantiles of the ratios, their rows and their pages; each page has the same weight."""
     order = ratios.dropna().sort_values()
-    of_page = pd.Series(0, order.index) if pages is None else pages[order.index]
-    weights = 1 / of_page.groupby(of_page).transform("count")
+    row_pages = pd.Series(0, order.index) if pages is None else pages[order.index]
+    weights = 1 / row_pages.groupby(row_pages).transform("count")
     below = (weights.cumsum() - weights / 2) / weights.sum()
     low, high = numpy.interp([(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2], below, order)
-    counts = {"rows": len(order)} if pages is None else {"rows": len(order), "pages": of_page.nunique()}
+    counts = {"rows": len(order)} if pages is None else {"rows": len(order), "pages": row_pages.nunique()}
     return {"low": round(float(low), 3), "high": round(float(high), 3), **counts}
 
 
-def intervals_text(frame: pd.DataFrame) -> str:  # noqa: PLR0914
+def intervals_text(frame: pd.DataFrame) -> str:
     """Return the intervals of study/predictor/time.py as YAML: measured values as fractions of the predicted."""
-    # Rows of adapters are all of one repository: in no interval, but as their minimum and maximum.
-    published, study_rows, adapters = by_origin(frame).values()
-    offloads = published[(published["use"] == "score") & published["offloads"]]
-    offloaded = (offloads["step_s"] / offloads["predicted_step_s"]).dropna()
-    timed, timed_pages = _step_ratios(frame)
-    # Memory of a process without a GPU.
-    processes = study_rows[study_rows["peak_kind"] == "resident"]
-    process = processes["peak_gib"] / processes["predicted_peak_gib"]
-    ratios = {
-        "step_s": (timed, timed_pages),
-        "tokens": (1 / timed, timed_pages),
-        "above_state": _above_state_ratios(frame),
-        "process": (process, None),
-    }
+    setups, both_offload = _setup_ratios()
+    ratios = _published_ratios(frame) | _record_ratios(frame)
+    table = {what: _interval(values, pages) for what, (values, pages) in ratios.items() if values.notna().any()}
+    table |= {what: _interval(values, pages) for what, (values, pages) in setups.items()}
+    for what, few in {**_few_ratios(frame), "calibrated_offload_step_s": both_offload}.items():
+        if len(few):
+            table[what] = {"low": round(float(few.min()), 3), "high": round(float(few.max()), 3), "rows": len(few)}
+    document = {"single_error": fit_single_error(), **table}
+    return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(document, sort_keys=False)
+
+
+def _published_ratios(frame: pd.DataFrame) -> dict[str, tuple[pd.Series, pd.Series | None]]:
+    """Return measured over predicted figures of published rows, with their pages."""
+    timed, pages = _step_ratios(frame)
+    return {"step_s": (timed, pages), "tokens": (1 / timed, pages), "above_state": _above_state_ratios(frame)}
+
+
+def _record_ratios(frame: pd.DataFrame) -> dict[str, tuple[pd.Series, pd.Series | None]]:
+    """Return measured over predicted figures of own records: memory of a process without a GPU, state and traffic."""
+    recorded = by_origin(frame)["own records"]
+    processes = recorded[recorded["peak_kind"] == "resident"]
+    ratios = {"process": processes["peak_gib"] / processes["predicted_peak_gib"]}
     comparisons = list(own_compared())
     for what, figure in (("state", ALL_STATE), ("sent", SENT)):
         matches = [row for row in comparisons if row.figure == figure and row.measured > 1000]
         # A prediction of 0 has no ratio: table() of study/predictor/run_predictions.py counts it as an error of 100 %.
         shares = [row.measured / row.predicted for row in matches if row.predicted]
-        ratios[what] = pd.Series(shares, dtype="float64"), None
-    table = {what: _interval(values, pages) for what, (values, pages) in ratios.items() if values.notna().any()}
-    adapted = (adapters["step_s"] / adapters["predicted_step_s"]).dropna()
-    setups, both_offload = _setup_ratios()
-    table |= {what: _interval(values, pages) for what, (values, pages) in setups.items()}
-    # Too few rows or pages for an interval: their minimum and maximum.
-    few_rows = {"offload_step_s": offloaded, "adapters_step_s": adapted, "calibrated_offload_step_s": both_offload}
-    for what, few in few_rows.items():
-        if len(few):
-            low, high = (round(float(end), 3) for end in (few.min(), few.max()))
-            table[what] = {"low": low, "high": high, "rows": len(few)}
-    document = {"single_error": fit_single_error(), **table}
-    return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(document, sort_keys=False)
+        ratios[what] = pd.Series(shares, dtype="float64")
+    return {what: (values, None) for what, values in ratios.items()}
+
+
+def _few_ratios(frame: pd.DataFrame) -> dict[str, pd.Series]:
+    """Return ratios with too few rows or pages for an interval; those of adapters are all of one repository."""
+    published, _, adapters = by_origin(frame).values()
+    offloads = published[(published["use"] == "score") & published["offloads"]]
+    rows = {"offload_step_s": offloads, "adapters_step_s": adapters}
+    return {what: (chosen["step_s"] / chosen["predicted_step_s"]).dropna() for what, chosen in rows.items()}
 
 
 def _setup_ratios() -> tuple[dict[str, tuple[pd.Series, pd.Series]], pd.Series]:

@@ -28,10 +28,11 @@ from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import to_box
+from study.predictor.models import model_shape
 from study.predictor.request import Request
-from study.predictor.shape import model_shape
 from study.records.frames import read_parquet
-from study.releases.command import LATEST_RELEASES, shown_causes
+from study.releases.command import LATEST_RELEASES
+from study.releases.judge import shown_causes
 from study.report.document import render_markdown, table_markdown
 from study.report.pages.memory_figure import MEMORY_FIGURE, memory_svg
 from study.report.pages.prediction import HELD_OUT, SCORES, foretold_errors, headline, measured_peaks

@@ -120,6 +120,7 @@ def details(records: Records, control: Sequence[Row]) -> str:
     return render_markdown(
         "causes.md.j2",
         answer=releases.QUESTION.answer(records),
+        notes=releases.case_notes(cells),
         letters=releases.lettered(),
         whose=_WHOSE,
         on_gpu=releases.ON_GPU,

@@ -6,20 +6,21 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import pandas as pd
 
 from study.config.text import NOT_MEASURED, percent
 from study.records.frames import Records, real_runs
-from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Difference, Noise, estimate_noise
+from study.records.statistics import MIN_SAMPLE, Difference, Noise, estimate_noise
 from study.records.strategy_runs import Row, StrategyRuns, comparability, group_by_strategy, to_table
 from study.records.workloads import BASELINES, strategy_order
-from study.report.document import Answer, cell_text, format_names, format_or_dash, paragraphs, span_text
+from study.report.document import Answer, cell_text, format_names, format_or_dash
+from study.report.facts import Headline, caption, footnotes
 
 # Workloads side by side on the first screen, and notes below them.
 _MAX_WORKLOADS, _MAX_NOTES = 2, 6
 _CONFOUNDED = " †"
-NOT_TESTED = f"Speeds are not compared: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
 # Behind a ratio that is not significant.
 UNSURE = " n.s."
 Workloads = Mapping[str, Sequence[StrategyRuns]]
@@ -151,25 +152,33 @@ class Comparison:
             return None
         return arm.differences(self.figure).get((base, arm.name) if self.is_inverse else (arm.name, base))
 
-    def significant(self, arms: Sequence[StrategyRuns]) -> tuple[list[tuple[float, StrategyRuns]], str]:
-        """Return the significant ratios, the smallest first, and the strategy and workload of a single one."""
-        unequal = [(arm, ratio.ratio.center) for arm in arms if (ratio := self.of(arm)) and ratio.is_significant]
-        only = (
-            f", for `{unequal[0][0].name}` in {unequal[0][0].workload} alone" if len(unequal) == 1 < len(arms) else ""
-        )
-        return sorted(((ratio, arm) for arm, ratio in unequal), key=lambda pair: pair[0]), only
+    def paired(self, arms: Iterable[StrategyRuns]) -> list[StrategyRuns]:
+        """Return the strategies with a run of their base to compare with."""
+        return [arm for arm in arms if (difference := self.of(arm)) and difference.ratio.n]
 
-    def sentence(
-        self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str, none: str
-    ) -> str:
-        """Return lead, range of the significant ratios, end and number of others; `none` if none is significant."""
-        ratios, only = self.significant(arms)
-        if ratios:
-            rest = len(arms) - len(ratios)
-            remainder = f"; {rest} of {len(arms)} comparisons are {NOT_SIGNIFICANT}" if rest else ""
-            return f"{lead} {span_text((ratio for ratio, _ in ratios), form)}{end}{only}{remainder}."
-        is_tested = any((difference := self.of(arm)) is not None and difference.p is not None for arm in arms)
-        return none if is_tested else NOT_TESTED
+    def significant(self, arms: Iterable[StrategyRuns]) -> list[tuple[float, StrategyRuns]]:
+        """Return the significant ratios, the smallest first."""
+        unequal = [(ratio.ratio.center, arm) for arm in arms if (ratio := self.of(arm)) and ratio.is_significant]
+        return sorted(unequal, key=lambda pair: pair[0])
+
+    def is_tested(self, arms: Iterable[StrategyRuns]) -> bool:
+        """Whether any of the differences has enough seeds for a test."""
+        return any((difference := self.of(arm)) is not None and difference.p is not None for arm in arms)
+
+    def headline(
+        self, arms: Sequence[StrategyRuns], form: Callable[[float], str], what: str, scope: str, unit: str = ""
+    ) -> Headline:
+        """Return the range of the significant ratios with the strategies at its ends; without any, that there is none.
+
+        A single one has its workload instead of the scope.
+        """
+        ratios = self.significant(arms)
+        if not ratios:
+            words = caption("comparison", "significant" if self.is_tested(arms) else "tested")
+            return Headline(f"0 of {len(arms)}", words, scope=scope)
+        ends = find_ends(ratios, form)
+        place = ratios[0][1].workload if len(ratios) == 1 else scope
+        return Headline(ends.text + unit, what, ends.names, place, others_text(len(arms) - len(ratios), len(arms)))
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
         """Return a formatter of a strategy's ratio with its interval; a sign marks one that is not significant."""
@@ -186,12 +195,36 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the note that explains the sign, if any ratio has it."""
+        """Return the footnote that explains the intervals, if one includes 1."""
         differences = (self.of(arm) for arms in self.by_workload.values() for arm in arms)
         unsure = [difference for difference in differences if difference is not None and difference.is_inconclusive]
         tested = any(difference.p is not None for difference in unsure)
-        why = "; the interval, corrected for the number of comparisons, includes 1" * tested
-        return (f"{UNSURE.strip()}: {NOT_SIGNIFICANT}{why}.",) if unsure else ()
+        return footnotes("comparison", {"interval": tested})
+
+
+class Ends(NamedTuple):
+    """The first and the last value as a text, and their strategies."""
+
+    text: str
+    names: str
+
+
+def find_ends(pairs: Sequence[tuple[float, StrategyRuns]], form: Callable[[float], str]) -> Ends:
+    """Return the ends of an ordered range; the first alone if both have the same text."""
+    texts = {form(value): name_with_settings(arm.name) for value, arm in (pairs[-1], pairs[0])}
+    in_order = list(reversed(texts.items()))
+    return Ends(" to ".join(text for text, _ in in_order), " to ".join(dict.fromkeys(name for _, name in in_order)))
+
+
+def name_with_settings(arm: str) -> str:
+    """Return a strategy with the number of its changed settings, which are long."""
+    strategy, *settings = arm.split(", ")
+    return f"{strategy}, settings changed: {len(settings)}" if settings else strategy
+
+
+def others_text(count: int, total: int) -> str:
+    """Return how many comparisons are not significant; empty if all are."""
+    return caption("comparison", "others", count=count, total=total) if count else ""
 
 
 def format_references(names: Iterable[str]) -> str:
@@ -201,13 +234,19 @@ def format_references(names: Iterable[str]) -> str:
 
 
 def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:
-    """Return the noise note of each workload; a single one if all are equal."""
-    notes: dict[str, list[str]] = {}
+    """Return the noise of each workload and what its seeds can show, each text once."""
+    notes = dict[str, None]()
     for workload, strategies in by_workload.items():
         floor, smallest, seeds = least_difference(strategies, figure)
-        (note,) = paragraphs("noise_note.j2", floor=floor, smallest=smallest, seeds=seeds, percent=percent)
-        notes.setdefault(note, []).append(workload)
-    return tuple(note if len(notes) == 1 else f"{'; '.join(group)}: {note}" for note, group in notes.items())
+        if floor is None:
+            notes[caption("noise", "one_run")] = None
+            continue
+        residual = {"workload": workload, "sd": percent(floor.log_sd), "df": floor.df}
+        if smallest is None:
+            notes[caption("noise", "few", **residual)] = None
+        else:
+            notes[caption("noise", "least", seeds=seeds, least=percent(smallest), **residual)] = None
+    return tuple(notes)
 
 
 def least_difference(strategies: Sequence[StrategyRuns], figure: str) -> tuple[Noise | None, float | None, int]:
@@ -220,7 +259,7 @@ def least_difference(strategies: Sequence[StrategyRuns], figure: str) -> tuple[N
 
 
 def without_offload(by_workload: Workloads) -> dict[str, list[StrategyRuns]]:
-    """Return the workloads without offload, except where the same stage did not run without it."""
+    """Return the workloads without offload, unless the same stage did not run without it."""
     return {
         workload: [arm for arm in arms if not (arm.is_offloaded and len(arm.ok_runs) and arm.unoffloaded)]
         for workload, arms in by_workload.items()
@@ -238,20 +277,24 @@ def by_arms(by_workload: Workloads) -> list[str]:
     return sorted(by_workload, key=lambda workload: -len(by_workload[workload]))
 
 
-def side_by_side(
-    sentence: str,
+def shown_workloads(by_workload: Workloads, only: str = "") -> list[str]:
+    """Return the workloads of an answer's table: this one, or those with most strategies."""
+    return [only] if only else by_arms(by_workload)[:_MAX_WORKLOADS]
+
+
+def answer_by_strategy(
     by_workload: Workloads,
     columns: Columns,
-    *notes: str,
-    numbers: Sequence[tuple[str, str]] = (),
+    notes: Iterable[str] = (),
+    headlines: Sequence[Headline] = (),
     only: str = "",
+    leads: bool = True,
 ) -> Answer:
     """Return an answer with one row per strategy and one column per figure and workload.
 
-    Its notes name the strategies that are not comparable. Of many workloads it has `only` this one, or those with most
-    strategies.
+    Its notes name the strategies that are not comparable.
     """
-    chosen = [only] if only else by_arms(by_workload)[:_MAX_WORKLOADS]
+    chosen = shown_workloads(by_workload, only)
     strategies = [arm for workload in chosen for arm in by_workload[workload]]
     places = {arm.name: strategy_order(arm.value("strategy")) for arm in strategies}
     order = sorted(places, key=lambda name: places[name])
@@ -270,22 +313,28 @@ def side_by_side(
     if len(chosen) == 1:
         table.columns = table.columns.droplevel(0)
     more = len(by_workload) - len(chosen)
-    hidden = (f"In the details: {more} more of the workloads.",) if more else ()
-    return Answer(sentence, table, (*notes, *arm_notes(strategies), *hidden), numbers, subject=chosen[0])
+    is_unsure = any(UNSURE in text for texts in cells.values() for text in texts)
+    signs = footnotes("comparison", {"unsure": is_unsure})
+    hidden = footnotes("comparison", {"workloads": more > 0}, more=more)
+    all_notes = (*notes, *signs, *arm_notes(strategies), *hidden)
+    return Answer(table, headlines, all_notes, subject=chosen[0], leads=leads)
 
 
 def arm_notes(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> tuple[str, ...]:
     """Return the reasons against a comparison and the runs that did not succeed: each once, with its strategies."""
-    reasons: dict[str, dict[str, None]] = {}
+    reasons: dict[tuple[str, str, str], dict[str, None]] = {}
     for arm in strategies:
         if len(arm.ok_runs) and not arm.is_fair(confound):
-            why = f"not a fair comparison{_CONFOUNDED}, {comparability(arm.ok_runs, arm.baseline, confound)}"
-            reasons.setdefault(why, {})[arm.name] = None
+            why = str(comparability(arm.ok_runs, arm.baseline, confound))
+            reasons.setdefault(("unfair", "", why), {})[arm.name] = None
         lost = arm.runs[arm.runs["status_state"] != "ok"]
         for state, reason in zip(lost["status_state"], lost["status_reason"], strict=True):
-            why = f"ended {state}{f', {reason}' if isinstance(reason, str) and reason else ''}"
-            reasons.setdefault(why, {})[arm.name] = None
-    notes = [f"{', '.join(f'`{name}`' for name in arms)}: {reason}." for reason, arms in reasons.items()]
+            why = reason if isinstance(reason, str) else ""
+            reasons.setdefault(("ended_why" if why else "ended", state, why), {})[arm.name] = None
+    notes = [
+        caption("comparison", name, names=", ".join(f"`{arm}`" for arm in arms), state=state, reason=why)
+        for (name, state, why), arms in reasons.items()
+    ]
     if len(notes) > _MAX_NOTES:
-        notes[_MAX_NOTES:] = [f"In the details: {len(notes) - _MAX_NOTES} more of these notes."]
+        notes[_MAX_NOTES:] = [caption("comparison", "notes", more=len(notes) - _MAX_NOTES)]
     return tuple(notes)

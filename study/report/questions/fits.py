@@ -15,6 +15,7 @@ from study.records.outcome import Outcome
 from study.records.strategy_runs import NAN
 from study.records.workloads import data_name, format_setting, strategy_order
 from study.report.document import Answer, Question
+from study.report.facts import Headline, caption
 from study.sweep.search import SearchAnswer, find_answer
 
 _MICRO_BATCH = "largest_micro_batch"
@@ -102,41 +103,54 @@ class Fit:
         return NAN if not plain or plain[0].what_fits.is_open or self.what_fits.is_open else self.size / plain[0].size
 
 
-def fits(records: Records) -> list[Fit]:  # noqa: PLR0914
+@dataclasses.dataclass(frozen=True)
+class _LadderSearch:
+    """A search as the notes of its probes have it, with its probes by their position on the ladder."""
+
+    about: Row
+    rungs: dict[int, Row]
+
+    @property
+    def row(self) -> Row:
+        """The smallest probe."""
+        return self.rungs[min(self.rungs)]
+
+    @property
+    def kind(self) -> str:
+        model = f"{self.row['model_name_or_path']}, " if self.about["axis"] == _MICRO_BATCH else ""
+        return f"{model}{data_name(self.row)}: {_WHAT[self.about['axis']]}"
+
+    def answer(self) -> SearchAnswer:
+        """Return the answer of the probes so far."""
+        # An interrupted probe is not evidence.
+        states = {
+            at: Outcome(row["status_state"], row["status_reason"] or "")
+            for at, row in self.rungs.items()
+            if row["status_state"] != "interrupted"
+        }
+        sizes = {at: row[_VALUE[self.about["axis"]]] for at, row in self.rungs.items()}
+        result = find_answer(states, self.about["last"], sizes.__getitem__)
+        # The search may have started at another rung: a failed probe ended it, so there is no next one.
+        low = -1 if result.fits is None else result.fits
+        high = result.too_large or self.about["last"] + 1
+        stopped = [at for at, probe in states.items() if low < at < high and probe.state not in ("ok", "oom")]
+        if result.next is not None and stopped:
+            return dataclasses.replace(result, next=None, stopped_by=stopped[0])
+        return result
+
+
+def fits(records: Records) -> list[Fit]:
     """Return the searches, by workload, memory limit and strategy."""
-    rungs: defaultdict[str, dict[int, Row]] = defaultdict(dict)
-    about: dict[str, Row] = {}
-    for row in probe_runs(records).runs.to_dict("records"):
-        for search in json.loads(row["searches"]):
-            rungs[search["id"]][search["place"]] = row
-            about[search["id"]] = search
-    kinds: defaultdict[str, list[tuple[Row, Row]]] = defaultdict(list)
-    for name, search in about.items():
-        row = rungs[name][min(rungs[name])]
-        model = f"{row['model_name_or_path']}, " if search["axis"] == _MICRO_BATCH else ""
-        kinds[f"{model}{data_name(row)}: {_WHAT[search['axis']]}"].append((search, row))
+    by_kind: defaultdict[str, list[_LadderSearch]] = defaultdict(list)
+    for search in _searches(records):
+        by_kind[search.kind].append(search)
     results = []
-    for kind, searches in kinds.items():
-        settings = [key for key in _SETTINGS if key != _VALUE[searches[0][0]["axis"]]]
-        differing = [key for key in settings if len({str(row[key]) for _, row in searches}) > 1]
-        for search, row in searches:
-            words = [format_setting(key, row[key]) for key in differing if not pd.isna(row[key])]
-            placed = dict(sorted(rungs[search["id"]].items()))
-            # An interrupted probe is not evidence.
-            states = {
-                at: Outcome(row["status_state"], row["status_reason"] or "")
-                for at, row in placed.items()
-                if row["status_state"] != "interrupted"
-            }
-            sizes = {at: row[_VALUE[search["axis"]]] for at, row in placed.items()}
-            found = find_answer(states, search["last"], sizes.__getitem__)
-            # The search may have started at another rung: a failed probe ended it, so there is no next one.
-            low, high = (-1 if found.fits is None else found.fits), found.too_large or search["last"] + 1
-            stopped = [at for at, probe in states.items() if low < at < high and probe.state not in ("ok", "oom")]
-            if found.next is not None and stopped:
-                found = dataclasses.replace(found, next=None, stopped_by=stopped[0])
+    for kind, searches in by_kind.items():
+        differing = _differing_settings(searches)
+        for search in searches:
+            words = [format_setting(key, search.row[key]) for key in differing if not pd.isna(search.row[key])]
             subject = ", ".join([kind, *words])
-            results.append(Fit(search["id"], search["axis"], placed, found, subject))
+            results.append(Fit(search.about["id"], search.about["axis"], search.rungs, search.answer(), subject))
     return sorted(
         results,
         key=lambda fit: (
@@ -149,27 +163,46 @@ def fits(records: Records) -> list[Fit]:  # noqa: PLR0914
     )
 
 
+def _searches(records: Records) -> list[_LadderSearch]:
+    rungs: defaultdict[str, dict[int, Row]] = defaultdict(dict)
+    about: dict[str, Row] = {}
+    for row in probe_runs(records).runs.to_dict("records"):
+        for search in json.loads(row["searches"]):
+            rungs[search["id"]][search["place"]] = row
+            about[search["id"]] = search
+    return [_LadderSearch(search, dict(sorted(rungs[name].items()))) for name, search in about.items()]
+
+
+def _differing_settings(searches: Sequence[_LadderSearch]) -> list[str]:
+    """Return the settings, other than the searched one, that differ between searches of a kind."""
+    settings = [key for key in _SETTINGS if key != _VALUE[searches[0].about["axis"]]]
+    return [key for key in settings if len({str(search.row[key]) for search in searches}) > 1]
+
+
 def answer(records: Records) -> Answer | None:
     """Return the sizes that fit, by strategy and memory limit; None without a search."""
     if not (results := fits(records)):
         return None
-    ratios = [(ratio, fit) for fit in results if (ratio := fit.over_plain(results)) > 0 and fit.arm != "single"]
-    sentence = f"{len(results)} searches ran, and none is comparable with plain training under the same memory limit."
-    if ratios:
-        ratio, best = max(ratios, key=lambda entry: entry[0])
-        sentence = (
-            f"`{best.arm}` fits at most {ratio:.1f} times what plain training fits on one device"
-            f" ({best.what_fits.answer} within {best.limit})."
-        )
     table = fits_table(records).pivot_table(
         "Largest that fits", ["Workload", "Strategy"], "Memory limit", aggfunc=", ".join, sort=False
     )
     notes = [
-        f"`{fit.arm}` within {fit.limit}: a larger one fits too, so the order of sizes is not the order of memory."
+        caption("fits", "not_monotonic", names=f"`{fit.arm}` within {fit.limit}")
         for fit in results
         if fit.what_fits.non_monotonic_fits
     ]
-    return Answer(sentence, table.reset_index().rename_axis(columns=None).fillna("-"), tuple(notes))
+    table = table.reset_index().rename_axis(columns=None).fillna("-")
+    return Answer(table, (_headline(results),), tuple(notes))
+
+
+def _headline(results: Sequence[Fit]) -> Headline:
+    """Return the largest ratio to plain training; the number of searches if none has one."""
+    ratios = [(ratio, fit) for fit in results if (ratio := fit.over_plain(results)) > 0 and fit.arm != "single"]
+    if not ratios:
+        return Headline(f"{len(results)}", caption("fits", "searches"))
+    ratio, best = max(ratios, key=lambda entry: entry[0])
+    within = f"{best.what_fits.answer} within {best.limit}"
+    return Headline(f"{ratio:.1f} x", caption("fits", "ratio"), best.arm, bounds=within)
 
 
 def fits_table(records: Records) -> pd.DataFrame:

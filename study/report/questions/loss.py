@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -27,15 +27,16 @@ from study.records.statistics import (
 )
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
 from study.records.workloads import BASELINES
-from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs
+from study.report.document import Answer, Question, format_names, format_or_dash
+from study.report.facts import Headline, caption, footnotes
 from study.report.questions.comparison import arm_notes, arm_table, fair_arms, real_arms, workloads
-from study.report.questions.memory import format_scope
+from study.report.questions.memory import describe_scope
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
 # Differences up to this multiple of the reruns' are not evidence: more pairs have a larger maximum.
 _CHANCE = 2.0
-# A difference above this fraction of its margin is explained, by these first steps.
-_NARROW, _EARLY = 0.5, 20
+# A difference above this fraction of its margin has a footnote.
+_NARROW = 0.5
 Steps = dict[str, pd.DataFrame]
 Verdict = Literal["same", "other", "open"]
 
@@ -98,6 +99,9 @@ class _LossComparison(NamedTuple):
     verdict: Verdict
     test: Equivalence
     by: Literal["steps", "seeds", "end"]
+    # Of the largest difference in a step.
+    step: float = NAN
+    median: float = NAN
 
 
 def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_LossComparison]:
@@ -115,7 +119,8 @@ def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_L
             if not math.isnan(largest.ratio):
                 verdict: Verdict = "same" if largest.ratio <= margin else "open" if largest.ratio <= chance else "other"
                 reducible = _reducible_fraction(margin, largest.loss, arm.ok_runs["floor_loss"])
-                rows.append(_LossComparison(arm, largest.ratio, margin, reducible, verdict, test, "steps"))
+                at = (largest.step, largest.median)
+                rows.append(_LossComparison(arm, largest.ratio, margin, reducible, verdict, test, "steps", *at))
         elif test.mean_difference is not None and (base := test.margin / LOSS_MARGIN) > 0:
             is_other = arm.differences(_EVALUATION)[arm.name, arm.baseline or ""].is_significant
             verdict = "same" if test.verdict == "equivalent" else "other" if is_other else "open"
@@ -136,123 +141,125 @@ def _reducible_fraction(fraction: float, loss: float, floors: pd.Series) -> floa
     return fraction * loss / (loss - floor) if floor is not None and loss > floor else NAN
 
 
-def _by_run(row: _LossComparison, steps: Steps) -> list[tuple[StepDifference, tuple[str, str]]]:
-    """Return the largest difference of each run and its reference, the largest first."""
-    pairs = paired_runs(row.arm.workload_runs, row.arm.name, row.arm.baseline or "")
-    differences = ((largest_step_difference([pair], steps), pair) for pair in pairs)
-    return sorted((entry for entry in differences if entry[0].ratio >= 0), reverse=True)
-
-
-def _early_differences(pair: tuple[str, str], steps: Steps) -> list[float]:
-    """Return how far norm and loss of a run and its reference differ in the first steps."""
-    run, reference = (steps[name].iloc[:_EARLY].reset_index() for name in pair)
-    return [(run[name] / reference[name] - 1).abs().max() for name in ("grad_norm", "loss")]
-
-
-def _seed(row: _LossComparison, run: str) -> int:
-    runs = row.arm.workload_runs
-    return int(runs.loc[runs["run"] == run, "seed"].iloc[0])
-
-
-def _similar(largest: _LossComparison, rows: Iterable[_LossComparison], seed: int, steps: Steps) -> dict[str, str]:
-    """Return the largest difference of other strategies that differ as far from the baseline, in a run of this seed."""
-    similar = dict[str, str]()
-    for row in rows:
-        is_other = row is not largest and row.by == "steps" and row.arm.workload == largest.arm.workload
-        if is_other and row.difference > _NARROW * row.margin:
-            difference, (run, _) = _by_run(row, steps)[0]
-            if _seed(row, run) == seed:
-                similar[row.arm.name] = size_text(difference.ratio, row.margin)
-    return similar
-
-
-def answer(records: Records) -> Answer | None:  # noqa: PLR0914
+def answer(records: Records) -> Answer | None:
     """Return whether the losses differ, per workload; None without a comparison."""
     steps = steps_by_run(real_runs(records))
     # Runs without a step after the warm-up are for memory: their losses have hardly moved.
     grouped = {workload: group for workload, group in workloads(records).items() if _has_trained(group)}
-    by_workload = {workload: _compare_losses(group, steps) for workload, group in grouped.items()}
-    comparisons = list(itertools.chain(*by_workload.values()))
-    if not comparisons:
+    compared = {workload: _compare_losses(group, steps) for workload, group in grouped.items()}
+    by_workload = {workload: rows for workload, rows in compared.items() if rows}
+    if not by_workload:
         return None
-    rows, asides = list[Row](), list[str]()
-    for workload, group in by_workload.items():
-        if group:
-            worst = max(group, key=lambda row: row.difference)
-            rerun = largest_rerun_difference(grouped[workload][0].workload_runs, steps).ratio
-            beyond = [row.verdict for row in group if row.by == "steps" and row.verdict != "same"]
-            if beyond and math.isnan(rerun):
-                asides.append("There are no reruns, so the run-to-run variation of the loss is unknown.")
-            elif "open" in beyond:
-                asides.append(f"Inconclusive: above the margin, but below {_CHANCE:g} times the difference of reruns.")
-            tested = [row.test.verdict == "equivalent" for row in group if row.test.verdict != "no test"]
-            rows.append(
-                {
-                    "Workload": workload,
-                    "Same loss": f"{sum(row.verdict == 'same' for row in group)} of {len(group)}",
-                    "Worst strategy": worst.arm.name,
-                    "Max difference": "NaN"
-                    if math.isinf(worst.difference)
-                    else size_text(worst.difference, worst.margin),
-                    "Rerun": format_or_dash(rerun, percent),
-                    "Margin": percent(worst.margin),
-                    "Equivalent": f"{sum(tested)} of {len(tested)}" if tested else "one seed",
-                }
-            )
-    table = pd.DataFrame(rows)
+    reruns = {
+        workload: largest_rerun_difference(grouped[workload][0].workload_runs, steps).ratio for workload in by_workload
+    }
+    comparisons = list(itertools.chain(*by_workload.values()))
+    table = pd.DataFrame([_table_row(rows, reruns[workload]) for workload, rows in by_workload.items()])
     in_table = {id(row.arm) for row in comparisons}
     alone = [arm.name for group in grouped.values() for arm in fair_arms(group, _CONFOUND) if id(arm) not in in_table]
+    notes = [*_footnotes(comparisons), *_rerun_notes(by_workload, reruns)]
     if alone:
-        asides.append(f"Not compared, because the baseline has no run with any of their seeds: {format_names(alone)}.")
-    different, unsure = ([row for row in comparisons if row.verdict == verdict] for verdict in ("other", "open"))
-    most = max(different, key=lambda row: row.difference / row.margin, default=None)
-    # Plain training first, unless a strategy differs from another one.
-    rest = [] if different or unsure else comparisons
-    plain = [row for row in rest if str(row.arm.baseline).split(" ")[0] in BASELINES]
-    largest = max(plain or comparisons, key=lambda row: row.difference)
-    others = [row for row in comparisons if row not in plain] if plain else []
-    tests = [row.test for row in comparisons if row.test.verdict != "no test"]
-    # The margin of a test is in nats.
-    differences = [abs(test.mean_difference or 0) / test.margin * LOSS_MARGIN for test in tests if test.margin]
-    is_narrow = plain and largest.by == "steps" and largest.difference > _NARROW * largest.margin
-    runs = _by_run(largest, steps) if is_narrow else []
-    early = _early_differences(runs[0][1], steps) if runs else []
-    seed = _seed(largest, runs[0][1][0]) if runs else 0
-    similar = _similar(largest, plain, seed, steps) if runs else {}
-    sentence, words, *notes = paragraphs(
-        "loss_answer.j2",
-        comparisons=comparisons,
-        different=different,
-        unsure=unsure,
-        worst=most,
-        percent=percent,
-        bases=lambda rows: format_names([row.arm.baseline for row in rows]).replace(" and ", " or "),
-        others=others,
-        diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [],
-        largest=largest,
-        size=size_text(largest.difference, largest.margin),
-        size_eval=percent(max(differences, default=0)),
-        tests=tests,
-        by_run=[difference for difference, _ in runs],
-        seed=seed,
-        similar=similar,
-        early=early,
-        most_seeds=max(row.arm.ok_runs["seed"].nunique() for row in comparisons),
-        first_steps=_EARLY,
-        plain_names=BASELINES,
-        margin=LOSS_MARGIN,
-        claimed=CLAIMED_DIFFERENCE,
-        reducible=[margin for row in comparisons if (margin := row.reducible_margin) > 0],
-        min_sample=MIN_SAMPLE,
-        scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}),
-        bf16_spacing=BF16_SPACING,
-    )
-    notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]
-    numbers = [(size_text(largest.difference, largest.margin), words)] if math.isfinite(largest.difference) else []
-    table = table.loc[:, (table != NOT_MEASURED).any()]
+        notes.append(caption("loss", "not_compared", names=format_names(alone)))
     is_offloaded = any(row.arm.is_offloaded for row in comparisons)
-    title = "" if is_offloaded else "Does sharding change the loss?"
-    return Answer(sentence, table, tuple(notes), numbers, title, largest.arm.workload)
+    return Answer(
+        table.loc[:, (table != NOT_MEASURED).any()],
+        _headlines(comparisons),
+        (*notes, *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)),
+        title="" if is_offloaded else "Does sharding change the loss?",
+        subject=_find_largest(comparisons).arm.workload,
+    )
+
+
+def _table_row(rows: Sequence[_LossComparison], rerun: float) -> Row:
+    """Return the comparisons of a workload, and the largest of them."""
+    worst = max(rows, key=lambda row: row.difference)
+    tests = [row.test for row in rows if row.test.verdict != "no test"]
+    # The margin of a test is in nats.
+    means = [abs(test.mean_difference or 0) / test.margin * LOSS_MARGIN for test in tests if test.margin]
+    equivalent = sum(test.verdict == "equivalent" for test in tests)
+    return {
+        "Workload": worst.arm.workload,
+        "Baseline": worst.arm.baseline,
+        "Same loss": f"{sum(row.verdict == 'same' for row in rows)} of {len(rows)}",
+        "Inconclusive": sum(row.verdict == "open" for row in rows) or NOT_MEASURED,
+        "Worst strategy": worst.arm.name,
+        "Max difference": _difference_text(worst),
+        "At step": format_or_dash(worst.step, "{:.0f}".format),
+        "Median of its steps": format_or_dash(worst.median, percent),
+        "Rerun": format_or_dash(rerun, percent),
+        "Margin": percent(worst.margin),
+        "Equivalent": f"{equivalent} of {len(tests)}" if tests else "one seed",
+        "Means differ by": percent(max(means)) if means else NOT_MEASURED,
+    }
+
+
+def _difference_text(row: _LossComparison) -> str:
+    return "NaN" if math.isinf(row.difference) else size_text(row.difference, row.margin)
+
+
+def _find_largest(comparisons: Sequence[_LossComparison]) -> _LossComparison:
+    """Return the largest difference; from plain training, unless a strategy differs from another one."""
+    plain = [row for row in comparisons if str(row.arm.baseline).split(" ")[0] in BASELINES]
+    is_same = all(row.verdict == "same" for row in comparisons)
+    return max(plain if plain and is_same else comparisons, key=lambda row: row.difference)
+
+
+def _headlines(comparisons: Sequence[_LossComparison]) -> tuple[Headline, Headline]:
+    largest = _find_largest(comparisons)
+    same = sum(row.verdict == "same" for row in comparisons)
+    scope = describe_scope({row.arm.workload: [row.arm] for row in comparisons})
+    return (
+        Headline(
+            _difference_text(largest),
+            caption("loss", largest.by, baseline=largest.arm.baseline),
+            largest.arm.name,
+            largest.arm.workload,
+            f"margin {percent(largest.margin)}",
+            n=largest.arm.ok_runs["seed"].nunique(),
+        ),
+        Headline(f"{same} of {len(comparisons)}", caption("loss", "same"), scope=scope),
+    )
+
+
+def _footnotes(comparisons: Sequence[_LossComparison]) -> tuple[str, ...]:
+    by_steps = [row for row in comparisons if row.by == "steps"]
+    reducible = [row.reducible_margin for row in comparisons if row.reducible_margin > 0]
+    return footnotes(
+        "loss",
+        {
+            "at_any_step": bool(by_steps),
+            "norm": _is_of_the_norm(_find_largest(comparisons)),
+            "reducible": bool(reducible),
+            "tested": any(row.test.verdict != "no test" for row in comparisons),
+            "dropout": any(row.by == "seeds" for row in comparisons),
+            "half": any(row.margin > LOSS_MARGIN for row in by_steps),
+        },
+        margin=percent(LOSS_MARGIN),
+        claimed=f"{100 * CLAIMED_DIFFERENCE:.2f} %",
+        reducible=percent(max(reducible, default=0)),
+        least=MIN_SAMPLE,
+        half=percent(BF16_SPACING),
+    )
+
+
+def _is_of_the_norm(row: _LossComparison) -> bool:
+    """Whether a difference near its margin is of a stage of ZeRO that clips gradients in fp32."""
+    is_near = row.by == "steps" and row.difference > _NARROW * row.margin
+    clips = bool(row.arm.value("zero_stage") and row.arm.value("gradient_clipping"))
+    return is_near and clips and row.arm.value("precision") == "fp32"
+
+
+def _rerun_notes(by_workload: Mapping[str, Sequence[_LossComparison]], reruns: Mapping[str, float]) -> Iterator[str]:
+    """Yield what reruns show of the differences above the margin, each text once."""
+    beyond = {
+        workload: [row.verdict for row in rows if row.by == "steps" and row.verdict != "same"]
+        for workload, rows in by_workload.items()
+    }
+    has_reruns = {workload: not math.isnan(rerun) for workload, rerun in reruns.items()}
+    if any(verdicts and not has_reruns[workload] for workload, verdicts in beyond.items()):
+        yield caption("loss", "no_reruns")
+    if any("open" in verdicts and has_reruns[workload] for workload, verdicts in beyond.items()):
+        yield caption("loss", "chance", chance=_CHANCE)
 
 
 def size_text(difference: float, margin: float) -> str:

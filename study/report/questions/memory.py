@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -20,14 +20,30 @@ from study.records.statistics import interval
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, scarce_memory, state_bytes
 from study.records.workloads import BASELINES, strategy_order
 from study.report import document
-from study.report.document import Answer, Question, format_or_dash, paragraphs, span_text, times_text
+from study.report.document import Answer, Question, format_or_dash, span_text, times_text
+from study.report.facts import Headline, caption, footnotes
 from study.report.questions import comparison
-from study.report.questions.comparison import Comparison, arm_table, real_arms, side_by_side, without_offload, workloads
+from study.report.questions.comparison import (
+    Comparison,
+    answer_by_strategy,
+    arm_table,
+    find_ends,
+    name_with_settings,
+    real_arms,
+    without_offload,
+    workloads,
+)
 from study.virtual.summaries import STAGES, ranks_per_group, read_ring_bytes, with_whole_models
 
 STEP = "step_time_s_median"
 _OPTIMIZER = [f"optimizer_bytes_{place}" for place in STATE_PLACES]
 _KINDS = {"params": "Parameters", "grads": "Gradients", "optimizer": "Optimizer"}
+# A smaller part of the state is padding and bookkeeping.
+_NOTABLE = 0.01
+# Stage 3 sends 1.00 times the bytes of plain training if it gathers each weight once, and 1.50 times if twice.
+_GATHERED_ONCE = 1.25
+# A strategy and its reference in the same workload.
+_Pair = tuple[StrategyRuns, StrategyRuns]
 
 
 def step_s(arm: StrategyRuns) -> float:
@@ -41,17 +57,22 @@ def sent_mib(arm: StrategyRuns) -> float:
     return float(sent.median()) / MIB if sent.notna().any() else NAN
 
 
-def format_scope(by_workload: comparison.Workloads) -> str:
-    """Return the only workload, the size of the largest model, and whether there was no GPU, in brackets."""
+def describe_scope(by_workload: comparison.Workloads) -> str:
+    """Return the only workload, the size of the largest model, and whether there was no GPU."""
     runs = [strategies[0].workload_runs for strategies in by_workload.values()]
-    sizes = [size / 1e6 for some in runs if not pd.isna(size := strategy_runs.parameters(some))]
-    lead = "" if len(runs) == 1 else "models of up to "
-    words = [
-        *(by_workload if len(runs) == 1 else ()),
-        *(f"{lead}{format_number(max(sizes))} M parameters" for _ in sizes[:1]),
-        *("no GPU" for _ in filter(strategy_runs.has_no_gpu, runs[:1])),
-    ]
-    return f" ({', '.join(words)})" if words else ""
+    sizes = [size / 1e6 for frame in runs if not pd.isna(size := strategy_runs.parameters(frame))]
+    largest = format_number(max(sizes, default=NAN))
+    names = list(by_workload) if len(runs) == 1 else []
+    about = footnotes(
+        "scope",
+        {
+            "size": bool(sizes) and len(runs) == 1,
+            "largest": bool(sizes) and len(runs) > 1,
+            "no_gpu": any(map(strategy_runs.has_no_gpu, runs[:1])),
+        },
+        size=largest,
+    )
+    return ", ".join((*names, *about))
 
 
 def _is_mostly_state(base: StrategyRuns) -> bool:
@@ -62,22 +83,6 @@ def _is_mostly_state(base: StrategyRuns) -> bool:
 
 def _state_gib(arm: StrategyRuns) -> float:
     return arm.state_mib() * MIB / GIB
-
-
-def _memory_by_strategy(compared: comparison.ReferenceComparison, workload: str, ranks: int) -> dict[str, object]:
-    """Return the state and the peak of each strategy on this many ranks as texts, and their ends; without a workload
-    these are empty."""
-    arms = [compared.references[workload]] if workload else []
-    arms += [arm for arm in compared.sharding if arms and (arm.workload, arm.ranks) == (workload, ranks)]
-    arms.sort(key=lambda arm: strategy_order(arm.value("strategy")))
-    names = [with_settings(arm.name) for arm in arms]
-    states, peaks = ([size(arm) for arm in arms] for size in (_state_gib, lambda arm: arm.peak_gib[0]))
-    texts = (
-        ", ".join(f"{format_number(size)} ({name})" for size, name in zip(sizes, names, strict=True))
-        for sizes in (states, peaks)
-    )
-    ends = {"ends": [states[0], states[-1]], "peak_ends": [min(peaks), max(peaks)]} if arms else {}
-    return {**dict(zip(("states", "all_peaks"), texts, strict=True)), **ends}
 
 
 def _compare_state(records: Records) -> comparison.ReferenceComparison | None:
@@ -94,68 +99,189 @@ def _memory_answer(records: Records) -> Answer | None:
     compared = _compare_state(records)
     if compared is None:
         return None
-    columns: comparison.Columns = {
-        f"State, % of {compared.plain_names}": compared.cell(percent),
-        "Peak, GiB": lambda arm: arm.peak_gib[0],
-    }
     only = find_mostly_state(records)
-    if only:
-        columns = {"State, GiB": _state_gib, **columns}
+    shown = without_offload(compared.workloads)
+    columns = _memory_columns(compared, shown, only)
     if not compared.ratios:
-        sentence = f"No sharding strategy here is comparable with {compared.names} in model state."
-        return side_by_side(sentence, without_offload(compared.workloads), columns, only=only)
-    # ZeRO's own figure, if a stage ran, on the most ranks.
+        base = next(iter(compared.references.values()))
+        scope = describe_scope({base.workload: compared.workloads[base.workload]})
+        headline = Headline(f"{format_number(_state_gib(base))} GiB", caption("memory", "sizes"), base.name, scope)
+        notes = (
+            *footnotes("comparison", {"none": True}, references=compared.names),
+            *_about_memory(compared, base),
+        )
+        return answer_by_strategy(shown, columns, notes, [headline], only, leads=False)
+    pairs = _leanest_pairs(compared)
+    headlines = _size_headlines(compared, only, pairs[0][0].ranks) if only else _ratio_headlines(compared, pairs)
+    notes = (*_about_memory(compared, pairs[0][1]), *_memory_footnotes(compared, pairs, has_sizes=bool(only)))
+    return answer_by_strategy(shown, columns, notes, headlines, only, leads=compared.has_largest)
+
+
+def _leanest_pairs(compared: comparison.ReferenceComparison) -> list[_Pair]:
+    """Return the runs of the leanest strategy with those of their references.
+
+    It is a stage of ZeRO, if one ran, on the most ranks.
+    """
     stages = [pair for pair in compared.ratios if pair[1].value("strategy") in STAGES] or compared.ratios
     leanest = max((arm for _, arm in stages), key=lambda arm: arm.ranks)
-    ratios, arms = zip(*(pair for pair in stages if pair[1].name == leanest.name), strict=True)
-    pairs = [(arm, compared.references[arm.workload]) for arm in arms]
-    # A gathered weight is not state, but takes memory within a step.
-    larger = [(arm.state_mib() + arm.median("forward_gathers_bytes") / MIB) / base.state_mib() for arm, base in pairs]
-    excess = [_excess(arm, base) for arm, base in pairs]
-    peaks = [ratio for arm, base in pairs if (ratio := _peak_ratio(arm, base)) > 0]
-    sentence, note, *tiles = paragraphs(
-        "memory_answer.j2",
-        leanest=leanest,
-        **_memory_by_strategy(compared, only, leanest.ranks),
-        gib=format_number,
-        # The buffers of stage 3 are its bucket of gradients, whose default size is that of 500 M elements.
-        has_whole_bucket=leanest.median("buffer_bytes_device") > pairs[0][1].median("params_bytes_device"),
-        ratios=ratios,
-        names=compared.names,
-        versus=document.versus_text,
-        peaks=peaks,
-        unclear=len(pairs) - len(peaks),
-        larger=[] if math.isnan(sum(larger)) else larger,
-        excess=[max(parts) for parts in zip(*excess, strict=True)],
-        fsdp2=[ratio for ratio, arm in compared.ratios if arm.value("strategy") == "fsdp2"],
-        share=percent(1 - 1 / leanest.ranks),
-        scope=format_scope(compared.main),
-        places=" or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values())),
+    return [(arm, compared.references[arm.workload]) for _, arm in stages if arm.name == leanest.name]
+
+
+def _memory_columns(
+    compared: comparison.ReferenceComparison, shown: comparison.Workloads, only: str
+) -> comparison.Columns:
+    """Return the columns of state and peak, and of the weights that a pass gathers if they are known for a strategy."""
+
+    def with_gathered(arm: StrategyRuns) -> str:
+        return format_or_dash(_held_ratio(arm, compared.references[arm.workload]), percent)
+
+    def peak(arm: StrategyRuns) -> str:
+        compared_peak = _compare_peaks(arm, compared.references[arm.workload])
+        return format_or_dash(compared_peak.ratio, percent) + comparison.UNSURE * compared_peak.is_unsure
+
+    arms = [arm for workload in comparison.shown_workloads(shown, only) for arm in shown[workload]]
+    is_gathered_known = any(arm.median("forward_gathers_bytes") > 0 for arm in arms)
+    return {
+        **({"State, GiB": _state_gib} if only else {}),
+        f"State, % of {compared.plain_names}": compared.cell(percent),
+        **({"State + gathered, %": with_gathered} if is_gathered_known else {}),
+        "Peak, GiB": lambda arm: arm.peak_gib[0],
+        "Peak, %": peak,
+    }
+
+
+def _size_headlines(compared: comparison.ReferenceComparison, workload: str, ranks: int) -> tuple[Headline, Headline]:
+    """Return the state and the peak from the reference to the last strategy on this many ranks."""
+    arms = [arm for arm in compared.sharding if (arm.workload, arm.ranks) == (workload, ranks)]
+    arms.append(compared.references[workload])
+    arms.sort(key=lambda arm: strategy_order(arm.value("strategy")))
+    by_peak = sorted(arms, key=lambda arm: arm.peak_gib[0])
+    states = find_ends([(_state_gib(arm), arm) for arm in arms], format_number)
+    peaks = find_ends([(arm.peak_gib[0], arm) for arm in by_peak], format_number)
+    scope = describe_scope(compared.main)
+    bounds = caption("memory", "ranks", ranks=ranks)
+    return (
+        Headline(f"{states.text} GiB", caption("memory", "sizes"), states.names, scope, bounds),
+        Headline(f"{peaks.text} GiB", caption("memory", "peaks"), peaks.names, scope, bounds),
     )
-    numbers = [*zip(tiles[::2], tiles[1::2], strict=True)] if compared.has_largest else []
-    return side_by_side(sentence, without_offload(compared.workloads), columns, note, numbers=numbers, only=only)
 
 
-def _peak_ratio(arm: StrategyRuns, base: StrategyRuns) -> float:
-    """Return the ratio of the peaks, seed by seed if there are enough; NaN if it is not significant or not known."""
+def _ratio_headlines(compared: comparison.ReferenceComparison, pairs: Sequence[_Pair]) -> list[Headline]:
+    """Return the state of the leanest strategy relative to the reference, and its peak if that is significant."""
+    leanest, _ = pairs[0]
+    scope = describe_scope(compared.main)
+    held = [_held_ratio(arm, base) for arm, base in pairs]
+    # A gathered weight is not state, but takes memory within a step.
+    is_more = not math.isnan(sum(held)) and max(held) > max(compared.ratio(arm) for arm, _ in pairs)
+    bounds = [caption("memory", "ranks", ranks=leanest.ranks)]
+    if is_more:
+        bounds.append(caption("memory", "gathered", change=_change_span(held)))
+    state = Headline(
+        _change_span(compared.ratio(arm) for arm, _ in pairs),
+        caption("memory", "state", references=compared.names),
+        name_with_settings(leanest.name),
+        scope,
+        "; ".join(bounds),
+    )
+    peaks = [_compare_peaks(arm, base) for arm, base in pairs]
+    known = [peak.ratio for peak in peaks if not peak.is_unsure and peak.ratio > 0]
+    if not known:
+        return [state]
+    unsure = sum(peak.is_unsure for peak in peaks)
+    words = caption("memory", "peak", places=_peak_places(compared), references=compared.names)
+    peak = Headline(
+        _change_span(known), words, state.strategy, bounds=comparison.others_text(unsure, len(known) + unsure)
+    )
+    return [state, peak]
+
+
+def _change_span(ratios: Iterable[float]) -> str:
+    return span_text((ratio - 1 for ratio in ratios), document.change_text)
+
+
+def _peak_places(compared: comparison.ReferenceComparison) -> str:
+    return " or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values()))
+
+
+def _about_memory(compared: comparison.ReferenceComparison, base: StrategyRuns) -> tuple[str, ...]:
+    return footnotes(
+        "memory",
+        {"about": True},
+        places=_peak_places(compared),
+        state=format_number(_state_gib(base)),
+        peak=format_number(base.peak_gib[0]),
+        reference=base.name,
+    )
+
+
+def _memory_footnotes(
+    compared: comparison.ReferenceComparison, pairs: Sequence[_Pair], has_sizes: bool
+) -> tuple[str, ...]:
+    leanest, base = pairs[0]
+    parts = zip(*(_excess(arm, base) for arm, base in pairs), strict=True)
+    excess = _Excess(*map(max, parts))
+    # Small tensors and the copy explain the excess if nothing else is in it.
+    is_explained = excess.remainder <= _NOTABLE
+    is_small = is_explained and excess.small > _NOTABLE
+    is_copied = is_explained and excess.copy > _NOTABLE
+    # The buffers of stage 3 are its bucket of gradients, whose default size is that of 500 M elements.
+    has_whole_bucket = leanest.median("buffer_bytes_device") > base.median("params_bytes_device")
+    peak = _compare_peaks(leanest, base)
+    return footnotes(
+        "memory",
+        {
+            "small": is_small,
+            "copy": is_copied,
+            "divided": (is_small or is_copied) and leanest.ranks > 1,
+            "bucket": has_sizes and has_whole_bucket and peak.ratio > 1 and not peak.is_unsure,
+        },
+        references=compared.names,
+        small=percent(excess.small),
+        copy=percent(excess.copy),
+        strategy=name_with_settings(leanest.name),
+        ranks=leanest.ranks,
+        share=percent(1 - 1 / leanest.ranks),
+    )
+
+
+def _held_ratio(arm: StrategyRuns, base: StrategyRuns) -> float:
+    """Return state and gathered weights over the reference's state; NaN if it is not known."""
+    return (arm.state_mib() + arm.median("forward_gathers_bytes") / MIB) / base.state_mib()
+
+
+class _Peaks(NamedTuple):
+    """Ratio of two peaks, seed by seed if there are enough, and whether a test found no difference."""
+
+    ratio: float
+    is_unsure: bool = False
+
+
+def _compare_peaks(arm: StrategyRuns, base: StrategyRuns) -> _Peaks:
     figure = "host_peak_rss_gib" if arm.peak_gib[1] == "host process" else "peak_memory_gib_device"
     difference = arm.differences(figure).get((arm.name, base.name))
     if difference is None or difference.p is None:
-        return arm.peak_gib[0] / base.peak_gib[0]
-    return difference.ratio.center if difference.is_significant else NAN
+        return _Peaks(arm.peak_gib[0] / base.peak_gib[0])
+    return _Peaks(difference.ratio.center, not difference.is_significant)
 
 
-def _excess(arm: StrategyRuns, base: StrategyRuns) -> list[float]:
-    """Return the state of a rank of stage 3 beyond its part of plain training's, as fractions of that; NaN for others.
+class _Excess(NamedTuple):
+    """The state of a rank of stage 3 beyond its part of plain training's, as fractions of that; NaN for others."""
 
-    These are its small tensors, the fp32 weights of its optimizer, which plain training's has not, and the size of the
-    remainder.
-    """
+    small: float
+    # The fp32 weights of its optimizer, which plain training's has not.
+    copy: float
+    remainder: float
+
+
+def _excess(arm: StrategyRuns, base: StrategyRuns) -> _Excess:
+    if arm.value("strategy") != STAGES[-1] or base.value("strategy") not in BASELINES:
+        return _Excess(NAN, NAN, NAN)
     optimizer, plain = (of.ok_runs[_OPTIMIZER].median().sum() / MIB for of in (arm, base))
-    small, weights = arm.median("kept_whole_bytes") / MIB, optimizer - plain / arm.ranks
-    remainder = abs(arm.state_mib() - base.state_mib() / arm.ranks - small - weights)
-    is_other = arm.value("strategy") != STAGES[-1] or base.value("strategy") not in BASELINES
-    return [NAN if is_other else size / base.state_mib() for size in (small, weights, remainder)]
+    state = base.state_mib()
+    small = arm.median("kept_whole_bytes") / MIB
+    copy = optimizer - plain / arm.ranks
+    remainder = abs(arm.state_mib() - state / arm.ranks - small - copy)
+    return _Excess(small / state, copy / state, remainder / state)
 
 
 def memory_table(records: Records) -> pd.DataFrame:
@@ -202,35 +328,41 @@ def _offload_answer(records: Records) -> Answer | None:
         return None
     times = Comparison(offloaded, STEP, lambda arm: arm.unoffloaded)
     fair = [arm for arms in offloaded.values() for arm in comparison.fair_arms(arms) if arm.unoffloaded]
-    nvme = [_freed(arm) for arm in fair if arm.value("offload_optimizer") == "nvme"]
     timed = {workload: arms for workload, arms in offloaded.items() if any(step_s(arm) > 0 for arm in arms)}
+    scope = describe_scope(timed or offloaded)
     no_gpu = any(strategy_runs.has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
-    sentence, about, *notes = paragraphs(
-        "offload_answer.j2",
-        freed=[part for arm in fair if (part := _freed(arm)) <= 1],
-        no_gpu=no_gpu,
-        nvme=nvme,
-        span=lambda fractions: span_text(fractions, percent),
-        scope=format_scope(timed or offloaded),
-        times=times.sentence(
-            fair,
-            lambda ratio: document.change_text(ratio - 1),
-            "It changes the step time by",
-            "",
-            "It changes no step time significantly.",
-        ),
-    )
-    return side_by_side(
-        sentence,
-        offloaded,
-        {
-            "Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
-            "Step time, x without": times.cell(times_text),
-        },
-        about,
-        *times.notes,
-        *notes,
-    )
+    known = [(part, arm) for arm in fair if (part := _freed(arm)) <= 1]
+    is_on_nvme = any(arm.value("offload_optimizer") == "nvme" for _, arm in known)
+    count = sum(map(len, offloaded.values()))
+    headlines = [Headline(f"0 of {count}", caption("offload", "comparable"), scope=scope)]
+    compared = times.paired(fair)
+    if known:
+        headlines = [_freed_headline(known, no_gpu, is_on_nvme, scope)]
+    if known and compared:
+        words = caption("offload", "time")
+        headlines.append(times.headline(compared, lambda ratio: document.change_text(ratio - 1), words, scope))
+    columns: comparison.Columns = {
+        "Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
+        "Step time, x without": times.cell(times_text),
+    }
+    about = footnotes("offload", {"same": True, "no_gpu": no_gpu, "not_run": no_gpu and not is_on_nvme})
+    return answer_by_strategy(offloaded, columns, (*about, *times.notes), headlines, leads=False)
+
+
+def _freed_headline(
+    known: Sequence[tuple[float, StrategyRuns]], no_gpu: bool, is_on_nvme: bool, scope: str
+) -> Headline:
+    """Return the freed part of the state; without a GPU that with the optimizer on NVMe, if it ran."""
+    name = "freed"
+    chosen = list(known)
+    if no_gpu and is_on_nvme:
+        name = "nvme"
+        chosen = [(part, arm) for part, arm in known if arm.value("offload_optimizer") == "nvme"]
+    elif no_gpu:
+        name = "host"
+    chosen.sort(key=lambda pair: pair[0])
+    ends = find_ends(chosen, percent)
+    return Headline(ends.text, caption("offload", name), ends.names, scope)
 
 
 def _freed(arm: StrategyRuns) -> float:
@@ -278,18 +410,44 @@ def _traffic_answer(records: Records) -> Answer | None:
     compared = comparison.compare_with_reference(records, sent_mib)
     if compared is None:
         return None
-    # Of equal ends, the first.
-    ends = {times_text(ratio): arm for ratio, arm in compared.ratios[::-1][:1] + compared.ratios[:1]}
-    sentence, note, *tile = paragraphs(
-        "traffic_answer.j2", ends=dict(reversed(ends.items())), names=compared.names, scope=format_scope(compared.main)
+    shown = without_offload(compared.workloads)
+    arms = [arm for workload in comparison.shown_workloads(shown) for arm in shown[workload]]
+    has_several = any(_micro_batches(arm) > 1 for arm in arms)
+    columns: comparison.Columns = {
+        "Ring bytes (NCCL), MiB": sent_mib,
+        f"x {compared.plain_names}": compared.cell(times_text),
+        **({"Micro-batches": _micro_batches} if has_several else {}),
+    }
+    is_once = any(arm.value("strategy") == STAGES[-1] and ratio < _GATHERED_ONCE for ratio, arm in compared.ratios)
+    notes = (
+        *footnotes("traffic", {"rings": True}),
+        *footnotes("neighbours", {"gathers_once": is_once}),
+        *footnotes("comparison", {"none": not compared.ratios}, references=compared.names),
     )
-    return side_by_side(
-        sentence,
-        without_offload(compared.workloads),
-        {"Ring bytes (NCCL), MiB": sent_mib, f"x {compared.plain_names}": compared.cell(times_text)},
-        note,
-        numbers=[(tile[0], tile[1])] if tile and compared.has_largest else (),
+    headline = _sent_headline(compared)
+    leads = compared.has_largest and bool(compared.ratios)
+    return answer_by_strategy(shown, columns, notes, [headline], leads=leads)
+
+
+def _sent_headline(compared: comparison.ReferenceComparison) -> Headline:
+    """Return the range of the bytes relative to the reference; without a comparison the reference's."""
+    if not compared.ratios:
+        base = next(iter(compared.references.values()))
+        scope = describe_scope({base.workload: compared.workloads[base.workload]})
+        return Headline(f"{format_number(sent_mib(base))} MiB", caption("traffic", "plain"), base.name, scope)
+    ends = find_ends(compared.ratios, times_text)
+    most = max(_micro_batches(arm) for _, arm in compared.ratios)
+    return Headline(
+        f"{ends.text} x",
+        caption("traffic", "sent", references=compared.names),
+        ends.names,
+        describe_scope(compared.main),
+        caption("traffic", "micro_batches", count=most) if most > 1 else "",
     )
+
+
+def _micro_batches(arm: StrategyRuns) -> int:
+    return int(arm.value("gradient_accumulation_steps") or 1)
 
 
 def traffic_table(records: Records) -> pd.DataFrame:
@@ -340,12 +498,6 @@ _SAME_BUT_LENGTH = (
 )
 
 
-def with_settings(arm: str) -> str:
-    """Return a strategy with the number of its changed settings, which are long."""
-    strategy, *settings = arm.split(", ")
-    return f"`{strategy}`" + (f" with {len(settings)} changed setting{'s'[: len(settings) > 1]}" if settings else "")
-
-
 def held_text(state: float, gathered: float) -> str:
     """Return MiB of model state and, behind a plus, of weights still gathered at the end of the forward pass."""
     return format_number(state) + (f" + {format_number(gathered)}" if gathered > 0 else "")
@@ -371,6 +523,43 @@ class _Neighbours(NamedTuple):
     lean: StrategyRuns
     frugal: StrategyRuns
 
+    @property
+    def cheap(self) -> StrategyRuns:
+        """The stage of ZeRO with the fewest ring bytes."""
+        stages = [arm for arm in self.arms if arm.value("strategy") in STAGES]
+        return min(stages, key=lambda arm: (*_known_bytes_first(arm), _all_held_mib(arm)))
+
+    @property
+    def ranks(self) -> str:
+        """The ranks of the workload, for a headline."""
+        virtual = "virtual " if self.stage.value("virtual") else ""
+        return f"one of {self.stage.ranks} {virtual}ranks of {self.workload}"
+
+
+class _Turn(NamedTuple):
+    """The tokens of a sample from which an alternative sends more than ZeRO, and those between which it is drawn."""
+
+    tokens: float
+    short: int
+    long: int
+
+
+def _find_turn(compared: _Neighbours, grouped: dict[str, list[StrategyRuns]]) -> _Turn | None:
+    """Return it for an alternative whose group divides tensors or tokens: a constant and a share per token."""
+    frugal = compared.frugal
+    sent = {
+        int(arm.value("seq_length")): sent_mib(arm)
+        for strategies in grouped.values()
+        for arm in strategies
+        if all(arm.value(name) == frugal.value(name) for name in _SAME_BUT_LENGTH)
+    }
+    short, long = min(sent), max(sent)
+    rise = sent[long] - sent[short]
+    if frugal.value("strategy") not in WITH_GROUPS or long <= compared.stage.value("seq_length") or not rise > 0:
+        return None
+    tokens = short + (long - short) * (sent_mib(compared.stage) - sent[short]) / rise
+    return None if math.isnan(tokens) else _Turn(tokens, short, long)
+
 
 def _find_neighbours(grouped: dict[str, list[StrategyRuns]]) -> _Neighbours | None:
     """Return those of the whole model with most strategies, else of a part of one; None without a stage of ZeRO."""
@@ -392,52 +581,18 @@ def _known_bytes_first(arm: StrategyRuns) -> tuple[bool, float]:
     return math.isnan(sent_mib(arm)), round(sent_mib(arm), 2)
 
 
-def _neighbours_answer(records: Records) -> Answer | None:  # noqa: PLR0914
+def _neighbours_answer(records: Records) -> Answer | None:
     grouped: dict[str, list[StrategyRuns]] = {}
     for arm in _neighbour_arms(records):
         if len(arm.ok_runs):
             grouped.setdefault(arm.workload, []).append(arm)
     if (compared := _find_neighbours(grouped)) is None:
         return None
-    workload, arms, stage, lean, frugal = compared
-    # What it sends by the tokens of a sample, if its group divides tensors or tokens: a constant and a share per token.
-    lengths = {
-        int(arm.value("seq_length")): sent_mib(arm)
-        for strategies in grouped.values()
-        for arm in strategies
-        if all(arm.value(name) == frugal.value(name) for name in _SAME_BUT_LENGTH)
-    }
-    (short, few), *_, (long, many) = sorted(2 * [*lengths.items()])
-    turn = short + (long - short) * (sent_mib(stage) - few) / (many - few) if many > few else NAN
-    stages = [arm for arm in arms if arm.value("strategy") in STAGES]
-    cheap = min(stages, key=lambda arm: (*_known_bytes_first(arm), _all_held_mib(arm)))
-    is_least, is_less = (sent_mib(frugal) < sent_mib(arm) for arm in (cheap, stage))
-    is_part = _is_part_of_model(stage)
-    sentence, number, words, lean_number, lean_words, *notes = paragraphs(
-        "neighbours_answer.j2",
-        **compared._asdict(),
-        cheap=cheap,
-        is_least=is_least,
-        is_less=is_less,
-        is_part=is_part,
-        all_held=_all_held_mib,
-        held_unknown=any(math.isinf(_all_held_mib(arm)) for arm in arms),
-        strategies={arm.value("strategy"): arm for arm in reversed(arms)},
-        bytes_of=sent_mib,
-        held=_held_by,
-        tied=[arm for arm in arms if arm is not lean and _held_by(arm) == _held_by(lean)],
-        lengths=lengths if frugal.value("strategy") in WITH_GROUPS else {},
-        is_beyond=turn > long,
-        turn="" if math.isnan(turn) else f"{round(turn, -1):,.0f}",
-        sent=lambda arm: format_or_dash(sent_mib(arm), format_number),
-        name=lambda arm: with_settings(arm.name.replace(f" x{arm.ranks}", "")),
-        group=lambda arm: format_or_dash(ranks_per_group(arm.ok_runs.iloc[0]), "{:g}".format),
-        fewer_ranks=sorted({arm.ranks for strategies in grouped.values() for arm in strategies} - {1, stage.ranks}),
-    )
     # The details have the other numbers of ranks, and parts of a whole model.
+    is_part = _is_part_of_model(compared.stage)
     chosen = {
         name: [arm for arm in grouped[name] if arm.ranks in (1, max(arm.ranks for arm in grouped[name]))]
-        for name in dict.fromkeys((workload, *grouped))
+        for name in dict.fromkeys((compared.workload, *grouped))
         if _is_part_of_model(grouped[name][0]) == is_part
     }
     figures = {
@@ -449,8 +604,63 @@ def _neighbours_answer(records: Records) -> Answer | None:  # noqa: PLR0914
     }
     columns = {name: _mark_extrapolated(figure) for name, figure in figures.items()}
     columns |= {"Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])}
-    numbers = [*[(number, words)] * is_least, *[(lean_number, lean_words)] * (lean is not stage)]
-    return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes, numbers=numbers), subject=workload)
+    turn = _find_turn(compared, grouped)
+    notes = _neighbours_footnotes(compared, grouped, turn)
+    answer = answer_by_strategy(chosen, columns, notes, _neighbours_headlines(compared, turn))
+    return dataclasses.replace(answer, subject=compared.workload)
+
+
+def _neighbours_headlines(compared: _Neighbours, turn: _Turn | None) -> list[Headline]:
+    """Return the strategy that sends least, up to which length if an alternative does, and that of least memory."""
+    lean = compared.lean
+    memory = Headline(f"{_held_by(lean)} MiB", caption("neighbours", "held"), _short_name(lean), compared.ranks)
+    is_least = sent_mib(compared.frugal) < sent_mib(compared.cheap)
+    least = compared.frugal if is_least else compared.cheap
+    if math.isnan(sent_mib(least)):
+        return [memory]
+    sent = Headline(
+        f"{format_number(sent_mib(least))} MiB",
+        caption("neighbours", "sent"),
+        _short_name(least),
+        compared.ranks,
+        "extrapolated over layers" if least.value("extrapolated") else "",
+    )
+    if is_least and turn is not None:
+        tokens = f"~{round(turn.tokens, -1):,.0f} tokens"
+        words = caption("neighbours", "turn", stage=_short_name(compared.stage))
+        sent = dataclasses.replace(sent, value=tokens, what=words)
+    return [sent, memory]
+
+
+def _short_name(arm: StrategyRuns) -> str:
+    return name_with_settings(arm.name.replace(f" x{arm.ranks}", ""))
+
+
+def _neighbours_footnotes(
+    compared: _Neighbours, grouped: dict[str, list[StrategyRuns]], turn: _Turn | None
+) -> tuple[str, ...]:
+    stage = compared.stage
+    by_strategy = {arm.value("strategy"): arm for arm in reversed(compared.arms)}
+    # Stage 1 sends what three passes over the weights do, stage 3 one for each gather and one for the gradients.
+    sent_by_first = sent_mib(by_strategy["zero1"]) if "zero1" in by_strategy else NAN
+    return footnotes(
+        "neighbours",
+        {
+            "state": True,
+            "group": bool(_NEIGHBOURS & {*by_strategy}),
+            "part": _is_part_of_model(stage),
+            "extrapolated": any(arm.value("extrapolated") for arm in compared.arms) and not _is_part_of_model(stage),
+            "samples": True,
+            "between": turn is not None,
+            "gathers_once": stage.value("strategy") == "zero3" and sent_by_first > 1.2 * sent_mib(stage),
+            "fewer_ranks": bool({arm.ranks for arms in grouped.values() for arm in arms} - {1, stage.ranks}),
+        },
+        layers=stage.value("preset_layers"),
+        batch=stage.value("global_batch_size"),
+        length=stage.value("seq_length"),
+        short=turn.short if turn else "",
+        long=turn.long if turn else "",
+    )
 
 
 def _all_held_mib(arm: StrategyRuns) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import pandas as pd
 
@@ -17,37 +17,107 @@ from study.releases.command import NOT_RUN
 from study.releases.judge import DAGGER
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.releases.verdict import ROUNDING
-from study.report.document import Answer, Question, format_names, paragraphs
+from study.report.document import Answer, Question
+from study.report.facts import Headline, caption, footnotes
 
 # Kinds of faults; each is a column of the table by strategy.
 _OWN, _MISMATCH, _ON_CPUS = _FAULTS = "Faults of DeepSpeed", "Mismatch of releases", "Faults on CPUs only"
+_IN_HALF = "Faults of DeepSpeed's bf16 alone"
 
 
 def answer(records: Records) -> Answer | None:
     """Return the releases that are right under all strategies, and under each; None without records of releases."""
     if not (cells := release_cells(records)):
         return None
-    today = [cell for cell in clipped(cells) if not cell.is_contemporary]
-    verdicts, grid = gpu_verdicts(today), [cell for cell in today if cell.precision == "fp32"]
-    table, no_gpu = strategy_table(verdicts), (records.runs["devices"].dropna() == "[]").all()
-    sentence, *texts = paragraphs(
-        "releases_answer.j2",
-        verdicts=verdicts,
-        table=table,
-        cells=cells,
-        grid=grid,
-        no_gpu=no_gpu,
-        right_releases=right_releases,
-        faults=_FAULTS,
-        letters=lettered(),
-        spans=spans,
-        names=format_names,
-        in_half=faults_in_half(grid),
-        rounding=ROUNDING,
-        percent=percent,
+    verdicts = gpu_verdicts(cell for cell in clipped(cells) if not cell.is_contemporary)
+    table = strategy_table(verdicts, faults_in_half(first_grid(cells)))
+    has_gpu = bool((records.runs["devices"].dropna() != "[]").any())
+    notes = (*_fault_notes(verdicts, table), *case_notes(cells))
+    return Answer(table, tuple(_headlines(verdicts, has_gpu)), notes)
+
+
+def _headlines(verdicts: pd.DataFrame, has_gpu: bool) -> Iterator[Headline]:
+    """Yield the number of releases that are right by the source of the faults, and that of those measured so."""
+    judged = verdicts[_is_judged(verdicts)]
+    right, ran = right_releases(judged)
+    if not ran:
+        yield Headline("0", caption("releases", "none"))
+        return
+    accumulates = bool(judged["several"].any())
+    bounds = ""
+    plain_right, plain_ran = right_releases(verdicts[~verdicts["several"]])
+    if accumulates and plain_ran:
+        bounds = caption("releases", "plain", right=len(plain_right), ran=len(plain_ran))
+    what = "right_accumulated" if accumulates else "right"
+    yield Headline(f"{len(right)} of {len(ran)}", caption("releases", what), scope=spans(right, ran), bounds=bounds)
+    faulty = {*verdicts["release"][verdicts["kind"].isin(_FAULTS)]}
+    measured = [release for release in ran if release not in faulty]
+    where = "measured" if has_gpu else "measured_on_cpus"
+    yield Headline(f"{len(measured)} of {len(ran)}", caption("releases", where), scope=spans(measured, ran))
+
+
+def _is_judged(verdicts: pd.DataFrame) -> pd.Series:
+    """Return which verdicts judge a release: those with accumulation, if any has it."""
+    is_several = verdicts["several"]
+    return is_several if is_several.any() else ~is_several
+
+
+def _fault_notes(verdicts: pd.DataFrame, table: pd.DataFrame) -> tuple[str, ...]:
+    """Return how many releases have faults, what each letter of the table is, and how a release is judged."""
+    judged = verdicts[_is_judged(verdicts)]
+    own, mixed = ({*judged["release"][judged["kind"] == kind]} for kind in (_OWN, _MISMATCH))
+    ran = right_releases(judged)[1]
+    crashed = spans({*verdicts["release"][verdicts["from_source"]]}, ran)
+    written = table.to_string()
+    accumulates = bool(judged["several"].any())
+    counts = footnotes(
+        "releases",
+        {"faults": bool(own or mixed), "mismatch": bool(mixed), "half": _IN_HALF in table},
+        own=len(own),
+        mixed=len(mixed),
+        both=len(own & mixed),
     )
-    tiles = [(number, words) for number, _, words in (text.partition(" | ") for text in texts) if words]
-    return Answer(sentence, table, tuple(text for text in texts if " | " not in text), tiles)
+    letters = [
+        caption("releases", "race" if cause.sometimes else "cause", letter=letter, title=cause.title)
+        for cause, letter in lettered().items()
+        if f"{letter}: " in written
+    ]
+    rules = footnotes(
+        "releases",
+        {
+            "column": not accumulates,
+            "column_accumulated": accumulates,
+            "crashed": bool(crashed),
+            "unknown": "?" in written,
+        },
+        releases=crashed,
+    )
+    return (*counts, *letters, *rules)
+
+
+def first_grid(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
+    """Return the cases in fp32 with today's packages."""
+    return [cell for cell in clipped(cells) if cell.precision == "fp32" and not cell.is_contemporary]
+
+
+def case_notes(cells: Sequence[ReleaseCell]) -> tuple[str, ...]:
+    """Return what a case is, when it is equal, and how many are by chance."""
+    lucky = sum(cell.is_equal_by_chance for cell in cells)
+    full, half, engine = (ROUNDING[precision] for precision in ("fp32", "bf16", "bf16-engine"))
+    return footnotes(
+        "releases",
+        {"case": True, "equal": True, "lucky": lucky > 0},
+        grid=len(first_grid(cells)),
+        cells=len(cells),
+        runs=sum(len(cell.runs) for cell in cells),
+        loss=f"{full.loss:.0e}",
+        norm=f"{full.norm:.0e}",
+        half_loss=percent(half.loss),
+        half_norm=percent(half.norm),
+        engine_loss=percent(engine.loss),
+        engine_norm=percent(engine.norm),
+        lucky=lucky,
+    )
 
 
 def gpu_verdicts(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
@@ -65,7 +135,8 @@ def gpu_verdicts(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
             faults = [("?", _MISMATCH if cell.is_mismatch else _OWN)]
         case = (cell.strategy, cell.release, cell.micro_steps > 1, kind == "crashes" and cell.hides_on_gpu)
         rows += [(*case, *fault) for fault in faults or [("", "right") if kind == "equal" else (NOT_RUN, NOT_RUN)]]
-    return pd.DataFrame(rows, columns=["strategy", "release", "several", "from_source", "letter", "kind"])
+    columns = ["strategy", "release", "several", "from_source", "letter", "kind"]
+    return pd.DataFrame(rows, columns=columns).astype({"several": bool, "from_source": bool})
 
 
 def faults_in_half(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
@@ -94,17 +165,25 @@ def spans(releases: Iterable[str], tested: Iterable[str]) -> str:
     return ", ".join(f"{group[0]} to {group[-1]}" if len(group) > 2 else ", ".join(group) for group in groups)
 
 
-def strategy_table(verdicts: pd.DataFrame) -> pd.DataFrame:
+def strategy_table(verdicts: pd.DataFrame, in_half: pd.DataFrame) -> pd.DataFrame:
     """Return a row per strategy: how many releases are right on GPUs with accumulation, and those with each fault."""
     rows, tested = [], right_releases(verdicts)[1]
-    is_shown = verdicts["several"] | ~verdicts["several"].any() | (verdicts["kind"] == _ON_CPUS)
+    is_shown = _is_judged(verdicts) | (verdicts["kind"] == _ON_CPUS)
     for strategy, group in verdicts[is_shown].groupby("strategy", sort=False):
         right, ran = right_releases(group)
         rows.append({"Strategy": strategy, "Right on GPUs": f"{len(right)} of {len(ran)}"})
         for kind in _FAULTS:
-            by_letter = group[group["kind"] == kind].groupby("letter")["release"]
-            rows[-1][kind] = "; ".join(f"{letter}: {spans(names, tested)}" for letter, names in by_letter) or "none"
-    return pd.DataFrame(rows, columns=["Strategy", "Right on GPUs", *_FAULTS])
+            rows[-1][kind] = _spans_by_letter(group[group["kind"] == kind], tested)
+        if len(in_half):
+            rows[-1][_IN_HALF] = _spans_by_letter(in_half[in_half["strategy"] == strategy], tested)
+    columns = ["Strategy", "Right on GPUs", *_FAULTS, *[_IN_HALF] * bool(len(in_half))]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _spans_by_letter(faults: pd.DataFrame, tested: Sequence[str]) -> str:
+    """Return the releases with each fault as text; "none" without one."""
+    groups = faults.groupby("letter")["release"]
+    return "; ".join(f"{letter}: {spans(releases, tested)}" for letter, releases in groups) or "none"
 
 
 def faults_on_gpu(verdicts: pd.DataFrame) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
@@ -12,7 +12,8 @@ from study.records.frames import Records
 from study.records.outcome import SliceProgress
 from study.records.statistics import Noise, estimate_noise, repeat_noise
 from study.records.strategy_runs import Row
-from study.report.document import Answer, Question, paragraphs
+from study.report.document import Answer, Question
+from study.report.facts import Headline, caption, footnotes
 from study.report.questions.comparison import arm_table, real_arms, workloads
 from study.report.questions.memory import STEP, sent_mib, step_s
 
@@ -22,21 +23,19 @@ def _remaining_answer(records: Records) -> Answer | None:
     if not slices:
         return None
     planned, missing = sum(item.planned for item in slices), sum(len(item.left) for item in slices)
-    time = format_duration(sum(item.seconds for item in slices))
-    if not missing:
-        sentence = f"All of it is measured: {planned} runs and searches."
-    elif not any(item.ok + item.other for item in slices):
-        sentence = f"None of it is measured yet: {planned} runs and searches remain, about {time}."
-    else:
-        sentence = f"{planned - missing} of {planned} runs and searches are measured; {missing} remain, about {time}."
     suites = {item.suite: [part for part in slices if part.suite == item.suite] for item in slices}
     begun = {suite: parts for suite, parts in suites.items() if any(part.ok + part.other for part in parts)}
-    notes = ["Times are estimates from earlier records and the suites' arithmetic."]
-    if begun and len(begun) < len(suites):
-        untouched = [suite for suite in suites if suite not in begun]
-        notes.insert(0, f"Without a run yet: {', '.join(untouched)}.")
-    table = pd.DataFrame([_row(suite, parts) for suite, parts in (begun or suites).items()])
-    return Answer(sentence, table, tuple(notes))
+    shown = begun or suites
+    untouched = [suite for suite in suites if suite not in shown]
+    headlines = [Headline(f"{planned - missing} of {planned}", caption("remaining", "measured"))]
+    if missing:
+        time = format_duration(sum(item.seconds for item in slices))
+        headlines.append(Headline(time, caption("remaining", "left", missing=missing)))
+    notes = footnotes(
+        "remaining", {"untouched": bool(untouched), "estimates": missing > 0}, suites=", ".join(untouched)
+    )
+    table = pd.DataFrame([_row(suite, parts) for suite, parts in shown.items()])
+    return Answer(table, headlines, notes, leads=False)
 
 
 def _row(suite: str, slices: Sequence[SliceProgress], part: str = "") -> dict[str, object]:
@@ -77,42 +76,44 @@ REMAINING = Question(
 )
 
 
-def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:  # noqa: PLR0914
+def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     """Return the rows of the claims that depend on these records; None without claims."""
     if not rows:
         return None
-    claims = [(str(row["Finding"]).partition(" (")[0], row) for row in rows]
-    claims.sort(key=lambda item: _FINDINGS.index(item[0]))
-    counts = Counter(finding for finding, _ in claims)
-    texts = [str(row["Finding"]) for _, row in claims]
-    # The page folds a table of more than 12 rows.
-    noted = [text for text in texts if len(rows) > 12 and (not text.startswith("undecided") or "reproduced" in text)]
-    notes = [
-        f"{text[0].upper()}{text[1:]}: "
-        + " ".join(f"{row['Claim']}, “{row['It says']}”" for _, row in claims if row["Finding"] == text)
-        for text in dict.fromkeys(noted)
-    ]
-    rest = [str(row["Claim"]) for text, (_, row) in zip(texts, claims, strict=True) if text not in noted]
-    notes += [f"Undecided for another reason: {', '.join(rest)}."] * bool(noted and rest)
-    elsewhere = sum("other evidence" in text for text in texts)
-    decided = len(rows) - counts["undecided"] - elsewhere
-    undecided = [text.removeprefix("undecided (").removesuffix(")") for text in texts]
-    reproduced = Counter(kind for kind in undecided if kind.endswith("reproduced at small scale"))
-    kinds = ", ".join(f"{count} {words}" for words, count in reproduced.items())
-    sentence = (
-        f"These records decide {decided or 'none'} of the {len(rows)} published claims that they test; other evidence"
-        f" decides {elsewhere or 'none'}. Undecided: {counts['undecided'] or 'none'}{kinds and f' ({kinds})'}."
+    findings = [str(row["Finding"]) for row in rows]
+    counts = Counter(finding.partition(" (")[0] for finding in findings)
+    decided = len(rows) - counts["undecided"] - sum("other evidence" in finding for finding in findings)
+    listed = ", ".join(f"{finding} {counts[finding]}" for finding in _FINDINGS if counts[finding])
+    headline = Headline(f"{decided} of {len(rows)}", caption("claims", "decided", listed=listed))
+    notes = footnotes(
+        "claims", {"documents": True, **{name: words in "; ".join(findings) for name, words in _NOTED.items()}}
     )
-    if len(rows) == 1:
-        lead = f"{'One' if decided else 'None'}: the only published claim that they test"
-        sentence = f"{lead}, {rows[0]['Claim']}, is {texts[0]}."
-    listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
-    notes += paragraphs("claims_note.j2", findings="; ".join(texts))
-    words = f"published claims that these records decide; by all evidence: {listed}"
-    numbers = [(f"{decided} of {len(rows)}", words)] if "claims" in suite else []
-    return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes), numbers)
+    return Answer(pd.DataFrame(rows).astype(object), (headline,), (*_by_finding(rows), *notes), leads="claims" in suite)
 
 
+def _by_finding(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the claims of each finding, if there are more than the 12 rows above which the page folds the table."""
+    if len(rows) <= _UNFOLDED:
+        return
+    claims = dict[str, list[str]]()
+    for row in rows:
+        claims.setdefault(str(row["Finding"]), []).append(str(row["Claim"]))
+    for finding in sorted(claims, key=lambda text: _FINDINGS.index(text.partition(" (")[0])):
+        yield caption("claims", "finding", finding=finding, claims=", ".join(claims[finding]))
+
+
+# Words of a finding that have a footnote, by its name.
+_NOTED = {
+    "at_scale": "(at scale)",
+    "published": "(published)",
+    "derived": "(derived)",
+    "small_scale": "small scale",
+    "in_part": "holds in part",
+    "reading": "depends on the reading",
+    "noise": "inside noise",
+    "necessary": "necessary condition",
+}
+_UNFOLDED = 12
 _FINDINGS = ("holds", "holds in part", "does not hold", "contradicts itself", "undecided")
 CLAIMS = Question("claims", "Which published claims do these records decide?", lambda _records: None)
 
@@ -121,17 +122,19 @@ def _runs_answer(records: Records) -> Answer | None:
     runs = records.runs
     if runs.empty:
         return None
-    lost = int((runs["status_state"] != "ok").sum())
-    sentence = f"{len(runs) - lost} of {len(runs)} runs succeeded; excluded records: {len(records.refused)}."
-    notes = []
+    succeeded = int((runs["status_state"] == "ok").sum())
+    headlines = (
+        Headline(f"{succeeded} of {len(runs)}", caption("runs", "ok")),
+        Headline(f"{len(records.refused)}", caption("runs", "refused")),
+    )
     machines = runs[["cpu", "cpu_cores", "devices"]].dropna(subset=["cpu"]).drop_duplicates()
-    if len(machines) > 1:
-        notes.append(f"They come from {len(machines)} different machines; comparisons mark runs of another machine.")
+    notes = footnotes("runs", {"machines": len(machines) > 1}, count=len(machines))
     rows = []
     for outcome, group in runs.groupby("status_state", sort=False):
         reason = next((text for text in group["status_reason"] if isinstance(text, str) and text), None)
         rows.append({"Outcome": outcome, "Runs": len(group), "Such as": reason})
-    return Answer(sentence, pd.DataFrame(rows).dropna(axis="columns", how="all"), tuple(notes))
+    table = pd.DataFrame(rows).dropna(axis="columns", how="all")
+    return Answer(table, headlines, notes, leads=False)
 
 
 def summary_table(records: Records) -> pd.DataFrame:

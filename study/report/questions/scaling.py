@@ -12,42 +12,42 @@ from study.predictor.run_predictions import PLANNED_DEVICE, PLANNED_LENGTH, PLAN
 from study.records import strategy_runs
 from study.records.fairness import baseline_arm
 from study.records.frames import Records, real_runs
-from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Interval, interval
+from study.records.statistics import MIN_SAMPLE, Interval, interval
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, ratio_text, runs_with_several
-from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs, span_text, times_text
+from study.report.document import Answer, Question, format_or_dash, span_text, times_text
+from study.report.facts import Headline, caption, footnotes
 from study.report.questions import comparison
-from study.report.questions.comparison import Comparison, arm_table, real_arms, side_by_side, without_offload, workloads
-from study.report.questions.memory import STEP, format_scope, held_text, sent_mib, step_s, with_settings
+from study.report.questions.comparison import (
+    Comparison,
+    answer_by_strategy,
+    arm_table,
+    name_with_settings,
+    real_arms,
+    without_offload,
+    workloads,
+)
+from study.report.questions.memory import STEP, describe_scope, held_text, sent_mib, step_s
 from study.virtual.summaries import STAGES, STRONG, WEAK, over_nodes
+
+# A larger part of the bytes that `fsdp2` sends is padding.
+_PADDED = 0.1
 
 
 def _ranks_answer(records: Records) -> Answer | None:
     by_workload = {workload: arms for workload, arms in workloads(records).items() if _has_several(arms[0])}
     speeds = Comparison(by_workload, STEP, _one_device, is_inverse=True)
-    several = [arm for arms in by_workload.values() for arm in arms if arm.is_fair() and arm.ranks > 1]
-    several = [arm for arm in several if (difference := speeds.of(arm)) and difference.ratio.n]
+    several = speeds.paired(arm for arms in by_workload.values() for arm in arms if arm.is_fair() and arm.ranks > 1)
     if not several:
         return None
-    one = comparison.format_references([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
-    one += f" on one{format_scope(by_workload)}"
-    ratios = [ratio for ratio, _ in speeds.significant(several)[0]] or [NAN]
-    verdict = "No: several" if max(ratios) < 1 else "Yes: several" if min(ratios) > 1 else "In part: several"
-    sentence = speeds.sentence(
-        several,
-        times_text,
-        f"{verdict} ranks are",
-        f" times as fast as {one}",
-        f"Not shown: the speed of several ranks does not differ significantly from that of {one}.",
-    )
-    return side_by_side(
-        sentence,
-        without_offload(by_workload),
-        {
-            "x one device": speeds.cell(times_text),
-            "Of the ideal": lambda arm: format_or_dash(_speedup(arm, speeds).center / arm.ranks, percent),
-        },
-        *speeds.notes,
-    )
+    bases = [name for arms in by_workload.values() if (name := _one_device(arms[0]))]
+    words = caption("ranks", "speed", references=comparison.format_references(bases))
+    columns: comparison.Columns = {
+        "x one device": speeds.cell(times_text),
+        "Of the ideal": lambda arm: format_or_dash(_speedup(arm, speeds).center / arm.ranks, percent),
+    }
+    scope = describe_scope({arm.workload: by_workload[arm.workload] for arm in several})
+    headline = speeds.headline(several, times_text, words, scope, unit=" x")
+    return answer_by_strategy(without_offload(by_workload), columns, speeds.notes, [headline], leads=False)
 
 
 def _has_several(arm: StrategyRuns) -> bool:
@@ -93,50 +93,58 @@ RANKS = Question(
 )
 
 
-def _nodes_answer(records: Records) -> Answer | None:  # noqa: PLR0914
+def _nodes_answer(records: Records) -> Answer | None:
     rows, table = over_nodes(records), nodes_table(records)
     if rows.empty:
         return None
     timed = rows[rows["efficiency"].notna() & (rows["machines"] > rows["fewest"])]
     if timed.empty:
-        largest = rows[rows["machines"] == rows["machines"].max()]
-        stages = largest[largest["line"].isin(STAGES)]
-        # The last stage, the leanest and the first strategy as shipped, and hsdp, which has separate rings.
-        shipped = largest[~largest["line"].str.contains(", ")]
-        shipped = largest if shipped.empty else shipped
-        leanest = shipped.loc[(shipped["state"] + shipped["gathered"].fillna(0)).idxmin()]
-        chosen = {row["line"]: row for row in ((stages if len(stages) else largest).iloc[-1], leanest, largest.iloc[0])}
-        chosen |= {row["line"]: row for _, row in shipped[shipped["strategy"] == "hsdp"].iterrows()}
-        releasing = largest[
-            (largest["strategy"] == next(iter(chosen))) & largest["line"].str.contains("max_live_parameters=0")
-        ]
-        padded = rows[(rows["line"] == "fsdp2") & (rows["model"] == largest["model"].iloc[0])].sort_values("world_size")
-        # More than the (N - 1) / N of a ring adds.
-        growth = padded.set_index("machines")["sent"].pct_change()
-        state, words, sentence, *notes = paragraphs(
-            "nodes_virtual_answer.j2",
-            chosen=chosen,
-            padding=growth[growth > 0.1],
-            percent=percent,
-            ranks=largest["world_size"].max(),
-            again=releasing.nlargest(1, "sent").itertuples(),
-            with_settings=with_settings,
-            mib=lambda size: f"{format_number(size / MIB)} MiB",
-            held=lambda row: f"{held_text(row.state / MIB, row.gathered / MIB)} MiB",
-            models=largest["model"].unique(),
-            planned=(PLANNED_DEVICE, PLANNED_MICRO_BATCH, PLANNED_LENGTH),
-        )
         title = "What does a rank hold and send on more machines?"
-        return Answer(sentence, table, tuple(notes), [(state, words)], title=title)
-    sentence, *notes = paragraphs(
-        "nodes_answer.j2",
-        machines=timed["machines"].max(),
-        percent=percent,
-        span_text=span_text,
-        groups=[(kind, timed[timed["scaling"] == kind]) for kind in (STRONG, WEAK)],
-        format_names=format_names,
+        return Answer(table, _virtual_nodes_headlines(rows), _virtual_nodes_footnotes(rows), title=title)
+    headlines = [
+        Headline(
+            span_text(timed.loc[timed["scaling"] == scaling, "efficiency"], percent),
+            caption("nodes", "speed", machines=timed["machines"].max(), scaling=scaling),
+        )
+        for scaling in (STRONG, WEAK)
+        if (timed["scaling"] == scaling).any()
+    ]
+    return Answer(table, headlines, footnotes("nodes", {"scaling": True, "across": True}))
+
+
+def _virtual_nodes_headlines(rows: pd.DataFrame) -> tuple[Headline, Headline]:
+    """Return the memory of a rank of the last stage, else of the last strategy, and the bytes that leave a machine."""
+    largest = rows[rows["machines"] == rows["machines"].max()]
+    stages = largest[largest["line"].isin(STAGES)]
+    row = (stages if len(stages) else largest).iloc[-1]
+    strategy, scope = name_with_settings(row["line"]), f"{row['world_size']} virtual ranks of {row['model']}"
+    memory_text = f"{held_text(row['state'] / MIB, row['gathered'] / MIB)} MiB"
+    leaving = f"{format_number(row['leaving'] / MIB)} MiB"
+    return (
+        Headline(memory_text, caption("nodes", "held"), strategy, scope),
+        Headline(leaving, caption("nodes", "leaving"), strategy, scope),
     )
-    return Answer(sentence, table, tuple(notes))
+
+
+def _virtual_nodes_footnotes(rows: pd.DataFrame) -> tuple[str, ...]:
+    padded = rows[rows["line"] == "fsdp2"].sort_values("world_size")
+    # More than the (N - 1) / N of a ring adds.
+    growth = padded.groupby("model")["sent"].pct_change()
+    first = rows.iloc[0]
+    return footnotes(
+        "nodes",
+        {
+            "rings": True,
+            "hsdp": bool((rows["strategy"] == "hsdp").any()),
+            "live": bool(rows["line"].str.contains("max_live_parameters=0").any()),
+            "padding": bool((growth > _PADDED).any()),
+            "planned": True,
+        },
+        per_machine=int(first["world_size"] / first["machines"]),
+        device=PLANNED_DEVICE,
+        batch=PLANNED_MICRO_BATCH,
+        length=PLANNED_LENGTH,
+    )
 
 
 def nodes_table(records: Records) -> pd.DataFrame:
@@ -154,6 +162,7 @@ def nodes_table(records: Records) -> pd.DataFrame:
         "Efficiency, predicted": rows["predicted_efficiency"],
         "State per rank, MiB": rows["state"] / MIB,
         "State, predicted": rows["predicted_state"] / MIB,
+        "Gathered per rank, MiB": rows["gathered"] / MIB,
         "Ring bytes (NCCL) per rank, MiB": rows["sent"] / MIB,
         "Ring bytes (NCCL), predicted": rows["predicted_sent"] / MIB,
         "Of it across machines, MiB": rows["across"] / MIB,
@@ -174,35 +183,67 @@ NODES = Question(
 )
 
 
-def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
+def _speed_answer(name: str, column: str, records: Records) -> Answer | None:
     """Return the answer for the subject with most strategies; the details have the others."""
     speed = strategy_runs.format_speed_ratio(real_runs(records).runs, column)
     if speed.empty:
         return None
     subject = speed["subject"].iloc[0]
     chosen = speed[speed["subject"] == subject].sort_values("place", kind="stable")
-    sign = (chosen["significant"] | (chosen["arm"] == chosen["baseline"])).map({True: "", False: comparison.UNSURE})
+    is_unsure = ~chosen["significant"].astype(bool) & (chosen["arm"] != chosen["baseline"])
+    sign = is_unsure.map({True: comparison.UNSURE, False: ""})
     cells = chosen["percent"].map("{:.0f} %".format) + sign + chosen["note"].map(lambda note: " †" if note else "")
     table = chosen.assign(cell=cells).pivot_table("cell", "arm", "place", aggfunc="first", sort=False)
-    table.columns = [words.format(place) for place in table.columns]
-    fair = chosen[(chosen["note"] == "") & (chosen["arm"] != chosen["baseline"])]
-    several = fair[fair.groupby("arm")["place"].transform("nunique") > 1]
-    # The sentence is about the strategy that shards most.
-    ends = list(several[several["arm"] == several["arm"].iloc[-1]].itertuples()) if len(several) else []
-    sentence, *notes = paragraphs(
-        "speed_answer.j2",
-        references=comparison.format_references(chosen["baseline"]),
-        words=words,
-        subject=subject,
-        ends=ends and [ends[0], ends[-1]],
-        is_unsure=sign.str.len().any(),
-        not_significant=NOT_SIGNIFICANT,
-        not_tested="" if any(len(end.points) >= MIN_SAMPLE for end in ends) else comparison.NOT_TESTED,
-        confounded=list(chosen[chosen["note"] != ""].itertuples()),
-        more=speed["subject"].nunique() - 1,
+    table.columns = [caption(name, "place", place=place) for place in table.columns]
+    references = comparison.format_references(chosen["baseline"])
+    confounded = chosen[chosen["note"] != ""]
+    more = speed["subject"].nunique() - 1
+    notes = (
+        *footnotes("speeds", {"about": True}, references=references, subject=subject),
+        *footnotes("comparison", {"unsure": bool(is_unsure.any())}),
+        *(
+            caption("comparison", "unfair", names=f"`{arm}`", reason=reason)
+            for arm, reason in zip(confounded["arm"], confounded["note"], strict=True)
+        ),
+        *footnotes("speeds", {"more": more > 0}, more=more),
     )
-    table = table.reset_index(names="Strategy").fillna("-")
-    return Answer(sentence, table, tuple(dict.fromkeys(notes)), subject=subject)
+    return Answer(
+        table.reset_index(names="Strategy").fillna("-"),
+        _speed_headlines(name, chosen, references),
+        tuple(dict.fromkeys(notes)),
+        subject=subject,
+        leads=False,
+    )
+
+
+def _speed_headlines(name: str, speed: pd.DataFrame, references: str) -> list[Headline]:
+    """Return the significant speeds of the strategy that shards most, at the ends of its places."""
+    subject = speed["subject"].iloc[0]
+    others = speed[speed["arm"] != speed["baseline"]]
+    fair = others[others["note"] == ""]
+    several = fair[fair.groupby("arm")["place"].transform("nunique") > 1]
+    if several.empty:
+        words = caption("speeds", "several", references=references)
+        return [Headline(f"0 of {others['arm'].nunique()}", words, scope=subject)]
+    strategy = several["arm"].iloc[-1]
+    places = several[several["arm"] == strategy]
+    ends = [places.iloc[0], places.iloc[-1]]
+    significant = [end for end in ends if end["significant"]]
+    if not significant:
+        is_tested = any(len(end["points"]) >= MIN_SAMPLE for end in ends)
+        words = caption("comparison", "significant" if is_tested else "tested")
+        return [Headline(f"0 of {len(ends)}", words, name_with_settings(strategy), subject)]
+    bounds = comparison.others_text(len(ends) - len(significant), len(ends))
+    return [
+        Headline(
+            f"{end['percent']:.0f} %",
+            caption("speeds", "speed", references=references, place=caption(name, "place", place=end["place"])),
+            name_with_settings(strategy),
+            subject,
+            bounds,
+        )
+        for end in significant
+    ]
 
 
 def batch_size_table(records: Records) -> pd.DataFrame:
@@ -246,7 +287,7 @@ def model_size_table(records: Records) -> pd.DataFrame:
 BATCH_SIZE = Question(
     "batch_size",
     "Does a larger batch reduce the cost of communication?",
-    functools.partial(_speed_answer, "global_batch_size", "batch {:g}"),
+    functools.partial(_speed_answer, "batch_size", "global_batch_size"),
     tables={"batch_size": batch_size_table},
     figures=("batch_size",),
     notebook="batch_size",
@@ -254,7 +295,7 @@ BATCH_SIZE = Question(
 MODEL_SIZE = Question(
     "model_size",
     "Does ZeRO cost more on a larger model?",
-    functools.partial(_speed_answer, "model_name_or_path", "{:.3g} M parameters"),
+    functools.partial(_speed_answer, "model_size", "model_name_or_path"),
     tables={"model_size": model_size_table},
     figures=("model_size",),
     notebook="model_size",

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from study.config.text import NOT_MEASURED, percent
+from study.config.text import NOT_MEASURED, format_number, percent
 from study.predictor.hardware import peak_flops
 from study.records.frames import Records, real_runs
 from study.records.schema import PROFILE_CATEGORIES
-from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, estimate_noise, seeds_needed
+from study.records.statistics import MIN_SAMPLE, estimate_noise, seeds_needed
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, has_no_gpu, scarce_memory, to_table
-from study.report.document import Answer, Question, format_names, paragraphs, span_text, times_text
+from study.report.document import Answer, Question, format_names, span_text, times_text
+from study.report.facts import Headline, caption, footnotes
 from study.report.questions import comparison
-from study.report.questions.comparison import Comparison, arm_table, real_arms, side_by_side, without_offload, workloads
-from study.report.questions.memory import STEP, format_scope, step_s
+from study.report.questions.comparison import (
+    Comparison,
+    ReferenceComparison,
+    answer_by_strategy,
+    arm_table,
+    real_arms,
+    without_offload,
+    workloads,
+)
+from study.report.questions.memory import STEP, describe_scope, step_s
 
 
 def _time_answer(records: Records) -> Answer | None:
@@ -27,38 +37,52 @@ def _time_answer(records: Records) -> Answer | None:
     if compared is None:
         return None
     times = Comparison(compared.workloads, STEP, lambda arm: compared.references[arm.workload].name)
-    sentence = f"No sharding strategy here is comparable with {compared.names} in step time."
-    numbers: list[tuple[str, str]] = []
-    ratios, only = times.significant(compared.sharding)
-    if compared.has_largest and ratios:
-        total = len(compared.sharding)
-        rest = f"; {total - len(ratios)} of {total} comparisons are {NOT_SIGNIFICANT}" if len(ratios) < total else ""
-        texts = [f"{times_text(ratio)} (`{arm.name}`)" for ratio, arm in ratios]
-        ends = only or f": {' to '.join(dict.fromkeys((texts[0], texts[-1])))}"
-        words = f"step time with sharded state, in multiples of that of {compared.names}{ends}{rest}"
-        numbers.append((f"{span_text((ratio for ratio, _ in ratios), times_text)} x", words))
-    if compared.sharding:
-        base = f"{compared.names}{format_scope(compared.main)}"
-        least = [comparison.least_difference(arms, STEP)[1] for arms in compared.main.values()]
-        known = [1 + size for size in least if size is not None]
-        unseen = f"; the least that they can show is {span_text(known, times_text)} times as long" if known else ""
-        sentence = times.sentence(
-            compared.sharding,
-            times_text,
-            "A step with sharded state takes",
-            f" times as long as one of {base}",
-            f"No sharding strategy's step time differs significantly from that of {base}{unseen}.",
+    ratios = times.significant(compared.sharding)
+    headlines = _time_headlines(compared, times, ratios) if compared.sharding else [_reference_time(compared)]
+    columns: comparison.Columns = {
+        "Step, ms": lambda arm: 1e3 * step_s(arm),
+        f"x {compared.plain_names}": times.cell(times_text),
+    }
+    notes = (caption("time", "ms"), *times.notes, *comparison.noise_notes(compared.main, STEP))
+    leads = compared.has_largest and bool(ratios)
+    return answer_by_strategy(without_offload(compared.workloads), columns, notes, headlines, leads=leads)
+
+
+def _time_headlines(
+    compared: ReferenceComparison, times: Comparison, ratios: Sequence[tuple[float, StrategyRuns]]
+) -> list[Headline]:
+    """Return the range of the significant ratios, if any, and how many of the comparisons these are."""
+    references = format_names([compared.references[arm.workload].name for arm in compared.sharding])
+    scope = describe_scope(compared.main)
+    headlines = []
+    if ratios:
+        (_, first), (_, last) = ratios[0], ratios[-1]
+        ratio = Headline(
+            f"{span_text((ratio for ratio, _ in ratios), times_text)} x",
+            caption("time", "ratio", references=references),
+            " to ".join(dict.fromkeys((first.name, last.name))),
+            first.workload if len(ratios) == 1 else scope,
         )
-    return side_by_side(
-        sentence,
-        without_offload(compared.workloads),
-        {"Step, ms": lambda arm: 1e3 * step_s(arm), f"x {compared.plain_names}": times.cell(times_text)},
-        "ms: median step of a run, geometric mean over a strategy's own seeds. Ratios: seed by seed. Tokens per second"
-        " are of all steps.",
-        *times.notes,
-        *comparison.noise_notes(compared.main, STEP),
-        numbers=numbers,
+        headlines.append(ratio)
+    is_tested = times.is_tested(compared.sharding)
+    sizes = [comparison.least_difference(arms, STEP)[1] for arms in compared.main.values()]
+    known = [size for size in sizes if size is not None]
+    count = Headline(
+        f"{len(ratios)} of {len(compared.sharding)}",
+        caption("time", "significant" if is_tested else "untested", references=references),
+        scope="" if ratios else scope,
+        bounds=caption("time", "least", size=span_text(known, percent)) if known else "",
     )
+    return [*headlines, count]
+
+
+def _reference_time(compared: ReferenceComparison) -> Headline:
+    """Return the step time of the reference, of which no sharding strategy has a ratio."""
+    bases = compared.references.values()
+    milliseconds = span_text((1e3 * step_s(base) for base in bases), format_number)
+    references = format_names([base.name for base in bases])
+    what = caption("time", "alone", references=references)
+    return Headline(f"{milliseconds} ms", what, scope=describe_scope(compared.workloads))
 
 
 def runtime_table(records: Records) -> pd.DataFrame:
@@ -129,10 +153,13 @@ def _profile_answer(records: Records) -> Answer | None:
         return None
     step = details["Profiled step, ms"]
     shares = pd.DataFrame({"Matrix products and attention": details[_PRODUCTS], "Idle": details["Idle, ms"] / step})
-    products, idle = (span_text(share, percent) for _, share in shares.items())
+    products, idle = (span_text(fractions, percent) for _, fractions in shares.items())
     table = details[["Workload", "Strategy"]].assign(**{"Step, ms": step}).join(shares.map(percent))
-    sentence = f"Matrix products and attention take {products} of a step; {idle} of it is idle."
-    return Answer(sentence, table, ("Profiled steps are slower, and excluded from all other times here.",))
+    headlines = (
+        Headline(products, caption("profile", "products")),
+        Headline(idle, caption("profile", "idle")),
+    )
+    return Answer(table, headlines, (caption("profile", "profiled"),))
 
 
 def step_profile_table(records: Records) -> pd.DataFrame:
@@ -188,70 +215,73 @@ PROFILE = Question(
 )
 
 
-def _advice_answer(records: Records) -> Answer | None:  # noqa: PLR0914
+def _advice_answer(records: Records) -> Answer | None:
     runs = real_runs(records).runs
     # Profiling slows a run down, so profiled runs are excluded.
     by_workload = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
-    rows, best, judged, unjudged, unseen = [], [], [], [], []
-    for workload, strategies in by_workload.items():
-        timed = [arm for arm in strategies if arm.is_fair() and not math.isnan(step_s(arm))]
-        if not timed:
-            continue
-        fastest, few = judge_speed(timed)
-        if fastest:
-            best.append(fastest)
-            judged.append(timed)
-            unjudged += list(few)
-            unseen.append(comparison.least_difference(timed, STEP)[1] or math.nan)
-        places = scarce_memory(timed[0].workload_runs)
-        states = [
-            (size, arm.name)
-            for arm in without_offload({workload: timed})[workload]
-            if not math.isnan(size := arm.state_mib(places))
-        ]
-        least = min(states, default=(0.0, ""))[0]
-        noise = estimate_noise(timed[0].workload_runs, STEP)
-        needed = None if noise is None else seeds_needed(math.log(1.05), noise.log_sd * math.sqrt(2))
-        seeds = "not known" if noise is None else f"{needed or 'over ten thousand'}"
-        # State is counted on tensors, not sampled: one run is enough.
-        smallest = f"{', '.join(name for size, name in states if size == least)}, {least:.1f} MiB"
-        rows.append(
-            {
-                "Workload": workload,
-                "Fastest, or not shown to be slower": ", ".join(fastest) or "not judged",
-                "Step, ms": ", ".join(f"{1e3 * step_s(arm):,.1f}" for arm in timed if arm.name in fastest)
-                or NOT_MEASURED,
-                # For 80 % power if these two strategies are the only ones; each further pair needs more.
-                "Seeds to find a 5 % difference of two": seeds,
-                "Least model state, no offload": smallest if states else NOT_MEASURED,
-            }
-        )
-    if not rows:
+    timed = {
+        workload: [arm for arm in arms if arm.is_fair() and not math.isnan(step_s(arm))]
+        for workload, arms in by_workload.items()
+    }
+    timed = {workload: arms for workload, arms in timed.items() if arms}
+    if not timed:
         return None
-    arms = [arm for strategies in by_workload.values() for arm in strategies]
-    notes = ["For this model, batch and length only: for a model that does not fit, the order may be reversed."]
-    if unjudged:
-        notes.append(f"Fewer than three seeds, so not judged: {format_names(unjudged)}.")
-    if any(has_no_gpu(arm.workload_runs) for arm in arms):
-        notes.append("This machine has no GPU: these records do not show the cost or benefit of a stage on one.")
-    everywhere = [name for name in best[0] if all(name in fastest for fastest in best)] if best else []
-    peaks = [[(arm.peak_gib[0], arm.name) for arm in timed if arm.name in everywhere] for timed in judged]
-    is_known = everywhere and not any(math.isnan(size) for sizes in peaks for size, _ in sizes)
-    leanest = sorted({min(sizes)[1] for sizes in peaks}) if is_known else []
-    sentence, *_ = paragraphs(
-        "advice_answer.j2",
-        best=best,
-        everywhere=everywhere,
-        leanest=leanest,
-        format_names=format_names,
-        timed=len(rows),
-        unjudged=unjudged,
-        scope=format_scope({row["Workload"]: by_workload[row["Workload"]] for row in rows}),
-        unseen=unseen,
-        percent=percent,
+    judged = {workload: judge_speed(arms) for workload, arms in timed.items()}
+    table = pd.DataFrame([_advice_row(timed[workload], fastest) for workload, (fastest, _) in judged.items()])
+    best = {workload: fastest for workload, (fastest, _) in judged.items() if fastest}
+    everywhere = [name for name in next(iter(best.values()), []) if all(name in names for names in best.values())]
+    arms = list(itertools.chain(*by_workload.values()))
+    few = list(itertools.chain(*(few for fastest, few in judged.values() if fastest)))
+    notes = footnotes(
+        "advice",
+        {
+            "not_judged": not best,
+            "none": bool(best) and not everywhere,
+            "not_equal": len(everywhere) > 1,
+            "scope": True,
+            "few": bool(few),
+            "no_gpu": any(has_no_gpu(arm.workload_runs) for arm in arms),
+        },
+        names=format_names(few) if few else "",
     )
-    table = pd.DataFrame(rows)
-    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *comparison.arm_notes(arms)))
+    headlines = _advice_headlines({workload: timed[workload] for workload in best}, everywhere)
+    table = table.loc[:, (table != NOT_MEASURED).any()]
+    return Answer(table, headlines, (*notes, *comparison.arm_notes(arms)))
+
+
+def _advice_row(timed: Sequence[StrategyRuns], fastest: Sequence[str]) -> Row:
+    """Return the fastest strategies of a workload, what its seeds can show, and the least model state."""
+    workload, places = timed[0].workload, scarce_memory(timed[0].workload_runs)
+    noise = estimate_noise(timed[0].workload_runs, STEP)
+    needed = None if noise is None else seeds_needed(math.log(1.05), noise.log_sd * math.sqrt(2))
+    unseen = comparison.least_difference(timed, STEP)[1] if fastest else None
+    # State is counted on tensors, not sampled: one run is enough.
+    sizes = {arm.name: arm.state_mib(places) for arm in without_offload({workload: timed})[workload]}
+    counted = {name: size for name, size in sizes.items() if not math.isnan(size)}
+    least = min(counted.values(), default=NAN)
+    leanest = [name for name, size in counted.items() if size == least]
+    return {
+        "Workload": workload,
+        "Fastest, or not shown to be slower": ", ".join(fastest) or "not judged",
+        "Step, ms": ", ".join(f"{1e3 * step_s(arm):,.1f}" for arm in timed if arm.name in fastest) or NOT_MEASURED,
+        "Least significant difference": NOT_MEASURED if unseen is None else percent(unseen),
+        # For 80 % power if these two strategies are the only ones; each further pair needs more.
+        "Seeds to find a 5 % difference of two": "not known" if noise is None else f"{needed or 'over ten thousand'}",
+        "Least model state, no offload": f"{', '.join(leanest)}, {least:.1f} MiB" if counted else NOT_MEASURED,
+    }
+
+
+def _advice_headlines(timed: Mapping[str, Sequence[StrategyRuns]], everywhere: Sequence[str]) -> list[Headline]:
+    """Return the strategies that are among the fastest everywhere and, of several, the one with the least peak."""
+    if not everywhere:
+        return []
+    fastest = Headline(", ".join(everywhere), caption("advice", "fastest"), scope=describe_scope(timed))
+    peaks = [{arm.name: arm.peak_gib[0] for arm in arms if arm.name in everywhere} for arms in timed.values()]
+    is_known = not any(math.isnan(size) for sizes in peaks for size in sizes.values())
+    if len(everywhere) == 1 or not is_known:
+        return [fastest]
+    leanest = sorted({min(sizes, key=lambda name: (sizes[name], name)) for sizes in peaks})
+    return [fastest, Headline(" or ".join(leanest), caption("advice", "leanest"))]
 
 
 def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str, str]]:

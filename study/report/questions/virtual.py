@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pandas as pd
 
-from study.config.text import format_number, full_model, percent
+from study.config.text import full_model, percent
 from study.host.memory import MIB
 from study.predictor.communication import sent_bytes
 from study.predictor.memory import kept_for_backward
@@ -20,7 +20,8 @@ from study.predictor.zero3_gathers import simulate_gathers
 from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.virtual_summary import Summary
-from study.report.document import Answer, Question, change_text, format_names, format_or_dash, paragraphs, span_text
+from study.report.document import Answer, Question, change_text, format_names, span_text
+from study.report.facts import Headline, caption, footnotes
 from study.report.questions.memory import held_text
 from study.virtual import summaries
 from study.virtual.summaries import AS_SHIPPED, BOOKKEEPING, GB, STAGES, figure_or_nan, rank_state_bytes
@@ -31,7 +32,47 @@ _NOTABLE = 0.01
 _CELLS = {*itertools.product(STAGES, ("gpt-7.5b", "gpt-128b", "gpt-1t"), (1, 4, 16, 64, 256, 1024))}
 
 
-def _table1_answer(records: Records) -> Answer | None:  # noqa: PLR0914
+def _table1_answer(records: Records) -> Answer | None:
+    rows = _table1_cases(records)
+    if not rows:
+        return None
+    worst = max(rows, key=lambda row: abs(_difference(row)))
+    agreeing = sum(abs(_difference(row)) <= _NOTABLE for row in rows)
+    more = (rank_state_bytes(worst) - worst["paper_bytes"]) / GB
+    headlines = (
+        Headline(
+            f"{agreeing} of {len(rows)}",
+            caption("table1", "within"),
+            bounds=_counted_cells(rows),
+        ),
+        Headline(
+            change_text(_difference(worst)),
+            caption("table1", "largest"),
+            worst["strategy"],
+            f"{worst['model']} at {worst['world_size']} ranks",
+            f"{more:+.3g} GB",
+        ),
+    )
+    return Answer(state_by_stage(rows), headlines, _table1_footnotes(records, rows, worst))
+
+
+def _counted_cells(rows: Sequence[Summary]) -> str:
+    """Return how many cells the paper's Table 1 has, if the cases are of it, and how many cases were not measured."""
+    parts = [f"of {len(_CELLS)} in the paper's Table 1"] if _are_cells(rows) else []
+    extrapolated = sum(row["extrapolated"] is not None for row in rows)
+    if extrapolated:
+        parts.append(f"{len(rows) - extrapolated} measured, {extrapolated} extrapolated over layers")
+    return "; ".join(parts)
+
+
+def _are_cells(rows: Sequence[Summary]) -> bool:
+    """Whether each case is a cell of the paper's Table 1, and no cell has two cases."""
+    cells = {(row["strategy"], row["model"], row["world_size"]) for row in rows}
+    return cells <= _CELLS and len(cells) == len(rows)
+
+
+def _table1_cases(records: Records) -> list[Summary]:
+    """Return the cases whose state is known; of one stage the one with the largest difference is the last."""
     # Without the paper's models all as shipped, with the formula for their parameters: few settings change state.
     rows = [row for row in summaries.table1_rows(records) if not math.isnan(rank_state_bytes(row))] or [
         row | {"paper_bytes": paper_state_bytes(row["model_parameters"], row["stage"], row["world_size"])}
@@ -43,57 +84,33 @@ def _table1_answer(records: Records) -> Answer | None:  # noqa: PLR0914
     ]
     # A run with another setting that moves no state would only be a second case that agrees.
     cases = {(row["strategy"], row["model"], row["world_size"], rank_state_bytes(row)): row for row in rows}
-    # Of one stage, the table has the case with the largest difference.
-    rows = sorted(cases.values(), key=lambda row: (row["model_parameters"], row["world_size"], abs(_difference(row))))
-    if not rows:
-        return None
-    worst = max(rows, key=lambda row: abs(_difference(row)))
+    return sorted(cases.values(), key=lambda row: (row["model_parameters"], row["world_size"], abs(_difference(row))))
+
+
+def _table1_footnotes(records: Records, rows: Sequence[Summary], worst: Summary) -> tuple[str, ...]:
     # Gradients that are not reduced, and gathered parameters, leave the device after the backward pass.
-    off_rows = [row for row in rows if abs(_difference(row)) > _NOTABLE]
-    before_step = [abs(_difference(row, before_step=True)) <= _NOTABLE for row in off_rows]
+    before_step = [abs(_difference(row, before_step=True)) <= _NOTABLE for row in rows]
+    is_off = [abs(_difference(row)) > _NOTABLE for row in rows]
     lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")
     lost_models = lost["model_name_or_path"].map(full_model)
-    # Models without a case here, and whether each of their runs was too large.
-    too_large = lost["status_reason"].str.contains("of host memory").groupby(lost_models).all()
-    missing = too_large.drop([row["model"] for row in rows], errors="ignore")
-    measured = {case[:3] for case in cases}
+    missing = sorted({*lost_models} - {row["model"] for row in rows})
+    measured = {(row["strategy"], row["model"], row["world_size"]) for row in rows}
     tried = measured.union(zip(lost["strategy"], lost_models, lost["virtual_world_size"], strict=True))
+    is_unreduced = any(is_off) and all(before for before, off in zip(before_step, is_off, strict=True) if off)
     is_kept_whole = figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0
-    agreeing, total = len(rows) - len(off_rows), len(rows)
-    sentence, words, note = paragraphs(
-        "table1_answer.j2",
-        agreeing=agreeing,
-        total=total,
-        before_step=before_step,
-        extrapolated=sum(row["extrapolated"] is not None for row in rows),
-        cause="unreduced" if before_step and all(before_step) else "whole" if is_kept_whole else "",
-        table=_CELLS,
-        measured=measured,
-        tried=tried,
-        worst=worst,
-        missing=missing.to_dict(),
-        larger=off_rows and _larger_than_bucket(records, rows, off_rows),
-        difference=change_text(_difference(worst)),
-        more=(rank_state_bytes(worst) - worst["paper_bytes"]) / GB,
+    return footnotes(
+        "table1",
+        {
+            "state": True,
+            "unreduced": is_unreduced,
+            "whole": is_kept_whole and not is_unreduced,
+            "cells": _are_cells(rows),
+            "missing": bool(missing),
+        },
+        cells=len(_CELLS),
+        untried=len(_CELLS - tried),
+        models=format_names(missing) if missing else "",
     )
-    numbers = [(f"{agreeing} of {total}", words)] if total > 1 else []
-    return Answer(sentence, state_by_stage(rows), (note,), numbers)
-
-
-def _larger_than_bucket(records: Records, rows: Sequence[Summary], off_rows: Sequence[Summary]) -> dict[str, str]:
-    """Return the bucket, the largest tensor of each model that is off, if larger, and of the others, in M elements."""
-    runs = {run.run: run for run in virtual_runs(records).runs.itertuples()}
-    largest = {
-        row["model"]: max(param.elements for param in request.shape.params) / 1e6
-        for row in rows
-        if (request := request_if_any(runs[row["runs"][0]])) is not None
-    }
-    bucket = max((row["buckets"] or {}).get("reduce_bucket_size", math.inf) for row in rows) / 1e6
-    off = [largest.get(row["model"], 0) for row in off_rows]
-    small = {model: size for model, size in largest.items() if size <= bucket}
-    names, most = format_names(list(small)) if small else "", format_number(max(small.values(), default=0))
-    words = {"size": span_text(off, format_number), "bucket": format_number(bucket), "models": names, "most": most}
-    return words if off and min(off) > bucket else {}
 
 
 def _difference(row: Summary, before_step: bool = False) -> float:
@@ -162,52 +179,70 @@ _FIGURES: dict[str, Callable[[Summary], float]] = {
 }
 
 
-def _settings_answer(records: Records) -> Answer | None:  # noqa: PLR0914
+def _settings_answer(records: Records) -> Answer | None:
     unchanged = [row for row in summaries.summaries(records) if row["setting"] == AS_SHIPPED]
     by_stage = {stage: [_sent_x_paper(row) for row in unchanged if row["strategy"] == stage] for stage in STAGES}
     shipped = {stage: ratios for stage, ratios in by_stage.items() if not all(map(math.isnan, ratios))}
     if not shipped:
         return None
-    models = [row["model"] for row in unchanged if row["strategy"] in STAGES and not math.isnan(_sent_x_paper(row))]
+    changed: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
+    for before, after in summaries.setting_pairs(records):
+        changed[after["strategy"], after["setting"]].append((before, after))
     gathers = [
         summaries.shares(row, "payload_bytes").get("all_gather") or math.nan
         for row in unchanged
         if row["strategy"] == STAGES[-1]
     ]
+    gather_counts = [count for count in gathers if not math.isnan(count)]
+    has_much_changed = any(_changes_much(pairs) for (strategy, _), pairs in changed.items() if strategy in shipped)
+    notes = footnotes(
+        "settings",
+        {
+            "rings": True,
+            "once": any(f"{count:.3g}" != "2" for count in gather_counts),
+            "changed": bool(changed),
+            "unknown": len(gather_counts) < len(gathers),
+        },
+    )
+    models = [row["model"] for row in unchanged if row["strategy"] in STAGES and not math.isnan(_sent_x_paper(row))]
+    return Answer(
+        _effects_table(shipped, changed),
+        tuple(_settings_headlines(shipped, gather_counts, format_names(models))),
+        notes,
+        title="" if has_much_changed else "Does one of N ranks send what the ZeRO paper predicts?",
+    )
+
+
+def _settings_headlines(
+    shipped: Mapping[str, Sequence[float]], gathers: Sequence[float], models: str
+) -> Iterator[Headline]:
+    """Yield the bytes of all stages, and how often stage 3 gathers the weights if it is known."""
+    ratios = itertools.chain(*shipped.values())
+    stages = ", ".join(shipped)
+    yield Headline(f"{span_text(ratios, _THREE_DIGITS)} x", caption("settings", "sent"), stages, models)
+    if gathers:
+        yield Headline(span_text(gathers, _THREE_DIGITS), caption("settings", "gathers"), STAGES[-1])
+
+
+def _effects_table(
+    shipped: Mapping[str, Sequence[float]], changed: Mapping[tuple[str, str], Sequence[tuple[Summary, Summary]]]
+) -> pd.DataFrame:
+    """Return the bytes of each stage as shipped, and the figures that each other setting changes."""
     rows: list[dict[str, Any]] = [
         {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: _known_span(ratios)}
         for stage, ratios in shipped.items()
     ]
-    changed: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
-    for before, after in summaries.setting_pairs(records):
-        changed[after["strategy"], after["setting"]].append((before, after))
     for (strategy, setting), pairs in changed.items():
         effects = {name: effect for name, figure in _FIGURES.items() if (effect := _effect(pairs, figure))}
         rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)} | effects)
     rows.sort(key=lambda entry: entry["Strategy"])
-    after_changes: defaultdict[str, list[str]] = defaultdict(list)
-    for (strategy, setting), pairs in changed.items():
-        # An option such as LoRA changes the training, not the engine.
-        is_setting = strategy in shipped and pairs[0][1]["overrides_engine"]
-        if is_setting and all(abs(_sent_x_paper(after) / _sent_x_paper(before) - 1) > _MUCH for before, after in pairs):
-            span = span_text((_sent_x_paper(after) for _, after in pairs), _THREE_DIGITS)
-            after_changes[strategy].append(f"{span} with {format_names(setting.split(', '))}")
-    # Stages with equal figures are named together.
-    stages: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
-    for stage, ratios in shipped.items():
-        stages[(_known_span(ratios), *after_changes[stage])].append(stage)
-    sentence, words, *notes = paragraphs(
-        "settings_answer.j2",
-        stages={figures: format_names(names) for figures, names in stages.items()},
-        gathers="" if all(map(math.isnan, gathers)) else span_text(gathers, _THREE_DIGITS),
-        models=format_names(models),
-        changed=changed,
-        has_unknown=any(map(math.isnan, gathers)),
-    )
-    title = "" if any(after_changes.values()) else "Does one of N ranks send what the ZeRO paper predicts?"
-    span = span_text((ratio for ratios in shipped.values() for ratio in ratios), _THREE_DIGITS)
-    numbers = [(f"{span} x", words)] if " to " in span else []
-    return Answer(sentence, pd.DataFrame(rows).fillna(""), tuple(notes), numbers, title=title)
+    return pd.DataFrame(rows).fillna("")
+
+
+def _changes_much(pairs: Sequence[tuple[Summary, Summary]]) -> bool:
+    """Whether a setting of the engine changes the bytes of each case; an option such as LoRA changes the training."""
+    changes = [abs(_sent_x_paper(after) / _sent_x_paper(before) - 1) for before, after in pairs]
+    return bool(pairs[0][1]["overrides_engine"]) and all(change > _MUCH for change in changes)
 
 
 def _known_span(ratios: Sequence[float]) -> str:
@@ -276,37 +311,44 @@ def lora_cases(records: Records) -> dict[str, list[Summary]]:
     }
 
 
-def _lora_answer(records: Records) -> Answer | None:  # noqa: PLR0914
+def _lora_answer(records: Records) -> Answer | None:
     if not (cases := lora_cases(records)):
         return None
-    subject, (whole, *_, divided) = next(iter(cases.items()))
-    held = [(rank_state_bytes(row), figure_or_nan(row, "forward_gathers_bytes")) for row in (whole, divided)]
-    sizes = [f"{held_text(state / MIB, gathered / MIB)} MiB" for state, gathered in held]
-    sent = summaries.relative_ring_bytes(divided) / summaries.relative_ring_bytes(whole)
-    runs = virtual_runs(records).runs.set_index("run", drop=False).loc[[whole["runs"][0], divided["runs"][0]]]
-    predicted = _predict_full_depth(runs) if whole["model_layers"] < whole["preset_layers"] else None
-    all_layers, sent_by_all = [], 0.0
-    if predicted is not None:
-        undivided, sharded = predicted[["state", "gathered", _SENT]].to_numpy()
-        all_layers = [f"{held_text(row[0] / MIB, row[1] / MIB)} MiB" for row in (undivided, sharded)]
-        sent_by_all = sharded[2] / undivided[2]
-    sentence, words = paragraphs(
-        "lora_answer.j2",
-        whole=whole,
-        divided=divided,
-        sizes=sizes,
-        all_layers=all_layers,
-        sent_by_all=format_number(sent_by_all),
-        sent=format_or_dash(sent, format_number),
-        parameters=percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole)),
-        is_more=sum(held[1]) > held[0][0],
+    subject, (undivided, *_, divided) = next(iter(cases.items()))
+    fraction = summaries.kind_bytes(undivided, "params") / rank_state_bytes(undivided)
+    notes = footnotes(
+        "lora",
+        {"frozen": True, "live": figure_or_nan(divided, "forward_gathers_bytes") > 0, "largest": True},
+        strategy=undivided["strategy"],
+        share=percent(fraction),
     )
+    headlines = tuple(_lora_headlines(records, undivided, divided))
+    return Answer(_lora_table(records), headlines, notes, subject=subject)
+
+
+def _lora_headlines(records: Records, undivided: Summary, divided: Summary) -> Iterator[Headline]:
+    """Yield the memory of a rank with stage 3 and the other strategy; predicted for all layers if only some ran."""
+    sizes = [(rank_state_bytes(row), figure_or_nan(row, "forward_gathers_bytes")) for row in (divided, undivided)]
+    layers = ""
+    if undivided["model_layers"] < undivided["preset_layers"]:
+        runs = virtual_runs(records).runs.set_index("run", drop=False).loc[[divided["runs"][0], undivided["runs"][0]]]
+        predicted = _predict_full_depth(runs)
+        if predicted is not None:
+            sizes = list(predicted[["state", "gathered"]].itertuples(index=False, name=None))
+            layers = f"predicted for all {undivided['preset_layers']:.0f} layers"
+    for row, (state, gathered) in zip((divided, undivided), sizes, strict=True):
+        scope = f"{row['world_size']} virtual ranks of {full_model(row['model'].split(' of ')[-1])}"
+        size = f"{held_text(state / MIB, gathered / MIB)} MiB"
+        yield Headline(size, caption("lora", "held"), row["strategy"], scope, layers)
+
+
+def _lora_table(records: Records) -> pd.DataFrame:
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
+    columns.append("Ring bytes (NCCL), x weights")
     # An option that changes none of these bytes gives no further row.
-    table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates()
-    table = table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")]
-    return Answer(sentence, table, numbers=[(all_layers[1] if all_layers else sizes[1], words)], subject=subject)
+    table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates(columns[:-1])
+    return table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")]
 
 
 LORA = Question(
@@ -328,9 +370,38 @@ _TUNED = {
 
 
 _HELD, _KEPT, _SENT = "State + gathered weights on the device", "Kept for backward", "Ring bytes (NCCL)"
+_TUNED_FIGURES = [_HELD, _KEPT, _SENT]
 
 
-def _tuning_answer(records: Records) -> Answer | None:  # noqa: PLR0914
+class _Change(NamedTuple):
+    """A setting that is not the usual one: its effects by figure and strategy, at each number of layers."""
+
+    setting: str
+    at_depths: dict[str, pd.DataFrame]
+
+    @property
+    def figure(self) -> str:
+        """The figure that it changes most: the one that falls most in its case with the least effect, as it ran."""
+        changes = next(iter(self.at_depths.values()))
+        return str(changes.max().idxmin())
+
+    @property
+    def least(self) -> float:
+        return float(next(iter(self.at_depths.values()))[self.figure].max())
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        """Yield a row of the table per number of layers."""
+        for layers, changes in self.at_depths.items():
+            cells = {name: _change_cell(changes[name]) for name in changes}
+            yield {"Change": self.setting, "Layers": layers, **cells}
+
+    def span(self, layers: str) -> str:
+        """Return how much less it makes its figure, over strategies."""
+        changes = self.at_depths[layers][self.figure]
+        return " to ".join(dict.fromkeys(percent(-change) for change in (changes.max(), changes.min())))
+
+
+def _tuning_answer(records: Records) -> Answer | None:
     """Compare the cases that differ in one of these settings; None without checkpointing and LoRA in some."""
     runs = virtual_runs(records).runs.query("status_state == 'ok'")
     if runs[["gradient_checkpointing", "peft"]].nunique().min() < 2:
@@ -344,50 +415,54 @@ def _tuning_answer(records: Records) -> Answer | None:  # noqa: PLR0914
             _SENT: runs["collectives"].map(summaries.read_ring_bytes),
         }
     )
-    run, case = runs.iloc[0], ["model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED]
-    by_layers = {f"{run['model_layers']:.0f}": runs}
-    figures, error = [_HELD, _KEPT, _SENT], 0.0
-    if run["model_layers"] < run["preset_layers"] and (predicted := _predict_full_depth(runs)) is not None:
-        by_layers[f"{run['preset_layers']}, predicted"] = predicted
-        same_layers = _predict_figures(runs)
-        error = 0.0 if same_layers is None else (same_layers[figures] / runs[figures] - 1).abs().max().max()
-
-    def cell(changes: pd.Series) -> str:
-        """Return the changes in percent, each with its strategies if there are several."""
-        texts = [f"{100 * change:+.1f} %" if abs(change) > _NOTABLE else "no change" for change in changes]
-        by_text = (changes.index.to_series() + "`").groupby(texts, sort=False).agg(lambda names: ", `".join(names))
-        return texts[0] if len(by_text) == 1 else ", ".join(f"{text} (`{names})" for text, names in by_text.items())
-
-    # The effects of the settings, by the figure that each changes most.
-    effects: defaultdict[str, list[tuple[float, str, list[dict[str, str]]]]] = defaultdict(list)
-    rows = []
-    for key, words in _TUNED.items():
-        most, at_depths = "", list[pd.Series]()
-        for layers, depth_runs in by_layers.items():
-            usual = depth_runs[key] == depth_runs[key].mode()[0]
-            same = [name for name in case if name != key]
-            pairs = depth_runs[usual].merge(depth_runs[~usual], on=same, suffixes=("", " then"))
-            if pairs.empty:
-                break
-            pairs = pairs.set_index("strategy then")
-            changes = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in figures}
-            setting = words.format(pairs[f"{key} then"].iloc[0], pairs[key].iloc[0])
-            rows.append({"Change": setting, "Layers": layers} | {name: cell(changes[name]) for name in changes})
-            # By the case in which a figure falls least, of the measured layers.
-            most = most or min(changes, key=lambda name: changes[name].max())
-            at_depths.append(changes[most])
-        if at_depths:
-            ends = [{percent(-change[at]): at for at in (change.idxmax(), change.idxmin())} for change in at_depths]
-            effects[most].append((at_depths[0].max(), setting, ends))
-    sentence, number, words, note = paragraphs(
-        "tuning_answer.j2",
-        effects={name: sorted(settings) for name, settings in effects.items()},
-        largest=min((min(settings), name) for name, settings in effects.items()),
-        run=run,
-        error=percent(error),
-        model=full_model(str(run["model_name_or_path"]).rsplit("/", 1)[-1]),
+    by_layers, error = _with_all_layers(runs)
+    changes = [change for key, words in _TUNED.items() if (change := _find_change(by_layers, key, words)).at_depths]
+    largest = min(changes, key=lambda change: change.least)
+    *measured, last = largest.at_depths
+    model = full_model(str(runs.iloc[0]["model_name_or_path"]).rsplit("/", 1)[-1])
+    ran = "".join(f"; {largest.span(layers)} with the {layers} that ran" for layers in measured)
+    headline = Headline(
+        largest.span(last),
+        caption("tuning", largest.figure, setting=largest.setting),
+        scope=f"one of {runs.iloc[0]['world_size']:.0f} virtual ranks of {model}",
+        bounds=f"layers: {last}{ran}",
     )
-    return Answer(sentence, pd.DataFrame(rows), (note,), [(number, words)])
+    notes = footnotes("tuning", {"cases": True, "error": len(by_layers) > 1}, error=percent(error))
+    return Answer(pd.DataFrame([row for change in changes for row in change.rows()]), (headline,), notes)
+
+
+def _with_all_layers(runs: pd.DataFrame) -> tuple[dict[str, pd.DataFrame], float]:
+    """Return the runs by number of layers, with those predicted for all layers, and the largest error of the rules."""
+    run = runs.iloc[0]
+    by_layers = {f"{run['model_layers']:.0f}": runs}
+    if run["model_layers"] >= run["preset_layers"] or (predicted := _predict_full_depth(runs)) is None:
+        return by_layers, 0.0
+    same_layers = _predict_figures(runs)
+    error = 0.0 if same_layers is None else (same_layers[_TUNED_FIGURES] / runs[_TUNED_FIGURES] - 1).abs().max().max()
+    by_layers[f"{run['preset_layers']}, predicted"] = predicted
+    return by_layers, float(error)
+
+
+def _find_change(by_layers: Mapping[str, pd.DataFrame], key: str, words: str) -> _Change:
+    """Return the effects of a setting on cases that differ in it alone; without such cases there are none."""
+    setting, at_depths = "", dict[str, pd.DataFrame]()
+    same = [name for name in ("model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED) if name != key]
+    for layers, runs in by_layers.items():
+        usual = runs[key] == runs[key].mode()[0]
+        pairs = runs[usual].merge(runs[~usual], on=same, suffixes=("", " then"))
+        if pairs.empty:
+            break
+        pairs = pairs.set_index("strategy then")
+        setting = words.format(pairs[f"{key} then"].iloc[0], pairs[key].iloc[0])
+        at_depths[layers] = pd.DataFrame({name: pairs[f"{name} then"] / pairs[name] - 1 for name in _TUNED_FIGURES})
+    return _Change(setting, at_depths)
+
+
+def _change_cell(changes: pd.Series) -> str:
+    """Return the changes in percent, each with its strategies if there are several."""
+    texts = [f"{100 * change:+.1f} %" if abs(change) > _NOTABLE else "no change" for change in changes]
+    by_text = (changes.index.to_series() + "`").groupby(texts, sort=False).agg(lambda names: ", `".join(names))
+    return texts[0] if len(by_text) == 1 else ", ".join(f"{text} (`{names})" for text, names in by_text.items())
 
 
 def _predict_figures(runs: pd.DataFrame) -> pd.DataFrame | None:
@@ -397,8 +472,8 @@ def _predict_figures(runs: pd.DataFrame) -> pd.DataFrame | None:
         if (request := request_if_any(run)) is None:
             return None
         gathered = simulate_gathers(request).live_at_end if request.strategy.zero_stage == 3 else 0
-        held = predict_state(request).device, gathered * request.gathered_bytes
-        figures.append((*held, kept_for_backward(request), sent_bytes(request)))
+        memory = predict_state(request).device, gathered * request.gathered_bytes
+        figures.append((*memory, kept_for_backward(request), sent_bytes(request)))
     runs = runs.copy()
     runs[["state", "gathered", _KEPT, _SENT]] = figures
     return runs.assign(**{_HELD: runs["state"] + runs["gathered"]})
@@ -417,11 +492,16 @@ def _layers_answer(records: Records) -> Answer | None:
     if runs.empty:
         return None
     cases = summaries.summaries(records)
-    lines = sum(row["extrapolated"] is not None for row in cases)
-    sentence = (
-        f"{len(cases) - lines} of {len(cases)} cases are measured completely and {lines} are extrapolated over layers;"
-        " there is no loss, no accuracy and no throughput, since a virtual rank receives no real data."
+    lines = [row["extrapolated"] for row in cases if row["extrapolated"] is not None]
+    complete = Headline(
+        f"{len(cases) - len(lines)} of {len(cases)}",
+        caption("layers", "complete"),
+        bounds=caption("layers", "extrapolated", count=len(lines)),
     )
+    headlines = [complete]
+    if lines:
+        residual = max(fit["largest_residual_at_target"] for fit in lines)
+        headlines.append(Headline(f"{100 * residual:.1f} %", caption("layers", "residual")))
     table = []
     for model in dict.fromkeys(row["model"] for row in cases):
         rows = [row for row in cases if row["model"] == model]
@@ -434,17 +514,20 @@ def _layers_answer(records: Records) -> Answer | None:
                 "Model": model,
                 "Measured completely": len(rows) - len(fits),
                 "Extrapolated": len(fits),
-                "Max residual": f"{residual:.1%}" if fits else "-",
+                "Max residual": f"{100 * residual:.1f} %" if fits else "-",
                 "Not linear in layers": ", ".join(bent) or "-",
                 "Thresholds crossed": ", ".join(sorted({name for fit in fits for name in fit["crossed"]})) or "-",
             }
         )
-    notes = ["A figure that is not linear in layers is not extrapolated."] if lines else []
-    notes += [
-        f"{len(group)} of `{model}` ended {state}, such as: {group['status_reason'].iloc[0]}."
-        for (model, state), group in runs[runs["status_state"] != "ok"].groupby(["model_name_or_path", "status_state"])
-    ]
-    return Answer(sentence, pd.DataFrame(table), tuple(notes))
+    lost = runs[runs["status_state"] != "ok"].groupby(["model_name_or_path", "status_state"])
+    notes = (
+        *footnotes("layers", {"no_data": True, "not_linear": bool(lines)}),
+        *(
+            caption("layers", "lost", count=len(group), model=model, state=state, reason=group["status_reason"].iloc[0])
+            for (model, state), group in lost
+        ),
+    )
+    return Answer(pd.DataFrame(table), headlines, notes, leads=False)
 
 
 def lines_table(records: Records) -> pd.DataFrame:

@@ -192,7 +192,7 @@ def run_notebooks(
         return {name: failure for name, failure in zip(names, pool.map(run, names), strict=True) if failure}
 
 
-def _write_pages(  # noqa: PLR0914
+def _write_pages(
     records: Records,
     suite: str,
     folder: Path,
@@ -201,61 +201,70 @@ def _write_pages(  # noqa: PLR0914
     facts: Sequence[str],
     title: str,
 ) -> None:
-    heads, all_reports = dict[str, list[str]](), ".." if folder.resolve().parent.name == "reports" else ""
-    figures: dict[str, list[Picture]] = {}
+    # The title and the question of a page are the first cell of its notebook.
+    heads, figures = dict[str, list[str]](), dict[str, list[Picture]]()
     for name in dict.fromkeys(question.notebook for question in answered if question.notebook):
-        # The title and the question of a page are the first cell of its notebook.
         first = nbformat.read(folder / f"{name}.ipynb", as_version=4).cells[0].source
         heads[name] = [part.strip("# \n") for part in first.split("\n", 1)]
         figures |= take_figures(folder / f"{name}.ipynb")
     drawn = {question: [one for name in question.figures for one in figures.get(name, ())] for question in answered}
-    pages = {"index": "Overview", **{name: head for name, (head, _) in heads.items()}}
     cards = [_card(question, answer, drawn[question], records) for question, answer in answered.items()]
     in_summary = {picture.name for card in cards for picture in card.drawings}
-    failed = [f"`{name}`: {why}" for name, why in failures.items()]
-    lists = [
-        PageSection(title, text, notes=left_out, classes="left-out")
-        for title, text, left_out in (
-            ("Notebooks that did not finish", "", failed),
-            ("Records left out", "They are in no figure and no table.", records.refused),
-        )
-        if left_out
-    ]
-    environment = _environment(records)
-    numbers = [number for answer in answered.values() for number in answer.numbers]
-    lead = PageSection(sentence=" · ".join([*environment.values(), *facts]))
-    texts = {
-        "summary.md": page_markdown(title, [lead, *_shorten_cards(answered, cards), *lists], numbers),
-        "index.html": page_html(
-            "index.html.j2",
-            suite,
-            pages,
-            "index",
-            title=title,
-            facts=facts,
-            cards=cards,
-            lists=lists,
-            numbers=numbers,
-            all_reports=all_reports,
-            environment=pd.DataFrame(environment.items(), columns=["", " "]),
-        ),
-    }
+    page = functools.partial(
+        page_html,
+        suite=suite,
+        pages={"index": "Overview", **{name: head for name, (head, _) in heads.items()}},
+        all_reports=".." if folder.resolve().parent.name == "reports" else "",
+    )
+    texts = _first_page(records, answered, cards, failures, facts, title, page)
     for name, (_, words) in heads.items():
         chosen = [question for question in answered if question.notebook == name]
         sections = [part for one in chosen for part in _details(one, answered[one], drawn[one], records, in_summary)]
-        texts[f"{name}.html"] = page_html(
-            "page.html.j2",
-            suite,
-            pages,
-            name,
-            lead=words,
-            sections=sections,
-            failure=failures.get(name),
-            all_reports=all_reports,
-        )
+        failure = failures.get(name)
+        texts[f"{name}.html"] = page("page.html.j2", current=name, lead=words, sections=sections, failure=failure)
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     write_figures(itertools.chain(*drawn.values()), folder, in_summary)
+
+
+def _first_page(
+    records: Records,
+    answered: Mapping[Question, Answer],
+    cards: Sequence[PageSection],
+    failures: Mapping[str, str],
+    facts: Sequence[str],
+    title: str,
+    page: Callable[..., str],
+) -> dict[str, str]:
+    """Return the first page as Markdown and as HTML, by file."""
+    lists = list(_left_out(records, failures))
+    environment = _environment(records)
+    numbers = [
+        (number.value, number.words) for answer in answered.values() if answer.leads for number in answer.headlines
+    ]
+    lead = PageSection(sentence=" · ".join([*environment.values(), *facts]))
+    html = page(
+        "index.html.j2",
+        current="index",
+        title=title,
+        facts=facts,
+        cards=cards,
+        lists=lists,
+        numbers=numbers,
+        environment=pd.DataFrame(environment.items(), columns=["", " "]),
+    )
+    markdown = page_markdown(title, [lead, *_shorten_cards(answered, cards), *lists], numbers)
+    return {"summary.md": markdown, "index.html": html}
+
+
+def _left_out(records: Records, failures: Mapping[str, str]) -> Iterator[PageSection]:
+    """Yield the notebooks that failed and the records that are excluded, if any."""
+    failed = [f"`{name}`: {why}" for name, why in failures.items()]
+    if failed:
+        yield PageSection("Notebooks that did not finish", notes=failed, classes="left-out")
+    if records.refused:
+        text = "They are in no figure and no table."
+        yield PageSection("Records left out", text, notes=records.refused, classes="left-out")
 
 
 def take_figures(notebook: Path) -> dict[str, list[Picture]]:
@@ -294,7 +303,7 @@ def _card(question: Question, answer: Answer, drawn: Sequence[Picture], records:
     shown.sort(key=lambda picture: f", {answer.subject}: " not in picture.alt)
     return PageSection(
         answer.title or question.title,
-        sentence=answer.sentence,
+        headlines=answer.headlines,
         table=answer.table,
         notes=answer.notes,
         drawings=shown[:1],
@@ -319,7 +328,7 @@ def _details(
     links = Markup(" ").join(link_html(file.rpartition("/")[2], file) for file in files)
     yield PageSection(
         answer.title or question.title,
-        sentence=answer.sentence,
+        headlines=answer.headlines,
         notes=answer.notes,
         drawings=drawn,
         anchor=question.name,

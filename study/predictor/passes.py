@@ -1,0 +1,191 @@
+"""Seconds of the forward and the backward pass of a micro-batch, by a roofline per part."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from study.predictor.activations import is_fused
+from study.predictor.adapters import AdapterPasses, adapter_passes, computes_adapters_in_fp32
+from study.predictor.constants import Constants
+from study.predictor.losses import IN_PLACE
+from study.predictor.products import adapter_products, attention_flops, head_flops, matmuls
+from study.predictor.request import FP32_BYTES, Request
+from study.predictor.traced_activations import trace
+
+# --- Constants from published sources.
+# Best measured product over the data sheet's peak, if no measurement is published: A100 0.87, H100 0.80
+# (stas00/ml-engineering, compute/accelerator).
+MEASURED_OVER_PEAK = 0.80
+# Fraction of the peak that a fused attention reaches, forward and backward. FlashAttention-2 reaches 50-73 % on A100
+# (abstract of https://arxiv.org/abs/2307.08691) and 35 % on H100 (FlashAttention-3, https://arxiv.org/abs/2407.08608).
+_FUSED_ATTENTION_SHARE, _FUSED_ATTENTION_SHARE_HOPPER = 0.60, 0.35
+# Its backward pass has five products, its forward pass two.
+_FUSED_BACKWARD_OVER_FORWARD = 2.5
+
+# --- Counts from transformers' layers: reads and writes of one tensor of the hidden width, forward and backward (norms
+# 4 + 8, residuals 6 + 4, dropout 4 + 6, transposing heads 6 + 6), of the inner width, and of the attention scores if
+# attention is not fused. Llama's norms compute in fp32, and its queries and keys have rotary positions.
+_HIDDEN_PASSES, _HIDDEN_PASSES_GATED = 44, 76
+_INNER_PASSES, _INNER_PASSES_GATED = 5, 10
+_SCORE_PASSES = 18
+# Bytes of traffic per logit: written, cast to fp32, softmax, and the same backward.
+_LOGIT_BYTES = 30
+# Traffic per parameter of autocast: 16-bit copies of fp32 weights, and fp32 gradients from 16-bit ones.
+_AUTOCAST_BYTES, _AUTOCAST_BYTES_FROZEN = 12, 6
+# Of them, residuals and transposed heads: what kernels of norms, rotary positions and the loss leave to torch.
+_HIDDEN_PASSES_OF_TORCH = 10 + 12
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rates:
+    """Rates of a device: FLOP/s of matrix products, and bytes/s of memory."""
+
+    products: float
+    fp32_products: float
+    memory: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """Seconds of a micro-batch's products and attention."""
+
+    # Forward in the layers, and backward there.
+    products: float
+    products_backward: float
+    # Forward.
+    attention: float
+    # What recomputation repeats of them, and the head.
+    repeated: float
+    head: float = 0.0
+
+
+def _device_rates(request: Request, constants: Constants) -> _Rates:
+    device, precision = request.box.device, request.precision.removesuffix("-engine")
+    peak = device.peak_tflops.get(precision)
+    fp32 = device.matmul_tflops.get("fp32") or MEASURED_OVER_PEAK * (device.peak_tflops.get("fp32") or 0.0)
+    # A precision without hardware units, such as bf16 on V100, runs at the fp32 rate at best.
+    slowest = device.peak_tflops.get("fp32") or device.matmul_tflops.get("fp32", 0.0)
+    best = device.matmul_tflops.get(precision) or MEASURED_OVER_PEAK * (peak or slowest)
+    return _Rates(
+        products=constants.sustained * best * 1e12,
+        fp32_products=constants.sustained * (fp32 or best) * 1e12,
+        memory=device.memory_bandwidth_gb_per_s * 1e9,
+    )
+
+
+def passes_s(request: Request, constants: Constants) -> tuple[float, float]:
+    """Return seconds of the forward and the backward pass of a micro-batch; backward includes recomputation."""
+    rates = _device_rates(request, constants)
+    is_traced, has_adapters = request.shape.is_traced, bool(request.shape.lora_rank)
+    work = _traced_work(request, rates) if is_traced else _counted_work(request, rates)
+    casts = 0.0 if is_traced else _casts_s(request, rates)
+    logits = _logits_s(request, rates)
+    elementwise = _elementwise_s(request, constants, rates)
+    adapters = AdapterPasses()
+    if not is_traced:
+        adapters = adapter_passes(request).over(rates.memory)
+    recomputation = 0.0
+    if request.gradient_checkpointing:
+        recomputation = (work.repeated + elementwise / 3 + adapters.forward) / request.checkpoint_every
+    backward_attention = work.attention * (_FUSED_BACKWARD_OVER_FORWARD if is_fused(request) else 2.0)
+    # With adapters the weights of a language model's head are frozen.
+    head_products = 1 if has_adapters and request.shape.family == "causal-lm" else 2
+    forward = work.products + work.attention + elementwise / 3 + adapters.forward
+    forward += work.head + logits / 3 + casts / 2
+    backward = work.products_backward + backward_attention + elementwise * 2 / 3
+    backward += adapters.backward + work.head * head_products
+    return forward, backward + logits * 2 / 3 + casts / 2 + recomputation
+
+
+def _traced_work(request: Request, rates: _Rates) -> _Work:
+    """Return the work of all traced products; a fused attention has twice its forward FLOPs in the convention of the
+    trace."""
+    traced, rate = trace(request), rates.products
+    return _Work(
+        products=(traced.forward - traced.attention) / rate,
+        products_backward=(traced.backward - 2 * traced.attention) / rate,
+        attention=_fused_attention_s(request, traced.attention, rate),
+        repeated=traced.layers_forward / rate,
+    )
+
+
+def _counted_work(request: Request, rates: _Rates) -> _Work:
+    shape, rate = request.shape, rates.products
+    in_layers, outside, products_backward = _products_s(request, rates)
+    flops = attention_flops(shape, request.sequence_length) * request.micro_batch
+    if is_fused(request):
+        attention = _fused_attention_s(request, flops, rate)
+    else:
+        scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
+        attention = flops / rate + scores * request.loose_bytes * _SCORE_PASSES / 3 / rates.memory
+    head = outside + head_flops(shape) * request.micro_batch / rate
+    return _Work(in_layers, products_backward, attention, repeated=in_layers + attention, head=head)
+
+
+def _elementwise_s(request: Request, constants: Constants, rates: _Rates) -> float:
+    """Return seconds of a layer's operations other than matrix products and attention, forward and backward."""
+    shape, tokens = request.shape, request.micro_batch * request.sequence_length
+    hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
+    inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
+    factor = constants.compiled_traffic if request.compiled else constants.eager_traffic
+    traffic = factor * (shape.layers * (hidden * shape.hidden + inner * shape.inner))
+    if request.compiled and request.torch_gate:
+        unfused_width = _HIDDEN_PASSES_OF_TORCH * shape.hidden + inner * shape.inner
+        traffic += (constants.eager_traffic - factor) * shape.layers * unfused_width
+    return tokens * request.loose_bytes * traffic / rates.memory
+
+
+def _logits_s(request: Request, rates: _Rates) -> float:
+    """Return seconds of the loss of a language model, forward and backward, without the product of its head."""
+    if request.shape.family != "causal-lm":
+        return 0.0
+    per_logit = 3 * request.computing_bytes if request.loss_kernel in IN_PLACE else _LOGIT_BYTES
+    tokens = request.micro_batch * request.sequence_length
+    return per_logit * tokens * request.shape.vocabulary / rates.memory
+
+
+def _casts_s(request: Request, rates: _Rates) -> float:
+    """Return seconds of autocast's copies of weights and gradients; it caches its copies for one micro-batch."""
+    if request.precision not in ("bf16", "fp16") or request.strategy.is_fsdp:
+        return 0.0
+    shape = request.shape
+    moved = _AUTOCAST_BYTES * shape.trained_parameters + _AUTOCAST_BYTES_FROZEN * shape.frozen_parameters
+    return moved / rates.memory
+
+
+def _products_s(request: Request, rates: _Rates) -> tuple[float, float, float]:
+    """Return seconds of the matrix products: forward in the layers and outside, and backward in the layers. Each
+    forward product has two backward products, of a frozen matrix one."""
+    shape, width, tokens = request.shape, request.computing_bytes, request.micro_batch * request.sequence_length
+
+    def product_s(rows: float, inner: float, out: float) -> float:
+        """Return seconds of a matrix product: the larger of compute and memory traffic."""
+        moved = width * (rows * inner + inner * out + rows * out)
+        return max(2 * rows * inner * out / rate, moved / rates.memory)
+
+    in_layers = outside = input_gradients = weight_gradients = 0.0
+    model_products = matmuls(shape)
+    rate = rates.products
+    for index, product in enumerate((*model_products, *adapter_products(shape))):
+        if index == len(model_products) and computes_adapters_in_fp32(request):
+            width = FP32_BYTES
+            rate = rates.fp32_products
+        seconds = product.count * product_s(tokens, product.inner, product.out)
+        if not product.in_layer:
+            outside += seconds
+            continue
+        in_layers += seconds
+        input_gradients += product.count * product_s(tokens, product.out, product.inner)
+        if not shape.lora_rank or index >= len(model_products):
+            weight_gradients += product.count * product_s(product.out, tokens, product.inner)
+    return in_layers, outside, input_gradients + weight_gradients
+
+
+def _fused_attention_s(request: Request, flops: float, rate: float) -> float:
+    """Return forward seconds of a fused attention, without masked pairs of tokens."""
+    shape, device = request.shape, request.box.device
+    causal = 0.5 if shape.family == "causal-lm" else 1.0
+    peak = device.peak_tflops.get(request.precision.removesuffix("-engine"))
+    hopper = device.name.startswith(("H100", "H20", "H200", "H800", "GH200"))
+    peak_fraction = _FUSED_ATTENTION_SHARE_HOPPER if hopper else _FUSED_ATTENTION_SHARE
+    return causal * flops / (peak_fraction * peak * 1e12 if peak else rate)

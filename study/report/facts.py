@@ -1,0 +1,53 @@
+"""Facts of an answer: a headline is a value and its meaning, in the fixed words of captions.yaml."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+CAPTIONS = Path(__file__).with_name("captions.yaml")
+
+
+@functools.cache
+def captions() -> Mapping[str, Mapping[str, str]]:
+    """Return every fixed text by the name of its question and its own."""
+    texts: Mapping[str, Mapping[str, str]] = yaml.safe_load(CAPTIONS.read_text(encoding="utf-8"))
+    return texts
+
+
+def caption(question: str, name: str, **values: object) -> str:
+    """Return a fixed text with its values."""
+    return captions()[question][name].format(**values)
+
+
+def footnotes(question: str, needed: Mapping[str, bool], **values: object) -> tuple[str, ...]:
+    """Return the fixed texts that a table needs, by whether it does."""
+    return tuple(caption(question, name, **values) for name, is_needed in needed.items() if is_needed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Headline:
+    """A number of an answer. Texts of records are escaped when it is rendered."""
+
+    # With its unit.
+    value: str
+    what: str
+    strategy: str = ""
+    # The workload, or the model and its ranks.
+    scope: str = ""
+    # Figures that the value is to be compared with, such as an interval or a margin.
+    bounds: str = ""
+    # Number of seeds.
+    n: int = 0
+
+    @property
+    def words(self) -> str:
+        """Return the meaning of the value, and in brackets its strategy, scope, bounds and seeds."""
+        strategy = f"`{self.strategy}`" if self.strategy else ""
+        seeds = f"n = {self.n}" if self.n else ""
+        about = [text for text in (strategy, self.scope, self.bounds, seeds) if text]
+        return f"{self.what} ({'; '.join(about)})" if about else self.what
