@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 import yaml
 
+from chromium import wait_for_page
 from drawn_questions import drawn_questions
 from firefox import find_firefox, firefox
 from study import cli
@@ -477,7 +478,7 @@ def test_a_field_is_shown_and_asked_where_it_changes_the_answer(
     ask(page)
     command = page.inner_text("#command").split()
     assert {name for name in SOMETIMES if f"--{name}" in command} == effective
-    page.wait_for_function("location.hash.includes('gpt2')")
+    wait_for_page(page, "location.hash.includes('gpt2')")
     assert {name for name in SOMETIMES if f"{name}=" in page.evaluate("location.hash")} == effective
 
 
@@ -500,7 +501,7 @@ def test_a_link_has_the_config_or_the_sizes_and_shows_the_same(page: Page, tab: 
     for name, value in (("config", text), ("gpus", "2"), ("micro_batch", "1")):
         page.fill(f"#form [name={name}]", value)
     ask(page)
-    page.wait_for_function("location.hash.includes('config=')")
+    wait_for_page(page, "location.hash.includes('config=')")
     view = page.evaluate(VIEW)
     assert view[2] == "study advise config.json --hardware 2xH100 --micro_batch 1"
     # Another browser: tabs of these tests share nothing.
@@ -512,7 +513,7 @@ def test_a_link_has_the_config_or_the_sizes_and_shows_the_same(page: Page, tab: 
     page.fill("[name=config]", "")
     page.fill("[name=model]", sizes)
     ask(page)
-    page.wait_for_function("location.hash.includes('layers')")
+    wait_for_page(page, "location.hash.includes('layers')")
     view = page.evaluate(VIEW)
     assert view[2] == f"study advise {sizes} --hardware 2xH100 --micro_batch 1"
     visit(tab, page.evaluate("location.hash"))
@@ -526,7 +527,7 @@ def test_a_config_that_is_too_long_for_a_link_is_named(tab: Page, site: str, req
     # Random text is hardly compressed; each of its bytes is two characters.
     tab.evaluate("document.querySelector('[name=config]').value = TEXT".replace("TEXT", json.dumps(NOISE)))
     tab.click("#copy-link")
-    tab.wait_for_function("location.hash.includes('config=left-out')")
+    wait_for_page(tab, "location.hash.includes('config=left-out')")
     tab.wait_for_selector(
         "#status:has-text('It is without config.json, which would make it longer than 8000 characters')"
     )
@@ -608,7 +609,7 @@ def test_python_starts_with_the_first_input(tab: Page, site: str, requests: list
 def test_the_texts_of_drawings_are_readable_at_any_width(page: Page) -> None:
     for width in (400, 1400):
         page.set_viewport_size({"width": width, "height": 900})
-        page.wait_for_function("document.querySelector('#bars svg').getBoundingClientRect().width <= innerWidth")
+        wait_for_page(page, "document.querySelector('#bars svg').getBoundingClientRect().width <= innerWidth")
         heights = page.evaluate(
             "[...document.querySelectorAll('#result svg text')].map((text) => text.getBoundingClientRect().height)"
         )
@@ -891,7 +892,7 @@ def test_a_link_has_the_explained_file_and_shows_the_same(
     words = "accelerate.yaml gpt2 --hardware 2xH100 --bus_gb_per_s 3 --generated_tokens 64"
     assert page.inner_text("#explain-command") == f"study explain {words}"
     page.click("#copy-explain")
-    page.wait_for_function("location.hash.includes('explain.file=')")
+    wait_for_page(page, "location.hash.includes('explain.file=')")
     page.wait_for_selector("#explain-copied:not(:empty)")
     page.evaluate("document.querySelector('#explain-copied').textContent = ''")
     requests.clear()
@@ -944,7 +945,7 @@ def test_a_file_that_no_link_has_room_for_is_named(page: Page, tab: Page, site: 
     page.click("#file-form button")
     page.wait_for_selector("#file-form[data-done]")
     page.click("#copy-explain")
-    page.wait_for_function("location.hash.includes('explain.file=left-out')")
+    wait_for_page(page, "location.hash.includes('explain.file=left-out')")
     assert "config=left-out" not in page.url
 
 
@@ -1028,7 +1029,7 @@ def test_a_link_has_the_question_about_releases_and_shows_the_same(
     page.wait_for_selector("#releases-form[data-done]")
     view = page.inner_text("#releases")
     page.click("#copy-releases")
-    page.wait_for_function("location.hash.includes('releases.release=')")
+    wait_for_page(page, "location.hash.includes('releases.release=')")
     address = page.evaluate("location.hash")
     in_link = dict(urllib.parse.parse_qsl(address.removeprefix("#")))
     in_link = {name.removeprefix("releases."): text for name, text in in_link.items() if name != "version"}

@@ -289,6 +289,7 @@ def test_a_loop_that_is_left_early_leaves_nothing_behind(tmp_path: Path) -> None
         assert read_receipt(str(tmp_path)).failures == ()
 
 
+@pytest.mark.alone
 def test_after_the_measured_steps_it_costs_at_most_one_percent() -> None:
     cost = measure("ddp", "--steps", "40").cost
     assert cost.later_fraction is not None

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from chromium import wait_for_page
 from drawn_questions import drawn_questions
 from engines import ROOT
 from study import cli
@@ -556,7 +557,7 @@ def test_a_class_that_no_table_describes_is_answered_on_the_page(
     assert "study predict config.json --strategy" in page.inner_text("#files")
     for width in (400, 800, 1400):
         page.set_viewport_size({"width": width, "height": 900})
-        page.wait_for_function("document.querySelector('#plot svg').getBoundingClientRect().width <= innerWidth")
+        wait_for_page(page, "document.querySelector('#plot svg').getBoundingClientRect().width <= innerWidth")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.close()
     assert all(url.startswith(server.url) for url in requests)
