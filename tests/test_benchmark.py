@@ -131,7 +131,7 @@ def test_perfect_answers_have_no_error_and_doubled_peaks_have_100_percent(
             assert line["answered"]["median"] == pytest.approx(error, abs=1e-9)
             assert line["answered"]["worst"] == pytest.approx(error, abs=1e-9)
         assert document["fits"]["perfect"]["right"] == document["fits"]["perfect"]["judged"]
-        assert document["fits"]["perfect"]["called"] == document["fits"]["perfect"]["ran_out"] == 10
+        assert document["fits"]["perfect"]["called"] == document["fits"]["perfect"]["ran_out"] == 14
 
 
 def test_an_answer_of_easy_rows_alone_is_compared_on_these_rows(

@@ -199,16 +199,16 @@ def test_a_rate_is_a_step_and_a_run_that_cannot_have_fitted_is_named(capsys: pyt
     assert "it is predicted not to fit (" in printed
 
 
-def test_a_measured_step_with_offload_has_no_published_range(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_step_with_offload_has_no_range_of_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["predict", "llama-3.1-8b", "--strategy", "zero3_cpu", "--hardware", "4x4090", "--gradient_checkpointing"]
     for run in ("step_s=40", "strategy=zero3_cpu,step_s=40"):
         assert main([*common, "--measured", run]) == 0
         printed = capsys.readouterr().out
         assert "about 40.0 s a step" in printed.splitlines()[0], run
         assert "as measured" in printed.splitlines()[0], run
-        assert "published offload steps" not in printed, run
+        assert "by its host" not in printed, run
     assert main(common) == 0
-    assert "(published offload steps: " in capsys.readouterr().out.splitlines()[0]
+    assert " by its host), " in capsys.readouterr().out.splitlines()[0]
 
 
 def test_advice_repeats_the_run_in_the_command_for_its_parts(capsys: pytest.CaptureFixture[str]) -> None:

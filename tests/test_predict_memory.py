@@ -493,3 +493,23 @@ def test_sizes_have_the_words_of_transformers_too() -> None:
     assert sizes.parameters == model_shape("llama-2-7b").parameters
     with pytest.raises(UserError, match="sets a size twice"):
         model_shape("layers=32,hidden=4096,heads=32,vocab=32000,vocabulary=32000")
+
+
+def test_fsdp_s_sharded_gradients_stay_on_the_stream_that_reduced_them_and_decide_no_fit() -> None:
+    """Logits of the next step cannot use their blocks, not even expandable ones, until torch runs out of memory."""
+    shape = model_shape("qwen3-32b")
+    strategy, box = read_strategy("fsdp2"), to_box("2x8xH100")
+    request = Request(shape, strategy, box, 4096, 4, 1, "bf16", True, "sdpa", autocast=False, expandable_segments=True)
+    memory = predict_memory(request)
+    # The peak is at the loss, where a step has no gradients yet.
+    assert memory.device_parts["logits"] > 0
+    assert memory.device_parts["gradients"] == 0
+    sharded = 4 * shape.parameters / 16
+    beyond = memory.pool_with_room - memory.peak_allocated.value
+    assert sharded <= beyond < sharded + memory.most_parts["buffers"]
+    assert memory.peak_reserved.value == pytest.approx(1.04 * memory.peak_allocated.value)
+    # The persistent buffer of stage 3's gradients is part of every moment.
+    staged = dataclasses.replace(request, strategy=read_strategy("zero3"), precision="bf16-engine", autocast=True)
+    zero3 = predict_memory(staged)
+    free = zero3.peak_reserved.value - zero3.peak_allocated.value
+    assert zero3.pool_with_room - zero3.peak_allocated.value < zero3.most_parts["buffers"] + free

@@ -13,6 +13,7 @@ from study.host.memory import GIB
 from study.predictor import run_predictions
 from study.predictor.constants import FITTED
 from study.predictor.memory import kept_for_backward
+from study.predictor.time import offload_range
 from study.predictor.validation import fit, implausibility, predicted_peak, predicted_step_s, published_rows
 from study.predictor.zero3_gathers import simulate_gathers
 from study.report.pages import prediction as report
@@ -47,7 +48,7 @@ def test_the_committed_constants_are_those_of_the_fit() -> None:
     assert fit.mean_error(rows, FITTED) == pytest.approx(least, abs=0.005)
 
 
-def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says() -> None:
+def test_offload_counts_in_no_interval_and_the_two_boxes_differ_by_their_hosts() -> None:
     rows = [row for row in COUNTED if row.step_s and row.request.strategy.offloads]
     assert {row.source for row in rows} == {"a800-gist", "deepspeed-corebinding"}
     for row in rows:
@@ -58,6 +59,20 @@ def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says
     frame = report.scores_frame([row for row in COUNTED if row.step_s])
     ends = [yaml.safe_load(report.intervals_text(rows))["step_s"] for rows in (frame, frame[~frame["offloads"]])]
     assert ends[0] == ends[1]
+
+
+def test_steps_with_offload_lie_between_the_ends_of_published_hosts() -> None:
+    """No row made an end: the slowest rank is DeepSpeed's issue 1635, the fastest node table 4 of ZeRO-Offload, and the
+    rest has the interval of steps without offload, of which this page's are all 24 to 35 % too fast."""
+    ratios = {}
+    for row in COUNTED:
+        if row.step_s and row.request.strategy.offloads:
+            ends = offload_range(row.request, predicted_step_s(row))
+            assert ends is not None
+            assert row.step_s > ends[0]
+            ratios[row.source, row.request.strategy.name] = row.step_s / ends[1]
+    above = {name: ratio for name, ratio in ratios.items() if ratio > 1}
+    assert above == {("a800-gist", "zero2_cpu"): pytest.approx(1.015, abs=0.01)}
 
 
 @pytest.mark.parametrize(

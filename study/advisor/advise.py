@@ -152,6 +152,12 @@ class Option:
         """Throughput summed over all ranks; 0 if it does not fit."""
         return self.time.tokens_per_s_per_gpu.value * self.request.box.ranks if self.time else 0.0
 
+    @property
+    def offload_speeds(self) -> tuple[float, float]:
+        """Ends of the throughput of a strategy with offload that fits, by the time of the host's Adam."""
+        assert self.time is not None
+        return timing.offload_speeds(self.request, self.time.step_s.value, self.tokens_per_s)
+
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
@@ -733,9 +739,7 @@ def offload_line(advice: Advice) -> str | None:
     memory = predict_memory(_at_settings(option.request, best.request))
     peak, usual_peak = (rounded(timing.device_bytes(item) / GIB) for item in (memory, best.memory))
     host, usual_host = (rounded(item.host_peak.value / GIB) for item in (memory, best.memory))
-    # Each measured offload step took longer than predicted.
-    speed = option.tokens_per_s / best.tokens_per_s
-    speeds = f"{speed / timing.max_offload_slowdown(option.request.correction):.0%} to {speed:.0%}"
+    speeds = " to ".join(f"{speed / best.tokens_per_s:.0%}" for speed in option.offload_speeds)
     return (
         f"{start} the same micro-batch takes {peak} GiB of a GPU instead of {usual_peak}, and {host} GiB of a node's"
         f" host memory instead of {usual_host}; with {workload_text(option.request)} it has {speeds} of the"

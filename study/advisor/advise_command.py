@@ -69,7 +69,7 @@ _COLUMNS = (
 )
 _DETAILS = """\
 micro-batch: samples of one forward pass on one rank; accumulation: micro-batches of an optimizer step; peak: predicted,
-of one GPU; 90 % bound: upper bound of the peak; tokens/s: of all ranks, ≤ under offload, where steps took longer;
+of one GPU; 90 % bound: upper bound of the peak; tokens/s: of all ranks, ~ under offload, whose time is the host's;
 host and NVMe: of one node.
 """
 # fsdp_config of version 1 that is what accelerate_configs/fsdp2.yaml is of version 2.
@@ -409,10 +409,6 @@ def _verdict(advice: Advice) -> str:
         figures.append(f"{rounded(memory.host_peak.value / GIB)} GiB of host memory{unchecked}")
     if is_measured:
         figures.append(f"{rounded(best.tokens_per_s)} tokens/s, as measured")
-    elif request.strategy.offloads:
-        # Each measured offload step took longer than predicted.
-        least = best.tokens_per_s / max_offload_slowdown(best.request.correction)
-        figures.append(f"{rounded(least)} to {rounded(best.tokens_per_s)} tokens/s, predicted")
     else:
         figures.append(f"about {rounded(best.tokens_per_s)} tokens/s{_speed_range(best)}, predicted")
     one_line = f"{use} {', '.join(figures)}"
@@ -420,8 +416,11 @@ def _verdict(advice: Advice) -> str:
 
 
 def _speed_range(option: Option) -> str:
-    """Return the interval of the speed of all ranks in brackets; nothing if no measurement validated it."""
+    """Return the ends of the speed of all ranks in brackets; nothing if no measurement validated them."""
     assert option.time is not None
+    if option.request.strategy.offloads:
+        by_host = "" if option.request.box.host_memory_gb_per_s is not None else " by its host"
+        return f" ({' to '.join(rounded(speed) for speed in option.offload_speeds)}{by_host})"
     speed, ranks = option.time.tokens_per_s_per_gpu, option.request.box.ranks
     if speed.low is None or speed.high is None:
         return ""
@@ -497,7 +496,7 @@ def _row(option: Option, best: Option | None) -> list[str]:
         "yes" if request.gradient_checkpointing else "no",
         rounded(device_bytes(memory) / GIB),
         rounded(device_bytes(memory, at_upper=True) / GIB),
-        f"{'≤' * option.request.strategy.offloads}{rounded(option.tokens_per_s)}" if option.fits else "-",
+        f"{'~' * option.request.strategy.offloads}{rounded(option.tokens_per_s)}" if option.fits else "-",
         rounded(memory.host_peak.value / GIB),
         rounded(memory.nvme / GIB) if memory.nvme else "-",
         "-" if cost is None else f"{cost:.3f}",

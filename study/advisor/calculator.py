@@ -32,7 +32,7 @@ from study.config.places import PACKAGE
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import known_devices
-from study.predictor.time import device_bytes, max_offload_slowdown, usable_bytes
+from study.predictor.time import device_bytes, usable_bytes
 from study.releases.causes import GRID, Cause
 from study.releases.combinations import answer_features
 from study.releases.judge import (
@@ -300,6 +300,6 @@ def _row(option: advise.Option) -> dict[str, Any]:
         "bound_bytes": device_bytes(option.memory, at_upper=True),
         "sent_bytes": sent_bytes(option.request),
         "offloads": offloads,
-        # Each measured offload step took longer than predicted.
-        "least_tokens_per_s": option.tokens_per_s / max_offload_slowdown() if offloads else None,
+        # With the slowest host that a page has.
+        "least_tokens_per_s": option.offload_speeds[0] if offloads and option.fits else None,
     }

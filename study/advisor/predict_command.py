@@ -446,7 +446,8 @@ def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
     elif step.low is not None and step.high is not None:
         interval = f" ({rounded_seconds(step.low)} to {rounded_seconds(step.high)})"
     elif (span := offload_range(request, step.value)) is not None:
-        interval = f" (published offload steps: {rounded_seconds(span[0])} to {rounded_seconds(span[1])})"
+        by_host = "" if box.host_memory_gb_per_s is not None else " by its host"
+        interval = f" ({rounded_seconds(span[0])} to {rounded_seconds(span[1])}{by_host})"
     return (
         f"{need}; about {rounded_seconds(step.value)} a step{interval},"
         f" {rounded(time.tokens_per_s_per_gpu.value)} tokens/s per {'rank' if box.is_cpu_only else 'GPU'}; {source}"

@@ -90,7 +90,7 @@ def _table_text(table: TextTable, width: int | None, out: TextIO) -> str:
     ]
     for place, column in enumerate(table.columns):
         texts = [row[place] for row in rows]
-        is_figure = any(texts) and all(text in ("", "-", "?") or text.lstrip("-≤")[:1].isdigit() for text in texts)
+        is_figure = any(texts) and all(text in ("", "-", "?") or text.lstrip("-~")[:1].isdigit() for text in texts)
         is_last = place == len(widths) - 1
         grid.add_column(
             column,

@@ -43,7 +43,9 @@ def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes:
     if box.uses_pcie_links:
         table, cards = _TABLES["one_node"]["A100"], max(box.gpus_per_node, min(_TABLES["pcie"]))
         full = links * _interpolated(_TABLES["pcie"], cards)
-        node_rate = full * _interpolated(table, payload_bytes) / max(table.values())
+        # A call takes as much longer than its bytes as on the node of the table, however slow the links are.
+        overhead = 1 / _interpolated(table, payload_bytes) - 1 / max(table.values())
+        node_rate = 1 / (1 / full + overhead)
     else:
         # The table of the most similar NVLink.
         name = "H200" if (box.device.nvlink_gb_per_s or 0) >= _LINKS_OF_TABLE["H200"] else "A100"

@@ -386,8 +386,9 @@ def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: 
 
     Blocks that one phase of a step freed are too small, or split, for the next phase: temporaries of the passes,
     gradients, and temporaries of the optimizer add up, except in expandable segments. A block serves only its stream,
-    and FSDP and stage 3 gather and reduce on other streams. Before torch runs out of memory it frees all cached blocks
-    (release_cached_blocks in CUDACachingAllocator.cpp), so this figure does not decide whether a model fits.
+    and FSDP and stage 3 gather and reduce on other streams, where FSDP also has its sharded gradients (foreach_reduce
+    in _fsdp_collectives.py, _reduce_grad in _runtime_utils.py). Before torch runs out of memory it frees all cached
+    blocks (release_cached_blocks in CUDACachingAllocator.cpp), so this figure does not decide whether a model fits.
     """
     if not request.box.device.memory_gib:
         return needed
@@ -397,7 +398,11 @@ def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: 
     if request.box.ranks > 1 and (request.strategy.is_fsdp or request.strategy.zero_stage == 3):
         other_streams, excluded = max(point.parts["buffers"] for point in passing), ("buffers",)
     if request.expandable_segments:
-        return max(needed, constant + other_streams + max(steps, *(point.without(*excluded) for point in passing)))
+        sharded = 0.0
+        if excluded and request.strategy.is_fsdp:
+            sharded = max((point.parts["gradients"] for point in points if point.step), default=0.0)
+        passes = max(point.without(*excluded) - min(point.parts["gradients"], sharded) for point in passing)
+        return max(needed, constant + other_streams + sharded + max(steps - sharded, passes))
     passes = other_streams + max(point.without("gradients", *excluded) for point in passing)
     available = request.box.device.visible_gib * 2**30 - _cuda_context_bytes(request.box.ranks)
     return max(needed, min(constant + passes + steps, available))

@@ -120,7 +120,7 @@ def _engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
     for name, what, buffers in (("optimizer", "optimizer", 4), ("parameters", "param", 5)):
         if (device := strategy.offload_device(what)) is not None:
             section = zero[f"offload_{what}"]
-            # deepspeed 0.19 pins by default.
+            # deepspeed pins by default since 0.19.5.
             values[name] = Offload(
                 device=device,
                 pinned=bool(section.get("pin_memory", True)),

@@ -15,7 +15,7 @@ from study.predictor.constants import FITTED, Constants
 from study.predictor.hardware import Hardware
 from study.predictor.micro_batch import hardware_flops, model_flops
 from study.predictor.passes import MEASURED_OVER_PEAK, passes_s
-from study.predictor.request import Estimate, MemoryUse, Request, SetupCorrection, StepTime
+from study.predictor.request import Estimate, MemoryUse, Offload, Request, SetupCorrection, StepTime
 from study.predictor.state import bytes_per_parameter
 
 # Phases in which host memory can peak.
@@ -100,16 +100,39 @@ def max_offload_slowdown(correction: SetupCorrection | None = None) -> float:
     return float(row.get("high", math.inf))
 
 
+# Rates of the host's Adam on published pages, in GB/s of CPU_ADAM_BYTES a weight: of the slowest rank, with clipping
+# and copies (1.35 B weights in 22.88 s, https://github.com/deepspeedai/DeepSpeed/issues/1635), and of the fastest node,
+# Adam alone (1 B in 0.22 s, table 4 of https://arxiv.org/abs/2101.06840).
+_SLOWEST_HOST_OF_A_RANK_GB_PER_S = 1.77
+_FASTEST_HOST_GB_PER_S = 136.0
+
+
 def offload_range(request: Request, step_s: float) -> tuple[float, float] | None:
-    """Return the least and the most that published steps with offload took of a predicted time; None without offload,
-    or if a step with offload was measured."""
-    correction, row = request.correction, _INTERVALS.get("offload_step_s")
-    is_measured = correction is not None and (
-        correction.offload_step_factor is not None or correction.find_measured_factor(request) is not None
-    )
-    if row is None or is_measured or not request.strategy.offload_device("optimizer"):
+    """Return the ends between which a step with its optimizer on the host lies: Adam at the slowest and the fastest
+    published rate, unless the host's is given, and the rest by the interval of other steps. None without offload, or if
+    a step with offload was measured."""
+    correction = request.correction or SetupCorrection()
+    is_measured = correction.offload_step_factor is not None or correction.find_measured_factor(request) is not None
+    if is_measured or not request.strategy.offload_device("optimizer"):
         return None
-    return row["low"] * step_s, row["high"] * step_s
+    factor = correction.find_step_factor(request)
+    is_calibrated = bool(correction.step_factor or correction.launch_factor)
+    rest_s = step_s - _host_optimizer_s(request, FITTED, factor)
+    rest = estimate("calibrated_step_s" if is_calibrated else "step_s", rest_s)
+    if rest.low is None or rest.high is None:
+        return None
+    rate = request.box.host_memory_gb_per_s
+    slowest = min(FITTED.host_gb_per_s, _SLOWEST_HOST_OF_A_RANK_GB_PER_S * request.box.gpus_per_node)
+    least_s = _adam_s(request, factor, rate or _FASTEST_HOST_GB_PER_S)
+    return rest.low + least_s, rest.high + _adam_s(request, factor, rate or slowest)
+
+
+def offload_speeds(request: Request, step_s: float, speed: float) -> tuple[float, float]:
+    """Return the ends of a predicted speed of a step with offload, from those of its time."""
+    span = offload_range(request, step_s)
+    if span is None:
+        return speed / max_offload_slowdown(request.correction), speed
+    return speed * step_s / span[1], speed * step_s / span[0]
 
 
 def estimate(figure: str, value: float, certain: float = 0.0) -> Estimate:
@@ -133,6 +156,9 @@ _LAUNCH_NOTE = (
 )
 # DeepSpeed's CPU Adam reads gradient, master and two moments, and writes master, moments and the new weight.
 CPU_ADAM_BYTES = 30
+# How much faster a copy is from or to pinned memory: alone on a node, and on eight GPUs (4 to 5,
+# https://github.com/deepspeedai/DeepSpeed/pull/5301). Others go through a pinned buffer of the driver.
+_PINNED_SPEEDUP_ALONE, _PINNED_SPEEDUP = 6.0, 4.5
 
 
 def predict_time(request: Request, memory: MemoryUse | None = None, constants: Constants = FITTED) -> StepTime:
@@ -195,21 +221,55 @@ def _device_optimizer_s(request: Request) -> float:
 
 
 def _host_optimizer_s(request: Request, constants: Constants, factor: float) -> float:
-    rate = (request.box.host_memory_gb_per_s or constants.host_gb_per_s) * 1e9
+    return _adam_s(request, factor, request.box.host_memory_gb_per_s or constants.host_gb_per_s)
+
+
+def _adam_s(request: Request, factor: float, gb_per_s: float) -> float:
+    """Return seconds of Adam on a node's host, whose ranks share its bandwidth."""
     trained = factor * request.shape.trained_parameters / request.box.nodes
-    return trained * _fraction_on_host(request) * CPU_ADAM_BYTES / rate
+    return trained * _fraction_on_host(request) * CPU_ADAM_BYTES / (gb_per_s * 1e9)
 
 
 def _offload_s(request: Request, factor: float) -> float:
-    """Return seconds in which offloads send gradients to the host, updated weights back, and offloaded weights for
-    every pass. Gradients accumulate on the device: later micro-batches copy them back from the host."""
+    """Return seconds of copies between host and device: gradients to the host and back to accumulate, updated weights
+    back, and offloaded weights for every pass."""
+    if not request.strategy.deepspeed:
+        return 0.0
+    settings, width = request.settings, request.weight_bytes
+    optimizer_s = parameters_s = 0.0
+    if settings.optimizer is not None:
+        updated = _fraction_on_host(request) * request.shape.trained_parameters
+        optimizer_s = updated * _optimizer_copy_bytes(request) / _host_link_bytes_per_s(request, settings.optimizer)
+    if settings.parameters is not None:
+        passes = 2 * request.stored.parameters + request.regathered_frozen_elements
+        copied = request.accumulation * passes * width
+        parameters_s = copied / _host_link_bytes_per_s(request, settings.parameters)
+    return factor * (optimizer_s + parameters_s) / request.box.ranks
+
+
+def _optimizer_copy_bytes(request: Request) -> int:
+    """Return the bytes of copies that a weight takes in a step if its optimizer is on the host.
+
+    To accumulate, stages 1 and 2 copy a gradient there after each micro-batch and back before each but the first
+    (async_accumulate_grad_in_cpu_via_gpu in stage_1_and_2.py); stage 3 copies it both ways in each (partition_grads in
+    stage3.py). After the last it goes there once more, in the precision of the masters, and the weight comes back.
+    """
+    settings, width = request.settings, request.weight_bytes
+    if settings.stage == 3:
+        accumulating = 2 * request.accumulation
+    else:
+        accumulating = 2 * request.accumulation - 1 if request.accumulation > 1 else 0
+    weight = 0 if settings.parameters is not None else width
+    return accumulating * width + settings.master_bytes + weight
+
+
+def _host_link_bytes_per_s(request: Request, offload: Offload) -> float:
+    """Return the rate of copies between a device and the memory of an offload."""
     device = request.box.device
-    offloaded = _fraction_on_host(request) * request.shape.trained_parameters * 2
-    if request.strategy.offload_device("param"):
-        offloaded += 2 * request.stored.parameters + request.regathered_frozen_elements
     link = (device.pcie_gb_per_s or device.memory_bandwidth_gb_per_s) * 1e9
-    bytes_per_element = request.weight_bytes / request.box.ranks
-    return factor * request.accumulation * offloaded * bytes_per_element / link
+    if offload.pinned or request.box.is_cpu_only:
+        return link
+    return link / (_PINNED_SPEEDUP_ALONE if request.box.gpus_per_node == 1 else _PINNED_SPEEDUP)
 
 
 def _launch_s(request: Request, constants: Constants) -> float:
@@ -275,13 +335,7 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
         )
     if memory is not None and device.memory_gib and device_bytes(memory) > usable_bytes(request.box):
         notes.append(f"this does not fit: the time assumes more memory of each {device.name}")
-    is_measured = request.correction is not None and request.correction.find_measured_factor(request) is not None
-    if (host_note := host_adam_note(request)) is not None and not is_measured:
-        notes.append(host_note)
-    if (span := offload_range(request, total)) is not None:
-        low, high = (end / total for end in span)
-        bounds = f"here {rounded_seconds(span[0])} to {rounded_seconds(span[1])}"
-        notes.append(f"published offload steps took {low:.1f} to {high:.1f} times the prediction, {bounds}")
+    notes += _offload_notes(request, total)
     if request.shape.lora_rank:
         notes.append(lora_note())
     if request.swapped:
@@ -294,6 +348,34 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
             f"the network keeps its bandwidth: one published cluster of {nodes} nodes had {fraction:.0%} of it, two all"
         )
     return tuple(notes)
+
+
+def _offload_notes(request: Request, total: float) -> list[str]:
+    """Return notes on the host of a step with offload: its assumed rate, the range of the step, and pageable memory."""
+    is_measured = request.correction is not None and request.correction.find_measured_factor(request) is not None
+    notes = []
+    if (host_note := host_adam_note(request)) is not None and not is_measured:
+        notes.append(host_note)
+    if (span := offload_range(request, total)) is not None:
+        notes.append(f"{' to '.join(map(rounded_seconds, span))} a step: {_range_reason(request)}")
+    if request.strategy.offload_device("optimizer") and not _pins_optimizer(request):
+        notes.append("pin_memory: false: copies between host and device go through a buffer of the driver")
+    return notes
+
+
+def _range_reason(request: Request) -> str:
+    """Return the assumptions of the range of a step with offload."""
+    if request.box.host_memory_gb_per_s is not None:
+        return "that rate, and the rest by the interval of other steps"
+    return (
+        f"Adam on published hosts had {_SLOWEST_HOST_OF_A_RANK_GB_PER_S} GB/s a rank to {_FASTEST_HOST_GB_PER_S:.0f} a"
+        " node, and the rest by the interval of other steps; --host_gb_per_s sets a rate"
+    )
+
+
+def _pins_optimizer(request: Request) -> bool:
+    optimizer = request.settings.optimizer
+    return optimizer is None or optimizer.pinned
 
 
 def lora_note() -> str:
@@ -314,7 +396,7 @@ def host_adam_note(request: Request) -> str | None:
     if (rate := request.box.host_memory_gb_per_s) is not None:
         return f"the host's Adam reads and writes {rounded(rate)} GB/s for all ranks of a node, as measured or given"
     return (
-        f"the host's Adam: {FITTED.host_gb_per_s:.0f} GB/s for all ranks of a node, as published for 128 cores; another"
-        " machine reached 10. accelerate launch and torchrun give a rank one thread: set OMP_NUM_THREADS to its cores,"
+        f"the host's Adam: {FITTED.host_gb_per_s:.0f} GB/s for all ranks of a node, as published for 128 cores."
+        " accelerate launch and torchrun give a rank one thread: set OMP_NUM_THREADS to its cores,"
         " and --enable_cpu_affinity"
     )

@@ -254,7 +254,7 @@ function drawBars() {
   }));
 }
 
-// The ends of the speed of 80 % of runs; of an offload no interval is known, but the slowest measured one.
+// The ends of the speed of 80 % of runs; of an offload no interval is known, but the slowest host.
 function speeds(row) {
   const step = row.step_s;
   if (row.offloads) return { low: row.least_tokens_per_s, high: null };
@@ -290,7 +290,7 @@ const COLUMNS = ["strategy", "micro-batch", "accumu\u00adlation", "check\u00adpo
   "sent a step and GPU, GB", "host GiB", "NVMe GiB", "remark", "files"];
 
 function cells(name, row) {
-  const speed = row.fits ? `${row.offloads ? "≤ " : ""}${rounded(row.tokens_per_s)}` : "-";
+  const speed = row.fits ? `${row.offloads ? "~ " : ""}${rounded(row.tokens_per_s)}` : "-";
   const { low, high } = speeds(row);
   const interval = high === null ? "-" : `${rounded(low)} to ${rounded(high)}`;
   return [
