@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import json
@@ -11,7 +12,8 @@ import pytest
 
 from study.cli import COMMANDS, main
 from study.config.errors import Unsupported, UserError
-from study.config.flags import RunConfig, parse_command_line, resolve_config
+from study.config.flags import Parser, RunConfig, add_flags, parse_command_line, resolve_config
+from study.config.places import REPOSITORY
 from study.config.strategy_names import apply_overrides, parse_overrides
 from study.records.lock import LockHeldError
 
@@ -86,6 +88,29 @@ def test_the_command_line_sets_everything_of_a_config() -> None:
     assert set(OTHER_VALUES) == {field.name for field in dataclasses.fields(RunConfig)}
     assert parse_command_line(as_command_line(config)) == config
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict())), "config.json") == config
+
+
+def flag_row(action: argparse.Action) -> str:
+    """Return a flag with its type and default, separated by tabs."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        kind = "switch"
+    elif action.choices:
+        kind = "|".join(action.choices)
+    else:
+        kind = str(action.metavar)
+    if action.default == argparse.SUPPRESS:
+        default = f"former name of --{action.dest}"
+    else:
+        default = "" if action.default in (None, []) else str(action.default)
+    return "\t".join((", ".join(action.option_strings), kind, default))
+
+
+def test_no_flag_of_the_trainer_appears_disappears_or_changes_unseen() -> None:
+    """A flag, its type and its default are an interface: the list changes in the commit that changes one."""
+    parser = Parser(prog="study/train.py", add_help=False)
+    add_flags(parser)
+    rows = ["flag\ttype\tdefault", *map(flag_row, parser._actions)]
+    assert rows == (REPOSITORY / "tests/data/train_flags.tsv").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,15 @@ from study.cli import COMMANDS, main
 from study.config.flags import Parser, parse_command_line, resolve_config
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES
-from study.config.text import rounded
+from study.config.text import percent, rounded
 from study.host.memory import GIB
 from study.host.stacks import release_key
 from study.predictor.run_predictions import SENT, compare_run_figures, ended_runs
 from study.predictor.time import max_offload_slowdown
 from study.records.frames import read_parquet
+from study.records.statistics import BF16_SPACING, LOSS_MARGIN, MIN_SAMPLE
 from study.releases.release_cells import release_cells
+from study.releases.verdict import ROUNDING
 from study.report.pages.memory_figure import MEMORY_FIGURE, memory_svg, predicted
 from study.report.pages.readme import DOCUMENTS, rewritten
 from study.report.pages.releases import latest_cells
@@ -36,9 +38,18 @@ from study.sweep.suite_file import find_suite
 
 PAGES = sorted(
     str(file.relative_to(REPOSITORY))
-    for pattern in ("*.md", "docs/*.md", ".github/*.md", "[!.]*/README.md", "reports/releases/causes.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "docs/decisions/*.md",
+        ".github/*.md",
+        "[!.]*/README.md",
+        "reports/releases/causes.md",
+    )
     for file in REPOSITORY.glob(pattern)
 )
+# Numbers of rooms as the map has them.
+_NUMBERS = {19: "nineteen", 20: "twenty", 21: "twenty-one"}
 FOLDERS = tuple(f"{folder.name}/" for folder in REPOSITORY.iterdir() if folder.is_dir())
 STARTS = ("study ", "make ", "accelerate launch ", "python", ".venv/bin/", "bash ", "OUT=")
 
@@ -308,6 +319,58 @@ def test_the_citation_and_the_command_name_the_version_there_is(capsys: pytest.C
     assert parts[0][0] == "Unreleased"
     assert str(released.get(version)) == str(citation.get("date-released"))
     assert "\n- " not in parts[0][2] or version not in released, "a change after a release has a new version"
+
+
+def test_the_changelog_and_the_contributing_page_are_read_in_one_go() -> None:
+    """Details of a change are in the history; a user reads what there is and what breaks."""
+    for page, most in (("CHANGELOG.md", 100), ("CONTRIBUTING.md", 45)):
+        assert len(read(page).splitlines()) <= most, page
+
+
+def test_the_map_has_every_room_in_the_order_of_its_imports() -> None:
+    section = read("docs/map.md").partition("## Rooms")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ", section, re.MULTILINE)
+    rooms = {folder.parent.name for folder in REPOSITORY.glob("study/*/__init__.py")}
+    assert sorted(rows) == sorted(rooms)
+    pattern = r'name = "Each room knows only those below it".*?^layers = \[\n(.*?)^\]'
+    (contract,) = re.findall(pattern, read("pyproject.toml"), re.DOTALL | re.MULTILINE)
+    layers = [re.findall(r"study\.(\w+)", line) for line in contract.splitlines()]
+    places = {room: place for place, layer in enumerate(reversed(layers)) for room in layer}
+    order = [places[room] for room in rows]
+    assert order == sorted(order), "a room imports only those above it in the table"
+    assert f"has {_NUMBERS[len(rooms)]} rooms" in unwrapped("docs/map.md")
+
+
+DECISIONS = sorted(file.name for file in REPOSITORY.glob("docs/decisions/[0-9]*.md"))
+
+
+def test_the_index_of_decisions_has_each_of_them_once_in_their_order() -> None:
+    assert re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", read("docs/decisions/README.md")) == DECISIONS
+    assert [int(name[:4]) for name in DECISIONS] == list(range(1, len(DECISIONS) + 1))
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_a_decision_is_one_screen_with_what_would_change_it(name: str) -> None:
+    lines = read(f"docs/decisions/{name}").splitlines()
+    assert len(lines) <= 40
+    assert lines[0].startswith(f"# {name[:4]}: ")
+    headings = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+    assert headings == ["Context", "Decision", "Consequences", "What would change it", "Held by"]
+
+
+def test_the_decisions_have_the_figures_of_the_code() -> None:
+    fp32, bf16, engine = (ROUNDING[name] for name in ("fp32", "bf16", "bf16-engine"))
+    equal = unwrapped("docs/decisions/0005-plain-training-is-the-reference.md")
+    assert f"| {fp32.loss:.0e} of a loss, {fp32.norm:.0e} of a norm, in fp32 |".replace("e-0", "e-") in equal
+    assert (bf16.loss, bf16.norm, engine.loss, engine.norm) == (2**-9, 2**-6, 2**-7, 2**-4)
+    assert "| 2⁻⁹ and 2⁻⁶; 2⁻⁷ and 2⁻⁴ |" in equal
+    assert f"| {percent(LOSS_MARGIN)} of the loss of that step |" in equal
+    assert f"| {percent(BF16_SPACING)} |" in equal
+    seeds = unwrapped("docs/decisions/0013-three-seeds-and-one-family-of-tests.md")
+    assert f"| least number of seeds for a test | {MIN_SAMPLE} (`MIN_SAMPLE`) |" in seeds
+    names = re.findall(r"`(test_\w+)`", "".join(read(f"docs/decisions/{name}") for name in DECISIONS))
+    code = "".join(file.read_text(encoding="utf-8") for file in REPOSITORY.glob("tests/test_*.py"))
+    assert [name for name in names if f"def {name}(" not in code] == []
 
 
 def test_the_site_has_every_page_of_the_docs_and_every_argument_of_every_command() -> None:

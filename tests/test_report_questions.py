@@ -182,19 +182,52 @@ def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test
     assert f"{least} %" == percent(math.expm1(beyond * spread.log_sd * math.sqrt(2 / 4)))
 
 
-def test_without_a_significant_ratio_of_step_times_the_answer_is_what_was_compared(tmp_path: Path) -> None:
-    write(tmp_path / "once", {"ddp": 1.0, "zero2": 3.0})
+def test_without_a_significant_ratio_of_step_times_the_answer_is_what_was_tested(tmp_path: Path) -> None:
     for seed, factor in ((1, 0.94), (2, 1.0), (3, 1.06)):
         write(tmp_path / "equal", {"ddp": factor, "zero2": 2 - factor}, (seed,))
     write(tmp_path / "alone", {"ddp": 1.0}, (1, 2, 3))
-    once, equal, alone = (Answers(tmp_path / name)["time"] for name in ("once", "equal", "alone"))
-    ((untested,), (none,), (reference,)) = (answer.headlines for answer in (once, equal, alone))
-    assert (untested.value, untested.bounds) == ("0 of 1", "")
-    assert untested.what.endswith("that have the three seeds of a test of step times")
+    equal, alone = (Answers(tmp_path / name)["time"] for name in ("equal", "alone"))
+    ((none,), (reference,)) = (answer.headlines for answer in (equal, alone))
     assert (none.value, none.bounds[:29]) == ("0 of 1", "least significant difference ")
+    assert row(equal.table, "zero2")["x ddp"].endswith("] n.s.")
+    assert "n.s.: not significant." in equal.notes
     milliseconds = float(row(alone.table, "ddp")["Step, ms"])
     assert float(reference.value.removesuffix(" ms")) == pytest.approx(milliseconds, rel=1e-2)
-    assert not any(answer.leads for answer in (once, equal, alone))
+    assert not any(answer.leads for answer in (equal, alone))
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2)])
+def test_a_ratio_of_fewer_than_three_seeds_is_not_tested_and_is_the_headline(tmp_path: Path, seeds: tuple[int, ...]):
+    """It is not "not significant", which would be the result of a test."""
+    write(tmp_path, {"ddp": 1.0, "zero2": 3.0, "zero3": 4.0}, seeds)
+    time = Answers(tmp_path)["time"]
+    (ratio,) = time.headlines
+    cells = {name: row(time.table, name)["x ddp"] for name in ("ddp", "zero2", "zero3")}
+    assert ratio.value == " to ".join(cells[name].removesuffix(" n.t.") for name in ("zero2", "zero3")) + " x"
+    assert (cells["ddp"], {text[-5:] for name, text in cells.items() if name != "ddp"}) == ("1.00", {" n.t."})
+    assert (ratio.strategy, ratio.n) == ("zero2 to zero3", len(seeds))
+    assert ratio.bounds == "not tested: fewer than three seeds"
+    assert "significant" not in ratio.words
+    assert "n.t.: not tested, since there are fewer than three seeds." in time.notes
+    assert "n.s.: not significant." not in time.notes
+    assert not time.leads
+
+
+def test_untested_comparisons_are_counted_beside_the_tested_ones(tmp_path: Path) -> None:
+    """Of three comparisons one has one seed: it is neither significant nor not significant."""
+    for seed, factor in ((1, 0.94), (2, 1.0), (3, 1.06)):
+        write(tmp_path, {"ddp": factor, "zero1": 2 - factor, "zero2": 9.0}, (seed,))
+    write(tmp_path, {"zero3": 1.0}, (1,))
+    ratio, count = Answers(tmp_path)["time"].headlines
+    assert (ratio.strategy, ratio.bounds) == ("zero2", "")
+    assert (count.value, count.bounds.partition("; ")[2]) == ("1 of 2", "1 of 3 comparisons not tested")
+
+
+def test_the_question_on_step_time_of_one_gpu_begins_with_its_ratio() -> None:
+    time = Answers(read_parquet(REPOSITORY / "reports" / "gpu"))["time"]
+    (ratio,) = time.headlines
+    assert (ratio.value, ratio.strategy, ratio.n) == ("4.87 x", "zero3", 1)
+    assert ratio.bounds == "not tested: fewer than three seeds"
 
 
 def test_advice_names_a_significantly_faster_strategy_and_counts_no_profiled_run(tmp_path: Path) -> None:
@@ -222,6 +255,10 @@ def test_nothing_is_divided_by_one_rank() -> None:
     assert (memory.headlines[0].value, memory.headlines[0].bounds) == ("+25 %", "ranks: 1")
     assert "second copy of the weights: on a rank 25 % of the state of `single`" in notes(memory)
     assert "would need 1/" not in notes(memory)
+    # One seed: the peak is a number without a test.
+    peak = memory.headlines[1]
+    assert (peak.value, peak.bounds, peak.n) == ("+41 %", "not tested: fewer than three seeds", 1)
+    assert "141 % n.t." in memory.table.to_numpy()
 
 
 def test_a_headline_is_of_the_main_workload_and_of_zero(tmp_path: Path) -> None:
@@ -289,7 +326,9 @@ def test_with_a_gpu_offload_frees_its_memory(tmp_path: Path) -> None:
     assert row(by_name["offload"].table, "zero3_cpu")["Freed"] == "80 %"
     freed, times = by_name["offload"].headlines
     assert f"{freed.value} {freed.what}" == "80 % of the model state on the device is freed"
-    assert (times.value, "that have three seeds" in times.what) == ("0 of 1", True)
+    assert (times.what, times.strategy) == ("change of the step time", "zero3_cpu")
+    assert (times.bounds, times.n) == ("not tested: fewer than three seeds", 1)
+    assert row(by_name["offload"].table, "zero3_cpu")["Step time, x without"].endswith(" n.t.")
     assert row(by_name["memory"].table, "zero3")["State, % of ddp"] == "62 %"
     assert "zero3_cpu" not in {*by_name["memory"].table["Strategy"], *by_name["time"].table["Strategy"]}
 

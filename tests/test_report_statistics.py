@@ -149,18 +149,23 @@ def test_an_interval_excludes_no_difference_exactly_where_the_corrected_test_doe
     assert 0.1 < np.mean(verdicts) < 0.9
 
 
-def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confounded() -> None:
+def test_a_difference_is_named_only_where_it_was_tested_and_is_significant() -> None:
     runs = as_runs(drawn(np.random.default_rng(6), 5, effect=np.array([0.0] * 12 + [0.4])))
     runs["confounded"] = np.where(runs["arm"] == ARMS[3], "clipping", "")
     comparisons = statistics.differences(runs, TIME, AGAINST_THE_FIRST)
     large, small, confounded = (comparisons[ARMS[place], ARMS[0]] for place in (12, 5, 3))
-    assert (large.is_significant, small.words) == (True, "not significant (n = 5)")
+    assert (large.is_significant, large.mark) == (True, "")
+    assert (small.is_tested, small.words, small.mark) == (True, "not significant (n = 5)", "n.s.")
     assert large.words.startswith(("+4", "+5"))
     assert large.words.endswith(f"(n = 5, p = {large.p:.2g})")
     assert (confounded.p, confounded.ratio.n, confounded.words) == (None, 5, "not judged")
+    assert (confounded.is_confounded, confounded.mark) == (True, "")
     for seeds, words in ((2, "n = 2"), (1, "one run each")):
-        few = statistics.differences(runs[runs["seed"] < seeds], TIME, AGAINST_THE_FIRST)[ARMS[12], ARMS[0]]
-        assert (few.p, few.words) == (None, f"not significant ({words})")
+        comparisons = statistics.differences(runs[runs["seed"] < seeds], TIME, AGAINST_THE_FIRST)
+        few, confounded = (comparisons[ARMS[place], ARMS[0]] for place in (12, 3))
+        assert (few.is_tested, few.words, few.mark) == (False, f"not tested ({words})", "n.t.")
+        assert (few.is_confounded, confounded.is_confounded) == (False, True)
+        assert (confounded.words, confounded.mark) == ("not judged", "n.t.")
 
 
 def test_equivalence_is_shown_inside_the_margin_only_and_one_run_each_is_no_test() -> None:

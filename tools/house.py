@@ -1,4 +1,4 @@
-"""Print the size of `study/` and the imports between its rooms, as one row of the table in CONTRIBUTING.md.
+"""Print the size of `study/` and the imports between its rooms, as one row of the table in docs/maintain.md.
 
     python tools/house.py            for the checkout in the current folder
     python tools/house.py --arrows   also every arrow, one per line

@@ -95,7 +95,8 @@ def _files(root: Path) -> Iterator[tuple[str, Path]]:
     for room in ("tests", "tools"):
         for file in sorted(root.glob(f"{room}/*.py")):
             yield room, file
-    for file in [*sorted(root.glob("docs/*.md")), root / "README.md", root / "CONTRIBUTING.md"]:
+    pages = sorted([*root.glob("docs/*.md"), *root.glob("docs/decisions/*.md")])
+    for file in [*pages, root / "README.md", root / "CONTRIBUTING.md"]:
         yield "docs", file
 
 

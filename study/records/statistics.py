@@ -26,7 +26,9 @@ MIN_SAMPLE = 3
 # With fewer points than this, all of them are printed after the interval.
 SHOWN_BELOW = 6
 SIGNIFICANCE = 0.05
-NOT_SIGNIFICANT = "not significant"
+NOT_SIGNIFICANT, NOT_TESTED = "not significant", "not tested"
+# The same behind a ratio in a table.
+NOT_SIGNIFICANT_MARK, NOT_TESTED_MARK = "n.s.", "n.t."
 # Logs that differ by less than this are equal.
 _ROUNDING = 1e-12
 Pair = tuple[str, str]
@@ -205,20 +207,29 @@ class Difference:
 
     ratio: Interval
     p: float | None
+    # Whether there would be more seeds, but a strategy breaks an invariant in them, so that no test was made.
+    is_confounded: bool = False
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether there are enough fair seeds for a test; without one nothing is known of the significance."""
+        return self.p is not None
 
     @property
     def is_significant(self) -> bool:
         return self.p is not None and self.p < SIGNIFICANCE
 
     @property
-    def is_confounded(self) -> bool:
-        """Whether there are enough seeds, but a strategy breaks an invariant, so that no test was made."""
-        return self.p is None and self.ratio.n >= MIN_SAMPLE
+    def mark(self) -> str:
+        """Return the mark of the ratio: a test found no difference, or too few seeds allowed none.
 
-    @property
-    def is_inconclusive(self) -> bool:
-        """Whether the difference is not significant, or has too few seeds for a test."""
-        return not (self.is_significant or self.is_confounded)
+        A significant ratio has none. Nor has one with enough seeds that is not a fair comparison.
+        """
+        if self.is_significant:
+            return ""
+        if self.is_tested:
+            return NOT_SIGNIFICANT_MARK
+        return NOT_TESTED_MARK if self.ratio.n < MIN_SAMPLE else ""
 
     @property
     def words(self) -> str:
@@ -229,7 +240,8 @@ class Difference:
             return f"{percent(self.ratio.center - 1, signed=True)} (n = {n}, p = {self.p:.2g})"
         if self.is_confounded:
             return "not judged"
-        return f"{NOT_SIGNIFICANT} ({'one run each' if n == 1 else f'n = {n}'})"
+        verdict = NOT_SIGNIFICANT if self.is_tested else NOT_TESTED
+        return f"{verdict} ({'one run each' if n == 1 else f'n = {n}'})"
 
 
 def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[Pair, Difference]:
@@ -242,11 +254,19 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
     """
     pairs = list(dict.fromkeys(pairs))
     logs = pivot_by_seed(runs, figure)
-    tests = corrected_tests(pivot_by_seed(runs[runs["confounded"] == ""], figure), pairs)
+    fair_logs = pivot_by_seed(runs[runs["confounded"] == ""], figure)
+    tests = corrected_tests(fair_logs, pairs)
     ratios = {pair: paired_ratio(logs, *pair) for pair in pairs}
     for pair, (_, low, high) in tests.items():
         ratios[pair] = dataclasses.replace(ratios[pair], low=float(np.exp(low)), high=float(np.exp(high)))
-    return {pair: Difference(ratio, tests[pair][0] if pair in tests else None) for pair, ratio in ratios.items()}
+    by_pair = {}
+    for pair, ratio in ratios.items():
+        if pair in tests:
+            by_pair[pair] = Difference(ratio, tests[pair][0])
+        else:
+            is_confounded = paired_ratio(fair_logs, *pair).n < ratio.n
+            by_pair[pair] = Difference(ratio, None, is_confounded)
+    return by_pair
 
 
 def all_differences(runs: pd.DataFrame, figure: str) -> dict[Pair, Difference]:

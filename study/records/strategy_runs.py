@@ -194,7 +194,7 @@ def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     runs = runs_with_several(runs, column)
     subjects = _Subjects(runs, column)
     rows = [subjects.speed_row(arm) for arm in group_by_strategy(runs)]
-    columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "significant", "points", "note"]
+    columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "difference", "points", "note"]
     speed = pd.DataFrame([row for row in rows if row is not None], columns=columns).dropna(subset=["place", "percent"])
     comparable_speed = speed[speed.groupby("subject")["place"].transform("nunique") > 1]
     # The subject with the most rows is first, because the answer uses it.
@@ -231,7 +231,7 @@ class _Subjects:
             "strategy": first["strategy"],
             "baseline": baseline,
             "percent": 100 * difference.ratio.center,
-            "significant": difference.is_significant,
+            "difference": difference,
             "points": tuple(100 * ratio for ratio in difference.ratio.points),
             "note": "; ".join(dict.fromkeys(text for text in arm.ok_runs["confounded"] if text)),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +13,14 @@ import pandas as pd
 
 from study.config.text import NOT_MEASURED, percent
 from study.records.frames import Records, real_runs
-from study.records.statistics import MIN_SAMPLE, Difference, Noise, estimate_noise
+from study.records.statistics import (
+    MIN_SAMPLE,
+    NOT_SIGNIFICANT_MARK,
+    NOT_TESTED_MARK,
+    Difference,
+    Noise,
+    estimate_noise,
+)
 from study.records.strategy_runs import Row, StrategyRuns, comparability, group_by_strategy, to_table
 from study.records.workloads import BASELINES, strategy_order
 from study.report.document import Answer, cell_text, format_names, format_or_dash
@@ -21,8 +29,6 @@ from study.report.facts import Headline, caption, footnotes
 # Workloads side by side on the first screen, and notes below them.
 _MAX_WORKLOADS, _MAX_NOTES = 2, 6
 _CONFOUNDED = " †"
-# Behind a ratio that is not significant.
-UNSURE = " n.s."
 Workloads = Mapping[str, Sequence[StrategyRuns]]
 # The function that computes a column's cells, by the column's heading.
 Columns = Mapping[str, Callable[[StrategyRuns], str | float]]
@@ -156,32 +162,53 @@ class Comparison:
         """Return the strategies with a run of their base to compare with."""
         return [arm for arm in arms if (difference := self.of(arm)) and difference.ratio.n]
 
+    def is_tested(self, arm: StrategyRuns) -> bool:
+        """Whether the strategy and its base share enough seeds for a test."""
+        difference = self.of(arm)
+        return difference is not None and difference.is_tested
+
     def significant(self, arms: Iterable[StrategyRuns]) -> list[tuple[float, StrategyRuns]]:
         """Return the significant ratios, the smallest first."""
-        unequal = [(ratio.ratio.center, arm) for arm in arms if (ratio := self.of(arm)) and ratio.is_significant]
-        return sorted(unequal, key=lambda pair: pair[0])
+        return self._ratios(arms, lambda difference: difference.is_significant)
 
-    def is_tested(self, arms: Iterable[StrategyRuns]) -> bool:
-        """Whether any of the differences has enough seeds for a test."""
-        return any((difference := self.of(arm)) is not None and difference.p is not None for arm in arms)
+    def untested(self, arms: Iterable[StrategyRuns]) -> list[tuple[float, StrategyRuns]]:
+        """Return the ratios of too few seeds for a test, the smallest first."""
+        return self._ratios(arms, lambda difference: not (difference.is_tested or difference.is_confounded))
+
+    def _ratios(
+        self, arms: Iterable[StrategyRuns], is_chosen: Callable[[Difference], bool]
+    ) -> list[tuple[float, StrategyRuns]]:
+        differences = [(difference, arm) for arm in self.paired(arms) if (difference := self.of(arm))]
+        chosen = [(difference.ratio.center, arm) for difference, arm in differences if is_chosen(difference)]
+        return sorted(chosen, key=lambda pair: pair[0])
 
     def headline(
         self, arms: Sequence[StrategyRuns], form: Callable[[float], str], what: str, scope: str, unit: str = ""
     ) -> Headline:
-        """Return the range of the significant ratios with the strategies at its ends; without any, that there is none.
+        """Return the range of the significant ratios with the strategies at its ends.
 
-        A single one has its workload instead of the scope.
+        If none is significant, it is the number of those tested. If none is tested, it is the range of the ratios,
+        which are named so. A single ratio has its workload instead of the scope.
         """
-        ratios = self.significant(arms)
+        tested = [arm for arm in arms if self.is_tested(arm)]
+        ratios = self.significant(arms) if tested else self.untested(arms)
+        differences = self.differences(arms)
+        if not ratios and tested:
+            words = caption("comparison", "significant")
+            return Headline(f"0 of {len(tested)}", words, scope=scope, bounds=untested_text(differences))
         if not ratios:
-            words = caption("comparison", "significant" if self.is_tested(arms) else "tested")
-            return Headline(f"0 of {len(arms)}", words, scope=scope)
+            return Headline(f"0 of {len(arms)}", caption("comparison", "tested"), scope=scope)
         ends = find_ends(ratios, form)
         place = ratios[0][1].workload if len(ratios) == 1 else scope
-        return Headline(ends.text + unit, what, ends.names, place, others_text(len(arms) - len(ratios), len(arms)))
+        seeds = 0 if tested else common_seeds(differences)
+        return Headline(ends.text + unit, what, ends.names, place, verdicts_text(differences), seeds)
+
+    def differences(self, arms: Iterable[StrategyRuns]) -> list[Difference]:
+        """Return the differences of the strategies that have a base."""
+        return [difference for arm in arms if (difference := self.of(arm))]
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
-        """Return a formatter of a strategy's ratio with its interval; a sign marks one that is not significant."""
+        """Return a formatter of a strategy's ratio with its interval and its mark."""
 
         def text(arm: StrategyRuns) -> str:
             difference = self.of(arm)
@@ -189,17 +216,16 @@ class Comparison:
                 return form(1.0) if arm.name == self.find_base(arm) else NOT_MEASURED
             if not difference.ratio.n:
                 return NOT_MEASURED
-            return difference.ratio.brief(form) + UNSURE * difference.is_inconclusive
+            return marked(difference.ratio.brief(form), difference)
 
         return text
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return the footnote that explains the intervals, if one includes 1."""
-        differences = (self.of(arm) for arms in self.by_workload.values() for arm in arms)
-        unsure = [difference for difference in differences if difference is not None and difference.is_inconclusive]
-        tested = any(difference.p is not None for difference in unsure)
-        return footnotes("comparison", {"interval": tested})
+        arms = itertools.chain(*self.by_workload.values())
+        marks = {difference.mark for difference in self.differences(arms)}
+        return footnotes("comparison", {"interval": NOT_SIGNIFICANT_MARK in marks})
 
 
 class Ends(NamedTuple):
@@ -222,9 +248,39 @@ def name_with_settings(arm: str) -> str:
     return f"{strategy}, settings changed: {len(settings)}" if settings else strategy
 
 
-def others_text(count: int, total: int) -> str:
-    """Return how many comparisons are not significant; empty if all are."""
-    return caption("comparison", "others", count=count, total=total) if count else ""
+def marked(text: str, difference: Difference) -> str:
+    """Return the text of a ratio with its mark, if it has one."""
+    return f"{text} {difference.mark}" if difference.mark else text
+
+
+def mark_notes(cells: Iterable[object]) -> tuple[str, ...]:
+    """Return the meaning of the marks in the cells of a table."""
+    text = " ".join(map(str, cells))
+    return footnotes("comparison", {"unsure": NOT_SIGNIFICANT_MARK in text, "few": NOT_TESTED_MARK in text})
+
+
+def verdicts_text(differences: Sequence[Difference]) -> str:
+    """Return how many differences are not significant, and how many are not tested; empty if all are significant."""
+    marks = [difference.mark for difference in differences]
+    count = marks.count(NOT_SIGNIFICANT_MARK)
+    others = caption("comparison", "others", count=count, total=len(marks)) if count else ""
+    return "; ".join(filter(None, (others, untested_text(differences))))
+
+
+def untested_text(differences: Sequence[Difference]) -> str:
+    """Return how many differences are not tested; empty if all are."""
+    marks = [difference.mark for difference in differences]
+    count = marks.count(NOT_TESTED_MARK)
+    if not count:
+        return ""
+    name = "untested" if count < len(marks) else "all_untested"
+    return caption("comparison", name, count=count, total=len(marks))
+
+
+def common_seeds(differences: Iterable[Difference]) -> int:
+    """Return the number of seeds of each difference that has any; 0 if it is not the same for all."""
+    counts = {difference.ratio.n for difference in differences if difference.ratio.n}
+    return counts.pop() if len(counts) == 1 else 0
 
 
 def format_references(names: Iterable[str]) -> str:
@@ -313,8 +369,7 @@ def answer_by_strategy(
     if len(chosen) == 1:
         table.columns = table.columns.droplevel(0)
     more = len(by_workload) - len(chosen)
-    is_unsure = any(UNSURE in text for texts in cells.values() for text in texts)
-    signs = footnotes("comparison", {"unsure": is_unsure})
+    signs = mark_notes(text for texts in cells.values() for text in texts)
     hidden = footnotes("comparison", {"workloads": more > 0}, more=more)
     all_notes = (*notes, *signs, *arm_notes(strategies), *hidden)
     return Answer(table, headlines, all_notes, subject=chosen[0], leads=leads)

@@ -16,7 +16,7 @@ from study.host.memory import GIB, MIB
 from study.records import strategy_runs
 from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import interval
+from study.records.statistics import Difference, interval
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, scarce_memory, state_bytes
 from study.records.workloads import BASELINES, strategy_order
 from study.report import document
@@ -136,8 +136,11 @@ def _memory_columns(
         return format_or_dash(_held_ratio(arm, compared.references[arm.workload]), percent)
 
     def peak(arm: StrategyRuns) -> str:
-        compared_peak = _compare_peaks(arm, compared.references[arm.workload])
-        return format_or_dash(compared_peak.ratio, percent) + comparison.UNSURE * compared_peak.is_unsure
+        base = compared.references[arm.workload]
+        peaks = _compare_peaks(arm, base)
+        if arm.name == base.name or math.isnan(peaks.ratio):
+            return format_or_dash(peaks.ratio, percent)
+        return comparison.marked(percent(peaks.ratio), peaks.difference)
 
     arms = [arm for workload in comparison.shown_workloads(shown, only) for arm in shown[workload]]
     is_gathered_known = any(arm.median("forward_gathers_bytes") > 0 for arm in arms)
@@ -183,16 +186,17 @@ def _ratio_headlines(compared: comparison.ReferenceComparison, pairs: Sequence[_
         scope,
         "; ".join(bounds),
     )
-    peaks = [_compare_peaks(arm, base) for arm, base in pairs]
-    known = [peak.ratio for peak in peaks if not peak.is_unsure and peak.ratio > 0]
-    if not known:
+    peaks = [peak for arm, base in pairs if (peak := _compare_peaks(arm, base)).ratio > 0]
+    shown = [peak.ratio for peak in peaks if not peak.is_not_significant]
+    if not shown:
         return [state]
-    unsure = sum(peak.is_unsure for peak in peaks)
+    differences = [peak.difference for peak in peaks]
+    is_tested = any(difference.is_tested for difference in differences)
     words = caption("memory", "peak", places=_peak_places(compared), references=compared.names)
-    peak = Headline(
-        _change_span(known), words, state.strategy, bounds=comparison.others_text(unsure, len(known) + unsure)
-    )
-    return [state, peak]
+    verdicts = comparison.verdicts_text(differences)
+    seeds = 0 if is_tested else comparison.common_seeds(differences)
+    peak_change = Headline(_change_span(shown), words, state.strategy, bounds=verdicts, n=seeds)
+    return [state, peak_change]
 
 
 def _change_span(ratios: Iterable[float]) -> str:
@@ -233,7 +237,7 @@ def _memory_footnotes(
             "small": is_small,
             "copy": is_copied,
             "divided": (is_small or is_copied) and leanest.ranks > 1,
-            "bucket": has_sizes and has_whole_bucket and peak.ratio > 1 and not peak.is_unsure,
+            "bucket": has_sizes and has_whole_bucket and peak.ratio > 1 and not peak.is_not_significant,
         },
         references=compared.names,
         small=percent(excess.small),
@@ -250,18 +254,23 @@ def _held_ratio(arm: StrategyRuns, base: StrategyRuns) -> float:
 
 
 class _Peaks(NamedTuple):
-    """Ratio of two peaks, seed by seed if there are enough, and whether a test found no difference."""
+    """Ratio of two peaks, seed by seed if there are enough for a test."""
 
     ratio: float
-    is_unsure: bool = False
+    difference: Difference
+
+    @property
+    def is_not_significant(self) -> bool:
+        """Whether a test was made and found no difference."""
+        return self.difference.is_tested and not self.difference.is_significant
 
 
 def _compare_peaks(arm: StrategyRuns, base: StrategyRuns) -> _Peaks:
     figure = "host_peak_rss_gib" if arm.peak_gib[1] == "host process" else "peak_memory_gib_device"
-    difference = arm.differences(figure).get((arm.name, base.name))
-    if difference is None or difference.p is None:
-        return _Peaks(arm.peak_gib[0] / base.peak_gib[0])
-    return _Peaks(difference.ratio.center, not difference.is_significant)
+    difference = arm.differences(figure).get((arm.name, base.name), Difference(interval([]), None))
+    if difference.is_tested:
+        return _Peaks(difference.ratio.center, difference)
+    return _Peaks(arm.peak_gib[0] / base.peak_gib[0], difference)
 
 
 class _Excess(NamedTuple):

@@ -12,7 +12,7 @@ from study.predictor.run_predictions import PLANNED_DEVICE, PLANNED_LENGTH, PLAN
 from study.records import strategy_runs
 from study.records.fairness import baseline_arm
 from study.records.frames import Records, real_runs
-from study.records.statistics import MIN_SAMPLE, Interval, interval
+from study.records.statistics import Interval, interval
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, ratio_text, runs_with_several
 from study.report.document import Answer, Question, format_or_dash, span_text, times_text
 from study.report.facts import Headline, caption, footnotes
@@ -190,9 +190,7 @@ def _speed_answer(name: str, column: str, records: Records) -> Answer | None:
         return None
     subject = speed["subject"].iloc[0]
     chosen = speed[speed["subject"] == subject].sort_values("place", kind="stable")
-    is_unsure = ~chosen["significant"].astype(bool) & (chosen["arm"] != chosen["baseline"])
-    sign = is_unsure.map({True: comparison.UNSURE, False: ""})
-    cells = chosen["percent"].map("{:.0f} %".format) + sign + chosen["note"].map(lambda note: " †" if note else "")
+    cells = [_speed_cell(row) for _, row in chosen.iterrows()]
     table = chosen.assign(cell=cells).pivot_table("cell", "arm", "place", aggfunc="first", sort=False)
     table.columns = [caption(name, "place", place=place) for place in table.columns]
     references = comparison.format_references(chosen["baseline"])
@@ -200,7 +198,7 @@ def _speed_answer(name: str, column: str, records: Records) -> Answer | None:
     more = speed["subject"].nunique() - 1
     notes = (
         *footnotes("speeds", {"about": True}, references=references, subject=subject),
-        *footnotes("comparison", {"unsure": bool(is_unsure.any())}),
+        *comparison.mark_notes(cells),
         *(
             caption("comparison", "unfair", names=f"`{arm}`", reason=reason)
             for arm, reason in zip(confounded["arm"], confounded["note"], strict=True)
@@ -216,8 +214,19 @@ def _speed_answer(name: str, column: str, records: Records) -> Answer | None:
     )
 
 
+def _speed_cell(speed: pd.Series) -> str:
+    """Return the cell of one strategy at one place."""
+    text = f"{speed['percent']:.0f} %"
+    if speed["arm"] != speed["baseline"]:
+        text = comparison.marked(text, speed["difference"])
+    return f"{text} †" if speed["note"] else text
+
+
 def _speed_headlines(name: str, speed: pd.DataFrame, references: str) -> list[Headline]:
-    """Return the significant speeds of the strategy that shards most, at the ends of its places."""
+    """Return the significant speeds of the strategy that shards most, at the ends of its places.
+
+    If no end is tested, return both speeds, which are named so.
+    """
     subject = speed["subject"].iloc[0]
     others = speed[speed["arm"] != speed["baseline"]]
     fair = others[others["note"] == ""]
@@ -228,12 +237,17 @@ def _speed_headlines(name: str, speed: pd.DataFrame, references: str) -> list[He
     strategy = several["arm"].iloc[-1]
     places = several[several["arm"] == strategy]
     ends = [places.iloc[0], places.iloc[-1]]
-    significant = [end for end in ends if end["significant"]]
-    if not significant:
-        is_tested = any(len(end["points"]) >= MIN_SAMPLE for end in ends)
-        words = caption("comparison", "significant" if is_tested else "tested")
-        return [Headline(f"0 of {len(ends)}", words, name_with_settings(strategy), subject)]
-    bounds = comparison.others_text(len(ends) - len(significant), len(ends))
+    tested = [end for end in ends if end["difference"].is_tested]
+    differences = [end["difference"] for end in ends]
+    if tested:
+        shown = [end for end in tested if end["difference"].is_significant]
+    else:
+        shown = [end for end in ends if not end["difference"].is_confounded]
+    if not shown:
+        words = caption("comparison", "significant" if tested else "tested")
+        return [Headline(f"0 of {len(tested) or len(ends)}", words, name_with_settings(strategy), subject)]
+    bounds = comparison.verdicts_text(differences)
+    seeds = 0 if tested else comparison.common_seeds(differences)
     return [
         Headline(
             f"{end['percent']:.0f} %",
@@ -241,8 +255,9 @@ def _speed_headlines(name: str, speed: pd.DataFrame, references: str) -> list[He
             name_with_settings(strategy),
             subject,
             bounds,
+            seeds,
         )
-        for end in significant
+        for end in shown
     ]
 
 

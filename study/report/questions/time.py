@@ -51,9 +51,16 @@ def _time_answer(records: Records) -> Answer | None:
 def _time_headlines(
     compared: ReferenceComparison, times: Comparison, ratios: Sequence[tuple[float, StrategyRuns]]
 ) -> list[Headline]:
-    """Return the range of the significant ratios, if any, and how many of the comparisons these are."""
+    """Return the range of the significant ratios, if any, and how many of the tested comparisons these are.
+
+    If none is tested, return the range of all ratios alone.
+    """
     references = format_names([compared.references[arm.workload].name for arm in compared.sharding])
     scope = describe_scope(compared.main)
+    tested = [arm for arm in compared.sharding if times.is_tested(arm)]
+    if not tested:
+        what = caption("time", "untested", references=references)
+        return [times.headline(compared.sharding, times_text, what, scope, unit=" x")]
     headlines = []
     if ratios:
         (_, first), (_, last) = ratios[0], ratios[-1]
@@ -64,14 +71,15 @@ def _time_headlines(
             first.workload if len(ratios) == 1 else scope,
         )
         headlines.append(ratio)
-    is_tested = times.is_tested(compared.sharding)
     sizes = [comparison.least_difference(arms, STEP)[1] for arms in compared.main.values()]
     known = [size for size in sizes if size is not None]
+    least = caption("time", "least", size=span_text(known, percent)) if known else ""
+    untested = comparison.untested_text(times.differences(compared.sharding))
     count = Headline(
-        f"{len(ratios)} of {len(compared.sharding)}",
-        caption("time", "significant" if is_tested else "untested", references=references),
+        f"{len(ratios)} of {len(tested)}",
+        caption("time", "significant", references=references),
         scope="" if ratios else scope,
-        bounds=caption("time", "least", size=span_text(known, percent)) if known else "",
+        bounds="; ".join(filter(None, (least, untested))),
     )
     return [*headlines, count]
 
