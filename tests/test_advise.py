@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -58,6 +59,8 @@ from study.records.directory import read_run
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 SIZES = "layers=12,hidden=768,heads=12,vocabulary=50257"
+# 3.6 B: whole in 16 bits on a GPU of 80 GB, and not in fp32.
+MIDDLE = "layers=30,hidden=3072,heads=24,vocabulary=32000,inner=8192,key_value_heads=24"
 TINY = AdviceRequest(model_shape("gpt-tiny"), to_box("2xL4"), 32, "bf16", gradient_checkpointing=False, global_batch=4)
 
 
@@ -485,6 +488,58 @@ def test_if_nothing_fits_the_changes_that_make_something_fit_are_printed(
     }
     assert print_page(model, *words[changes[-1]]).startswith(f"Use {lines[-1][1]},")
     print_page(model, *less[changes[-1]], status=1)
+
+
+def test_plain_training_of_bf16_weights_is_a_row_of_its_own_where_it_is_faster() -> None:
+    words = (MIDDLE, "8xA100-80", "--seq_length", "1024")
+    page, document = print_page(*words), read_json("advise", *words)
+    plain = document["plain_in_16_bits"]
+    assert (plain["strategy"], plain["sure_to_fit"], plain["loads_in_16_bits"]) == ("ddp", True, True)
+    # Plain training of fp32 weights may not fit, and recomputes.
+    (fp32,) = [row for row in document["strategies"] if row["strategy"] == "ddp"]
+    assert (fp32["sure_to_fit"], fp32["tokens_per_s"] < 0.6 * plain["tokens_per_s"]) == (False, True)
+    # Weights and two moments of 2 bytes.
+    assert plain["device_parts"]["parameters"] == 2 * document["parameters"]
+    assert plain["device_parts"]["optimizer"] == pytest.approx(4 * document["parameters"], rel=1e-4)
+    # It has a row below the recommendation, which keeps fp32 masters.
+    lines = page.splitlines()
+    recommended = next(place for place, line in enumerate(lines) if line.endswith(" recommended"))
+    assert re.match(r"ddp, bf16 weights .*, without fp32 masters$", lines[recommended + 1])
+    assert "ddp, bf16 weights: " in page
+    assert "small updates are lost" in page
+    # Another command has the same figures.
+    (command,) = [line for line in lines if "--pure_bf16" in line]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        main([*shlex.split(command)[1:], "--json"])
+    predicted = json.loads(out.getvalue())
+    assert predicted["device_bytes"] == plain["device_bytes"]
+    assert 8 * predicted["time"]["tokens_per_s_per_gpu"]["value"] == pytest.approx(plain["tokens_per_s"])
+
+
+@pytest.mark.parametrize(
+    ("hardware", "flags"),
+    [
+        # With adapters plain training has 16-bit weights anyway; fp16 needs fp32 weights; 40 GB are too few for both.
+        ("8xA100-80", ("--peft", "lora")),
+        ("8xV100-32", ()),
+        ("8xA100-80", ("--precision", "fp32")),
+        ("8xA100-40", ()),
+    ],
+)
+def test_plain_training_of_bf16_weights_is_not_named_where_it_changes_nothing(hardware: str, flags: Any) -> None:
+    words = (MIDDLE, hardware, "--seq_length", "1024", *flags)
+    assert read_json("advise", *words)["plain_in_16_bits"] is None
+    assert "bf16 weights" not in print_page(*words)
+
+
+def test_if_nothing_else_fits_bf16_weights_without_masters_are_a_change_that_helps() -> None:
+    # DeepSpeed refuses this optimizer on the host.
+    words = ("llama-3.1-8b", "H100", "--optimizer", "lion")
+    page = print_page(*words, status=1)
+    assert f"with {rules.IN_16_BITS} it would be single" in page.splitlines()
+    flags = ("--strategy", "single", "--pure_bf16", "--gradient_checkpointing")
+    assert read_json("predict", *words, *flags)["fits"] is True
 
 
 def test_a_model_that_no_number_of_machines_fits_is_asked_with_the_most_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from study.predictor.communication import predict_payload
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks, to_box
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
-from study.predictor.request import Request
+from study.predictor.request import Request, TrainerSettings
 from study.predictor.state import persistent_params, predict_state, sub_groups
 from study.predictor.table_shape import shape_of_architecture
 from study.predictor.time import predict_time
@@ -41,6 +41,8 @@ EXPERTS = {name for _, _, _, _, *names in (*KNOWN["rules"], *KNOWN["requests"]) 
 PLAIN: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, ZERO: {"stage": 3}}
 CPU = {"device": "cpu"}
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
+LIGER = TrainerSettings(loss_kernel="liger")
+REPLICAS = {"parallelism_config": {"parallelism_config_dp_replicate_size": 4, "parallelism_config_dp_shard_size": 8}}
 
 
 def make_case(folder: Path, document: Any, model: str = "gpt2", ranks: int = 4, **program: Any) -> ConfigCase:
@@ -297,6 +299,27 @@ def test_fsdp_with_accumulation_says_how_large_its_whole_gradients_are(tmp_path:
     # 8.03 B gradients of 2 bytes.
     assert "the gradients stay whole, 15.0 GiB a rank" in note.says
     assert "whole-gradients" not in {finding.rule for finding in findings(plain)}
+
+
+@pytest.mark.parametrize(
+    ("document", "program", "rule", "says"),
+    [
+        # 8.03 B gradients of 2 bytes, in the second case over 8 ranks.
+        (fsdp(fsdp_version=2), {"accumulation": 4}, "replica-gradients", None),
+        (
+            {**fsdp(fsdp_version=2), "num_processes": 32, **REPLICAS},
+            {"accumulation": 4},
+            "replica-gradients",
+            "15.0 GiB a rank become 1.87 GiB",
+        ),
+        ({**fsdp(fsdp_version=2), "num_processes": 32, **REPLICAS}, {}, "replica-gradients", None),
+        (PLAIN, {"trainer": LIGER}, "sharded-head", "GRPO's use_liger_kernel since 1.6.0, as DPO's and KTO's"),
+        (zero(2), {"trainer": LIGER}, "sharded-head", None),
+    ],
+)
+def test_a_program_s_finding_is_there_if_it_applies(document, program, rule, says, tmp_path: Path) -> None:
+    found = [item for item in findings(make_case(tmp_path, document, LLAMA_8B, 32, **program)) if item.rule == rule]
+    assert [says in item.says for item in found] == [True] * (says is not None)
 
 
 @pytest.mark.parametrize("entry", yaml.safe_load((ROOT / "tests/data/explain_findings.yaml").read_text()))

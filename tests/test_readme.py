@@ -300,6 +300,12 @@ def test_every_command_of_a_page_is_valid(page: str) -> None:
                 find_suite(arguments[arguments.index("--suite") + 1])
 
 
+def test_the_files_that_the_readme_explains_are_in_the_clone() -> None:
+    explained = [words[2] for words in commands(read("README.md")) if words[1:2] == ["explain"]]
+    assert explained
+    assert [name for name in explained if not (REPOSITORY / name).is_file()] == []
+
+
 def test_files_for_other_programs_are_yaml_and_scripts_of_a_shell() -> None:
     other_files = (REPOSITORY / ".pre-commit-config.yaml", REPOSITORY / "CITATION.cff")
     for file in (*REPOSITORY.glob(".github/**/*.yml"), *other_files):

@@ -134,3 +134,19 @@ def test_the_grid_names_the_command_that_answers_for_a_combination(
 def test_a_stage_by_another_name_is_suggested(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["releases", "0.17.5", name]) == 2
     assert "did you mean zero2?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "meant"), [("zero2_offload", "zero2_cpu"), ("ds_z3_offload", "zero3_cpu")])
+def test_a_stage_with_an_offload_is_suggested(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "gpt2", "--strategy", name, "--hardware", "8xH100"]) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_a_release_is_read_as_tags_and_requirements_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for release in ("0.19.5", "v0.19.5", "deepspeed==0.19.5"):
+        assert main(["releases", release, "zero2"]) == 1
+        answers.append(capsys.readouterr().out)
+    assert answers == [answers[0]] * 3
+    assert main(["releases", "version", "zero2"]) == 2
+    assert "'version' is not a release of DeepSpeed" in capsys.readouterr().err

@@ -16,7 +16,7 @@ import nbformat
 import pytest
 
 from study.claims.scoreboard import Scoreboard
-from study.config.places import REPOSITORY
+from study.config.places import REPOSITORY, install_command, project_with_extras
 from study.config.strategies import STRATEGY_NAMES
 from study.report.site.build import NOTEBOOKS
 
@@ -83,17 +83,17 @@ def study(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Com
         ("benchmark", "full, FSDP          torch MemTracker"),
         ("status laptop", "0 of 52 cells done (there is no folder "),
         ("releases", "deepspeed 0.19.8 with accelerate 1.15.0 and torch 2.13.0"),
-        ("doctor", "pip install 'zero-study[train]'"),
+        ("doctor", "pip install '{wheel}[train]'"),
     ],
 )
-def test_a_command_needs_no_checkout(study: Command, arguments: str, printed: str) -> None:
+def test_a_command_needs_no_checkout(study: Command, wheel: Path, arguments: str, printed: str) -> None:
     result = study(*arguments.split())
-    assert printed in result.stdout
+    assert printed.replace("{wheel}", str(wheel)) in result.stdout
     assert result.returncode == (1 if arguments == "doctor" else 0), result.stderr
     assert result.stderr == ""
 
 
-def test_the_served_page_needs_no_checkout(study: Command) -> None:
+def test_the_served_page_needs_no_checkout(study: Command, wheel: Path) -> None:
     code = """
 import json
 from study.advisor.serve import make_server
@@ -108,7 +108,7 @@ with make_server() as server:
     *files, fix = result.stdout.splitlines()
     assert len(files) == 6
     assert all(line.endswith(" True") for line in files)
-    assert fix.startswith("run: pip install 'zero-study[train]'")
+    assert fix.startswith(f"run: pip install '{wheel}[train]'")
 
 
 def test_the_colab_notebook_installs_the_wheel_of_its_kernel(study: Command, wheel: Path, tmp_path: Path) -> None:
@@ -138,18 +138,18 @@ def test_explain_accepts_every_written_config(study: Command, tmp_path: Path) ->
     assert result.returncode == 0, result.stderr + result.stdout
 
 
-def test_claims_without_pandas_are_the_recorded_findings(study: Command, full_board: Scoreboard) -> None:
+def test_claims_without_pandas_are_the_recorded_findings(study: Command, wheel: Path, full_board: Scoreboard) -> None:
     result, anew = study("claims", "--json"), full_board.judged
-    assert result.stderr.count("pip install 'zero-study[report]'") == 1
+    assert result.stderr.count(f"pip install '{wheel}[report]'") == 1
     claims = [(claim["id"], claim["finding_text"], claim["sentence"]) for claim in json.loads(result.stdout)["claims"]]
     assert claims == [(judged.claim.id, judged.finding.text, judged.sentence) for judged in anew]
     assert f"{len(anew)} claims: " in study("claims").stdout
 
 
-def test_a_sweep_that_cannot_train_leaves_nothing(study: Command, tmp_path: Path) -> None:
+def test_a_sweep_that_cannot_train_leaves_nothing(study: Command, wheel: Path, tmp_path: Path) -> None:
     refused = study("run", "laptop", "--runs_dir", str(tmp_path / "runs"))
     assert (refused.returncode, list(tmp_path.iterdir())) == (2, [])
-    assert "pip install 'zero-study[train]'" in refused.stderr
+    assert f"pip install '{wheel}[train]'" in refused.stderr
 
 
 def test_the_doctor_counts_missing_packages_and_names_few(study: Command) -> None:
@@ -179,15 +179,40 @@ EXTRAS = {
 
 
 @pytest.mark.parametrize(("extra", "arguments"), [(extra, line) for extra in EXTRAS for line in EXTRAS[extra]])
-def test_a_missing_extra_is_named_with_its_install_command(study: Command, arguments: str, extra: str) -> None:
+def test_a_missing_extra_is_named_with_its_install_command(
+    study: Command, wheel: Path, arguments: str, extra: str
+) -> None:
     module = "python" if arguments.startswith("-m ") else "study"
     result = study(*arguments.split(), program=module)
     assert result.returncode == 2
-    assert result.stderr.count(f"pip install 'zero-study[{extra}]'") == 1, result.stderr
+    # Of no registry: the file from which it was installed has the extra.
+    assert result.stderr.count(f"pip install '{wheel}[{extra}]'") == 1, result.stderr
     assert result.stderr.count("\n") == 1, result.stderr
 
 
-def test_a_class_outside_the_table_needs_transformers_to_be_predicted(study: Command, tmp_path: Path) -> None:
+def test_a_class_outside_the_table_needs_transformers_to_be_predicted(
+    study: Command, wheel: Path, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "olmo2"}')
     result = study("predict", str(tmp_path), "--strategy", "zero3", "--hardware", "8xH100")
-    assert (result.returncode, "pip install 'zero-study[train]'" in result.stderr) == (2, True), result.stderr
+    assert (result.returncode, f"pip install '{wheel}[train]'" in result.stderr) == (2, True), result.stderr
+
+
+def test_extras_are_installed_from_where_the_project_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As pip 25 writes direct_url.json.
+    folder, gone = tmp_path / "a clone", tmp_path / "gone"
+    folder.mkdir()
+    git = {"url": "https://example.org/zero-study", "vcs_info": {"vcs": "git", "commit_id": "0a16c68"}}
+    for origin, project in (
+        (None, "zero-study[train]"),
+        ({"url": folder.as_uri(), "dir_info": {}}, f"{folder}[train]"),
+        ({"url": gone.as_uri(), "dir_info": {}}, ".[train]"),
+        (git, "zero-study[train] @ git+https://example.org/zero-study@0a16c68"),
+        ({"url": "https://example.org/a.whl", "archive_info": {}}, "zero-study[train] @ https://example.org/a.whl"),
+    ):
+        assert project_with_extras(origin, "train") == project
+    # From any folder a checkout names itself.
+    monkeypatch.chdir(REPOSITORY)
+    assert install_command("train", missing=["psutil"]).startswith("pip install -e '.[train]'")
+    monkeypatch.chdir(tmp_path)
+    assert install_command("train").startswith(f"pip install -e '{REPOSITORY}[train]'")

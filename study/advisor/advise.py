@@ -62,6 +62,9 @@ _ROOM = 0.05
 # The changes that are tried if nothing fits.
 _FEWEST_TOKENS = 128
 _MACHINES = (2, 4, 8, 16, 32, 64)
+# Strategies without an engine, and what trains the weights that the program has loaded.
+PLAIN = ("single", "ddp")
+IN_16_BITS = "bf16 weights and no fp32 masters"
 _PARTS_OF_A_STEP = {
     "compute": "compute",
     "communication_exposed": "exposed communication",
@@ -97,10 +100,14 @@ class AdviceRequest:
     trainer: TrainerSettings = DEFAULT_TRAINER
     # By measured runs.
     correction: SetupCorrection | None = None
+    # Plain training loads its weights in bf16, and trains them without fp32 masters.
+    plain_in_16_bits: bool = False
 
     def configuration(self, strategy: Strategy, micro_batch: int, accumulation: int, checkpointing: bool) -> Request:
         """Return the request of one configuration."""
         precision, is_pure = usual_weights(self.shape, strategy, self.precision)
+        if self.plain_in_16_bits and strategy.name in PLAIN:
+            precision, is_pure = "bf16-engine", True
         return Request(
             shape=self.shape,
             strategy=strategy,
@@ -623,6 +630,42 @@ def faster_riskier_option(advice: Advice) -> Option | None:
     return faster if faster is not None and faster.tokens_per_s >= enough else None
 
 
+def plain_option_in_16_bits(advice: Advice) -> Option | None:
+    """Return plain training of a model that is loaded in bf16 if it changes the answer: its bound fits, and it is about
+    as fast as the recommendation and faster than with fp32 weights, or with those it does not certainly fit. None if
+    nothing else fits.
+
+    It is not recommended: weights and moments have 16 bits, and no fp32 masters keep small updates.
+    """
+    question, best, name = advice.question, advice.best, _plain_name(advice.question)
+    if best is None or not _can_train_in_16_bits(question):
+        return None
+    with_fp32 = [option.tokens_per_s for option in advice.options if option.name == name and option.is_safe]
+    enough = _FAR_BEHIND * best.tokens_per_s
+    if with_fp32:
+        enough = max((1 - SPEED_TOLERANCE) * best.tokens_per_s, (1 + _WORTH_SAYING) * with_fp32[0])
+    search = _Search(dataclasses.replace(question, plain_in_16_bits=True), name, at_upper_bound=True)
+    if not search.may_fit:
+        return None
+    search.leave_out_hopeless_variants()
+    if search.most_tokens_per_s < enough:
+        return None
+    option = search.option
+    return option if option.fits and option.is_safe and option.tokens_per_s >= enough else None
+
+
+def _can_train_in_16_bits(question: AdviceRequest) -> bool:
+    """Whether plain training of 16-bit weights is another option: fp16 needs fp32 weights to scale its loss, adapters
+    have 16-bit weights beside them already, and a measured run of plain training says nothing of other weights."""
+    measured = question.correction.measured_step_factors if question.correction else ()
+    is_measured = any(configuration.strategy == _plain_name(question) for configuration, _ in measured)
+    return question.precision == "bf16" and not question.shape.lora_rank and not is_measured
+
+
+def _plain_name(question: AdviceRequest) -> str:
+    return "single" if question.box.ranks == 1 else "ddp"
+
+
 def _near(advice: Advice, question: AdviceRequest) -> list[str]:
     """Return the candidates without those far behind the best option, which would not win a what-if question."""
     slowest = 0.0 if advice.best is None else _FAR_BEHIND * advice.best.tokens_per_s
@@ -658,6 +701,8 @@ def _fitting_lines(question: AdviceRequest) -> Iterator[str]:
     if question.trainer.loss_kernel == "transformers":
         trainer = dataclasses.replace(question.trainer, loss_kernel="liger")
         scenarios["--chunked_loss"] = dataclasses.replace(question, trainer=trainer)
+    if _can_train_in_16_bits(question):
+        scenarios[IN_16_BITS] = dataclasses.replace(question, plain_in_16_bits=True)
     # Not every class has layers that peft gives adapters by default.
     with contextlib.suppress(UserError):
         if question.shape.lora_rank is None:

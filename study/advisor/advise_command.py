@@ -84,6 +84,12 @@ _FSDP1 = {
     "fsdp_activation_checkpointing": False,
     "fsdp_state_dict_type": "SHARDED_STATE_DICT",
 }
+# Plain training of a model that was loaded in bf16.
+_WITHOUT_MASTERS = (
+    "AdamW then keeps weights and moments in 16 bits, and no fp32 masters: small updates are lost (OpenTau's issue 181:"
+    " a policy that never succeeds). A model loaded with dtype=torch.bfloat16 is trained so, also with bf16=True of the"
+    " Trainer"
+)
 _WIDTH = 120
 _SILENT_S = 1.0
 # Flags that `study predict` has, too, by their names in the options; those that are not at their default are repeated.
@@ -165,14 +171,15 @@ def run(
         question = _corrected(question, runs)
         advice = advise.advise(question)
         riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
+        plain = advise.plain_option_in_16_bits(advice)
     best, files = advice.best, None
     if best and options.output:
         files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
     # Only a request that prints them reads the records, which takes a third of the time.
     similar = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
-    document = functools.partial(_document, advice, riskier, what_ifs, similar, files, runs)
+    document = functools.partial(_document, advice, riskier, plain, what_ifs, similar, files, runs)
     lines = [*calibration_lines(runs), *what_ifs, *(similar if options.details else [])]
-    page = _page(advice, riskier, lines, files, options)
+    page = _page(advice, riskier, plain, lines, files, options)
     print_result(options.json, document, page, options.details or files is not None)
     return 0 if best else 1
 
@@ -286,6 +293,7 @@ def _global_batch(options: argparse.Namespace, box: Hardware) -> int:
 def _document(
     advice: Advice,
     riskier: Option | None,
+    plain: Option | None,
     what_ifs: list[str],
     similar: list[str],
     files: AdvisedFiles | None,
@@ -307,6 +315,7 @@ def _document(
         "runner_up": runner_up and runner_up.name,
         "how_sure": advise.explain_best(advice),
         "faster_if_it_fits": riskier and entry(riskier),
+        "plain_in_16_bits": plain and entry(plain),
         "changes": what_ifs,
         "optimizer_on_host": advise.offload_line(advice),
         "nearest": similar,
@@ -344,7 +353,12 @@ def entry(option: Option) -> dict[str, Any]:
 
 
 def _page(
-    advice: Advice, riskier: Option | None, lines: list[str], files: AdvisedFiles | None, options: argparse.Namespace
+    advice: Advice,
+    riskier: Option | None,
+    plain: Option | None,
+    lines: list[str],
+    files: AdvisedFiles | None,
+    options: argparse.Namespace,
 ) -> Iterator[str | TextTable]:
     question, best, details = advice.question, advice.best, options.details
     shape, box = question.shape, question.box
@@ -359,7 +373,7 @@ def _page(
         f" sample, {question.precision}{loss}{predict_command.optimizer_text(question.optimizer)}\n"
     )
     listed = [option for option in advice.options if option.fits or details or best is None]
-    rows = [_row(option, best) for option in listed]
+    rows = _rows(listed, best, plain)
     filled = [place for place in range(len(_COLUMNS)) if not place or any(row[place] not in ("", "-") for row in rows)]
     yield TextTable([_COLUMNS[place] for place in filled], [[row[place] for place in filled] for row in rows])
     if details:
@@ -378,6 +392,7 @@ def _page(
         yield ""
     if best is not None:
         yield from _notes(advice, best, riskier)
+        yield from _plain_lines(plain, best, options)
     yield from lines
     if details and (line := advise.offload_line(advice)) is not None:
         yield line
@@ -476,6 +491,8 @@ def _program_notes(best: Option) -> Iterator[str]:
         yield f"loading needs {needed} if each process loads the full model in fp32{only}"
     if (note := host_adam_note(request)) is not None:
         yield note
+    if best.name in advise.PLAIN and request.autocast and request.precision == "bf16":
+        yield f"{best.name} counts fp32 weights: load them with dtype=torch.float32, which transformers 5 does not"
     if best.name == "zero1" and request.box.ranks == 1:
         precision = "its weights are 16 bits with fp32 masters of trained parameters"
         yield f"ZeRO-1 on one GPU shards nothing, but {precision}; single keeps fp32 weights and autocasts"
@@ -486,6 +503,33 @@ def _program_notes(best: Option) -> Iterator[str]:
         yield f"load the model with {how}; peft keeps the adapters in fp32"
     if request.shape.lora_rank:
         yield lora_note()
+
+
+def plain_note(plain: Option, best: Option) -> str:
+    """Return what is gained and lost by plain training of 16-bit weights."""
+    peak, bound = (rounded(device_bytes(plain.memory, at_upper=upper) / GIB) for upper in (False, True))
+    settings = f"{predict_command.workload_text(plain.request)}; {peak} GiB, 90 % bound {bound}"
+    return f"{_plain_title(plain)}: {advise.speed_text(plain, best)} ({settings}), but {_WITHOUT_MASTERS}"
+
+
+def _plain_lines(plain: Option | None, best: Option, options: argparse.Namespace) -> Iterator[str]:
+    """Yield the note on plain training of 16-bit weights, and the command that predicts it."""
+    if plain is not None:
+        yield plain_note(plain, best)
+        yield f"  {predict_words(plain.request, options)}"
+
+
+def _plain_title(plain: Option) -> str:
+    return f"{plain.name}, bf16 weights"
+
+
+def _rows(options: Sequence[Option], best: Option | None, plain: Option | None) -> list[list[str]]:
+    """Return a row per option, and one for plain training of 16-bit weights below the recommendation."""
+    rows = [_row(option, best) for option in options]
+    if best is not None and plain is not None:
+        without_masters = f"{advise.speed_text(plain, best)}, without fp32 masters"
+        rows.insert(1, [_plain_title(plain), *_row(plain, best)[1:-1], without_masters])
+    return rows
 
 
 def _row(option: Option, best: Option | None) -> list[str]:
@@ -531,6 +575,8 @@ def predict_words(request: Request, options: argparse.Namespace) -> str:
     words += ["--hardware", options.hardware, "--micro_batch", f"{request.micro_batch}"]
     words += ["--accumulation", f"{request.accumulation}"] * (request.accumulation > 1)
     words += ["--gradient_checkpointing"] * request.gradient_checkpointing
+    # With adapters that is the default.
+    words += ["--pure_bf16"] * (request.pure and not request.shape.lora_rank)
     defaults = {
         "attn_implementation": "sdpa",
         "peft": "none",

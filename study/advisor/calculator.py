@@ -155,12 +155,16 @@ class Calculator:
         order = functools.partial(advise.order_key, at_upper_bound=True)
         advice = advise.Advice(self._asked(), advise.rank_options(sorted(self.found.values(), key=order)))
         self.advice, best = advice, advice.best
-        notes = advise_command.advice_notes(advice, best, advise.faster_riskier_option(advice)) if best else ()
+        notes = list[str]()
+        if best is not None:
+            notes += advise_command.advice_notes(advice, best, advise.faster_riskier_option(advice))
+            if (plain := advise.plain_option_in_16_bits(advice)) is not None:
+                notes.append(advise_command.plain_note(plain, best))
         return {
             "order": [option.name for option in advice.options],
             "recommended": best and best.name,
             "how_sure": advise.explain_best(advice),
-            "notes": list(notes),
+            "notes": notes,
             "remarks": {option.name: advise_command.remark(option, best) for option in advice.options},
         }
 

@@ -585,6 +585,19 @@ def _other_times(case: ConfigCase, seconds: float) -> Iterator[str]:
     if time.step_s.value * machines < seconds:
         memory = _about(device_bytes(one_machine.memory))
         yield f"faster on one machine alone, {text} for 1/{machines} of the batch, {memory}"
+    if request.shape.active_experts and (tokens := _expert_tokens_bytes(request)) < sent_bytes(request):
+        sizes = f"at most {rounded(tokens / 1e9)} GB of tokens in place of the experts' weights and gradients"
+        yield f"expert parallelism, which is not predicted, sends {sizes}"
+
+
+def _expert_tokens_bytes(request: Request) -> float:
+    """Return the bytes that a rank sends at most in a step if each expert has its own rank: a token's states reach its
+    experts in each layer and return, and so do their gradients; a recomputed layer sends the states again."""
+    shape = request.shape
+    tokens = request.micro_batch * request.accumulation * request.sequence_length
+    states = tokens * shape.active_experts * shape.hidden * request.computing_bytes * shape.layers
+    exchanges = 6 if request.gradient_checkpointing else 4
+    return states * exchanges * (request.box.ranks - 1) / request.box.ranks
 
 
 def _time_text(case: ConfigCase) -> tuple[StepTime, str]:
@@ -624,8 +637,10 @@ def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:
             figures["gather_s"] = tokens * (per_token + launches)
             short = f"at least {figures['gather_s'] / 60:,.1f} min for each batch: {short}"
     because: tuple[str, ...] = (
-        "a sharded model gathers each layer for each token of a batch, with TRL's ds3_gather_for_generation once",
-        "vLLM next to the training (TRL's use_vllm) keeps a copy of the weights that ZeRO does not shard",
+        "a sharded model gathers each layer for each token of a batch, with TRL's ds3_gather_for_generation once (since"
+        " 0.15.0 in GRPO)",
+        "vLLM next to the training (TRL's use_vllm; vllm_mode=colocate since 0.18.0) keeps a copy of the weights that"
+        " ZeRO does not shard; vllm_enable_sleep_mode, since 0.23.0, moves it to the host during a step",
     )
     if case.stage == 3 and shape.lora_rank:
         # sync_weights in trl/generation/vllm_generation.py; without adapters it gathers one parameter after another.

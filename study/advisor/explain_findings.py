@@ -230,9 +230,13 @@ def request_facts(request: Request) -> dict[str, Any]:
     architecture = "none"
     if shape.family == "sequence-classification" and shape.document:
         (architecture,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
+    unreduced = accumulated_bytes(request) / GIB
     return {
         "gathered": f"{format_number(request.stored.parameters * request.gathered_bytes / GIB)} GiB",
-        "unreduced": f"{rounded(accumulated_bytes(request) / GIB)} GiB" if strategy.is_fsdp else "none",
+        "unreduced": f"{rounded(unreduced)} GiB" if strategy.is_fsdp else "none",
+        # Reduced within a replica alone.
+        "reduced": f"{rounded(unreduced / request.fsdp_ranks)} GiB",
+        "replicas": request.box.ranks // request.fsdp_ranks,
         "ranks": request.box.ranks,
         "precision": request.precision,
         "stage": strategy.zero_stage or 0,
@@ -253,6 +257,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "quantized": request.quantized,
         "reference_model": request.reference_model,
         "optimizer_name": request.optimizer,
+        "loss_kernel": request.loss_kernel,
         "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing,
     }

@@ -6,8 +6,13 @@ checkout.
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import shlex
+import urllib.parse
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # A folder for sys.path from which `study` can be imported.
@@ -17,6 +22,7 @@ IS_CHECKOUT = (IMPORT_ROOT / "accelerate_configs").is_dir()
 REPOSITORY = IMPORT_ROOT if IS_CHECKOUT else PACKAGE / "data"
 # Folder in which runs start, and to which the paths of their flags are relative.
 WORKING_FOLDER = REPOSITORY if IS_CHECKOUT else Path()
+DISTRIBUTION = "zero-study"
 
 
 def install_command(extras: str, options: str = "", missing: Iterable[str] = ()) -> str:
@@ -24,8 +30,40 @@ def install_command(extras: str, options: str = "", missing: Iterable[str] = ())
 
     Missing packages are installed in their versions of constraints.txt.
     """
-    project = f"-e '.[{extras}]'" if IS_CHECKOUT else f"'zero-study[{extras}]'"
-    return " ".join(filter(None, ["pip install", options, project, *tested_versions(missing)]))
+    return " ".join(filter(None, ["pip install", options, _project(extras), *tested_versions(missing)]))
+
+
+def _project(extras: str) -> str:
+    """Return this project with extras as pip's argument: the checkout, or that from which it was installed."""
+    if IS_CHECKOUT:
+        folder = "." if Path.cwd() == REPOSITORY else str(REPOSITORY)
+        return f"-e {shlex.quote(f'{folder}[{extras}]')}"
+    return shlex.quote(project_with_extras(_read_origin(), extras))
+
+
+def project_with_extras(origin: dict[str, Any] | None, extras: str) -> str:
+    """Return a requirement of the project with extras, from the document of PEP 610 that pip wrote of its origin.
+
+    Without one a registry has the project. A file or folder that is gone was of a clone, which has the same files.
+    """
+    if origin is None:
+        return f"{DISTRIBUTION}[{extras}]"
+    address = urllib.parse.urlsplit(origin["url"])
+    if address.scheme == "file":
+        path = Path(urllib.parse.unquote(address.path))
+        return f"{path if path.exists() else '.'}[{extras}]"
+    kind = f"{vcs['vcs']}+" if (vcs := origin.get("vcs_info")) else ""
+    revision = f"@{vcs['commit_id']}" if vcs else ""
+    return f"{DISTRIBUTION}[{extras}] @ {kind}{origin['url']}{revision}"
+
+
+def _read_origin() -> dict[str, Any] | None:
+    """Return the document of PEP 610 of the installed project; None if it has none, as in a browser."""
+    try:
+        text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+        return None if text is None else dict(json.loads(text))
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None
 
 
 def tested_versions(names: Iterable[str]) -> list[str]:

@@ -305,9 +305,10 @@ def resolve_repository_path(path: str) -> Path:
 def read_strategy(name: str) -> Strategy:
     """Return a strategy by name; raise if its files do not have the settings of that name."""
     if name not in STRATEGY_NAMES:
-        # DeepSpeed numbers stages, which people write as stage2, zero-stage-2 or z2.
-        stage = re.fullmatch(r"(?:deepspeed|ds|zero|stage|z|[\W_])*([0-3])", name, re.IGNORECASE)
-        likely = f"zero{stage[1]}" if stage else name
+        # DeepSpeed numbers stages, which people write as stage2, zero-stage-2 or z2; with an offload zero2_offload.
+        numbered = r"(?:deepspeed|ds|zero|stage|z|[\W_])*([0-3])([\W_]*offload)?"
+        stage = re.fullmatch(numbered, name, re.IGNORECASE)
+        likely = f"zero{stage[1]}{'_cpu' if stage[2] else ''}" if stage else name
         fix = (
             f"{did_you_mean(likely, STRATEGY_NAMES)}{os.path.relpath(STRATEGY_DIRECTORY)}/ has a file for each strategy"
         )

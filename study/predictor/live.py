@@ -213,8 +213,10 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
         if type(error).__name__ == "TokenLoop":
             _loops[work] = first_line(error)
             return _loops[work]
-        why = f"{type(error).__name__}, {first_line(error)}"
-        return f"transformers' {shape.built_class} does not run here on tokens without data: {why}"
+        return (
+            f"transformers' {shape.built_class} does not run on tokens without data; to have a verdict, give"
+            " the sizes of its text model, as layers=32,hidden=4096,.."
+        )
 
 
 _loops: dict[tuple[str, bool | int | str], str] = {}

@@ -74,12 +74,18 @@ class ReleaseVerdict:
 def add_stack_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the packages, the strategy and the precision."""
     add = parser.add_argument
-    add("release", nargs="?", metavar="RELEASE", help="a DeepSpeed release such as 0.18.9; default: the installed one")
+    release = "a DeepSpeed release such as 0.18.9; default: the installed one"
+    add("release", nargs="?", type=_plain_release, metavar="RELEASE", help=release)
     add("strategy", nargs="?", metavar="STRATEGY", help="judge this strategy alone; after the word bisect: bisect it")
     for package in ("accelerate", "torch"):
         add(f"--{package}", type=_release, metavar="RELEASE", help="default: the installed one, or else the tested one")
     bf16 = "bf16: DeepSpeed's bf16 section, 16-bit weights with fp32 masters; default: fp32"
     add("--precision", choices=tuple(_PRECISIONS), default="fp32", help=bf16)
+
+
+def _plain_release(text: str) -> str:
+    """Return a release without what a tag or a line of requirements.txt puts before it."""
+    return re.sub(r"^(deepspeed==|v)(?=\d)", "", text)
 
 
 def _release(text: str) -> str:
