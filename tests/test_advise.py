@@ -495,9 +495,10 @@ def test_plain_training_of_bf16_weights_is_a_row_of_its_own_where_it_is_faster()
     page, document = print_page(*words), read_json("advise", *words)
     plain = document["plain_in_16_bits"]
     assert (plain["strategy"], plain["sure_to_fit"], plain["loads_in_16_bits"]) == ("ddp", True, True)
-    # Plain training of fp32 weights may not fit, and recomputes.
+    # Plain training of fp32 weights recomputes.
     (fp32,) = [row for row in document["strategies"] if row["strategy"] == "ddp"]
-    assert (fp32["sure_to_fit"], fp32["tokens_per_s"] < 0.6 * plain["tokens_per_s"]) == (False, True)
+    assert (fp32["gradient_checkpointing"], plain["gradient_checkpointing"]) == (True, False)
+    assert fp32["tokens_per_s"] < 0.6 * plain["tokens_per_s"]
     # Weights and two moments of 2 bytes.
     assert plain["device_parts"]["parameters"] == 2 * document["parameters"]
     assert plain["device_parts"]["optimizer"] == pytest.approx(4 * document["parameters"], rel=1e-4)
