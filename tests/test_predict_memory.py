@@ -501,7 +501,7 @@ def test_fsdp_s_sharded_gradients_stay_on_the_stream_that_reduced_them_and_decid
     strategy, box = read_strategy("fsdp2"), to_box("2x8xH100")
     request = Request(shape, strategy, box, 4096, 4, 1, "bf16", True, "sdpa", autocast=False, expandable_segments=True)
     memory = predict_memory(request)
-    # The peak is at the loss, where a step has no gradients yet.
+    # The peak is at the loss, before the gradients of the step.
     assert memory.device_parts["logits"] > 0
     assert memory.device_parts["gradients"] == 0
     sharded = 4 * shape.parameters / 16

@@ -268,17 +268,17 @@ def test_a_step_with_offload_has_the_ends_of_published_hosts_unless_its_host_s_r
     request = make_request(strategy=read_strategy("zero2_cpu"), precision="bf16-engine", box=box)
     moved = CPU_ADAM_BYTES * request.shape.parameters / box.nodes / 1e9
     time = predict_time(request)
-    others = estimate("step_s", time.step_s.value - time.parts["cpu_adam"])
-    assert others.low is not None
-    assert others.high is not None
+    usual = estimate("step_s", time.step_s.value - time.parts["cpu_adam"])
+    assert usual.low is not None
+    assert usual.high is not None
     # DeepSpeed's issue 1635 has 1.77 GB/s of one rank, and table 4 of the paper 136 of a node.
     slowest = moved / (1.77 * box.gpus_per_node)
-    ends = (others.low + moved / 136, others.high + slowest)
+    ends = (usual.low + moved / 136, usual.high + slowest)
     assert offload_range(request, time.step_s.value) == pytest.approx(ends)
-    given = dataclasses.replace(request, box=dataclasses.replace(box, host_memory_gb_per_s=60.0))
-    step_s = predict_time(given).step_s.value
+    with_rate = dataclasses.replace(request, box=dataclasses.replace(box, host_memory_gb_per_s=60.0))
+    step_s = predict_time(with_rate).step_s.value
     assert step_s == pytest.approx(time.step_s.value - time.parts["cpu_adam"] + moved / 60)
-    assert offload_range(given, step_s) == pytest.approx((others.low + moved / 60, others.high + moved / 60))
+    assert offload_range(with_rate, step_s) == pytest.approx((usual.low + moved / 60, usual.high + moved / 60))
     assert offload_range(dataclasses.replace(request, strategy=read_strategy("zero2")), step_s) is None
 
 

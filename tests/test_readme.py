@@ -328,7 +328,7 @@ def test_the_citation_and_the_command_name_the_version_there_is(capsys: pytest.C
 
 
 def test_the_changelog_and_the_contributing_page_are_read_in_one_go() -> None:
-    """Details of a change are in the history; a user reads what there is and what breaks."""
+    """Details of a change are in the history."""
     for page, most in (("CHANGELOG.md", 100), ("CONTRIBUTING.md", 45)):
         assert len(read(page).splitlines()) <= most, page
 

@@ -57,14 +57,14 @@ _PARTS_OF_A_SAMPLE = ("logits", "activations", "attention", "context")
 # What-if questions skip the options that are slower than this fraction of the best one.
 _FAR_BEHIND = 0.5
 _WORTH_SAYING = 0.05
-# Plain training of 16-bit weights is named where it is this many times as fast as that of fp32 weights.
+# Speed of plain training with 16-bit weights over fp32 weights from which on it is named.
 _MUCH_FASTER = 1.5
 # An option is named whose bound leaves this fraction of the memory: a program also evaluates, logs and generates.
 _ROOM = 0.05
 # The changes that are tried if nothing fits.
 _FEWEST_TOKENS = 128
 _MACHINES = (2, 4, 8, 16, 32, 64)
-# Strategies without an engine, and what trains the weights that the program has loaded.
+# Strategies without an engine: they train the loaded weights.
 PLAIN = ("single", "ddp")
 IN_16_BITS = "bf16 weights and no fp32 masters"
 _PARTS_OF_A_STEP = {
@@ -659,8 +659,11 @@ def plain_option_in_16_bits(advice: Advice) -> Option | None:
 
 
 def _can_train_in_16_bits(question: AdviceRequest) -> bool:
-    """Whether plain training of 16-bit weights is another option: fp16 needs fp32 weights to scale its loss, adapters
-    have 16-bit weights beside them already, and a measured run of plain training says nothing of other weights."""
+    """Whether plain training of 16-bit weights is another option.
+
+    fp16 needs fp32 weights to scale its loss, a model with adapters has 16-bit weights already, and a measured run of
+    plain training corrects no other weights.
+    """
     measured = question.correction.measured_step_factors if question.correction else ()
     is_measured = any(configuration.strategy == _plain_name(question) for configuration, _ in measured)
     return question.precision == "bf16" and not question.shape.lora_rank and not is_measured

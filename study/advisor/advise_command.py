@@ -506,7 +506,7 @@ def _program_notes(best: Option) -> Iterator[str]:
 
 
 def plain_note(plain: Option, best: Option) -> str:
-    """Return what is gained and lost by plain training of 16-bit weights."""
+    """Return the gain and the loss by plain training of 16-bit weights."""
     peak, bound = (rounded(device_bytes(plain.memory, at_upper=upper) / GIB) for upper in (False, True))
     settings = f"{predict_command.workload_text(plain.request)}; {peak} GiB, 90 % bound {bound}"
     return f"{_plain_title(plain)}: {advise.speed_text(plain, best)} ({settings}), but {_WITHOUT_MASTERS}"

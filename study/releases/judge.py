@@ -84,7 +84,7 @@ def add_stack_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plain_release(text: str) -> str:
-    """Return a release without what a tag or a line of requirements.txt puts before it."""
+    """Return a release without the prefix of a tag or of a line of requirements.txt."""
     return re.sub(r"^(deepspeed==|v)(?=\d)", "", text)
 
 
