@@ -111,12 +111,12 @@ def test_a_call_over_pcie_takes_as_much_longer_than_its_bytes_as_over_nvlink(box
     """Eight bytes took 42 us on eight RTX 4090s, 32 KiB 44 us on an A100 node: the latency is not that of the link."""
     nvlink, pcie = to_box("8xA100"), to_box(box)
 
-    def overhead_s(hardware: Hardware, payload: int) -> float:
+    def overhead_ns(hardware: Hardware, payload: int) -> float:
         full = communication.bus_bandwidth_gb_per_s(hardware, "all_reduce", 2**34)
         return payload / communication.bus_bandwidth_gb_per_s(hardware, "all_reduce", payload) - payload / full
 
     for power in range(15, 34, 3):
-        assert overhead_s(pcie, 2**power) == pytest.approx(overhead_s(nvlink, 2**power), rel=1e-6, abs=1.0)
+        assert overhead_ns(pcie, 2**power) == pytest.approx(overhead_ns(nvlink, 2**power), rel=1e-6, abs=1.0)
     assert collective_s(to_box("8x4090"), "all_reduce", 8) < 60e-6
     # Each of DDP's buckets of 25 MiB has nine tenths of the link's bandwidth.
     bucket, large = (

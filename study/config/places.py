@@ -6,7 +6,6 @@ checkout.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shlex
 import urllib.parse
@@ -59,6 +58,9 @@ def project_with_extras(origin: dict[str, Any] | None, extras: str) -> str:
 
 def _read_origin() -> dict[str, Any] | None:
     """Return the document of PEP 610 of the installed project; None if it has none, as in a browser."""
+    # Imported here: it imports email and zipfile, and every command imports this module.
+    import importlib.metadata
+
     try:
         text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
         return None if text is None else dict(json.loads(text))

@@ -20,7 +20,7 @@ from study.config.errors import UserError, first_line, require_extra
 from study.host.folders import cache_directory
 from study.predictor.shape import BEFORE, Call, ModelShape, Parameter
 from study.records.directory import write_json
-from study.workloads.presets import check_depth
+from study.workloads.presets import TEXT_MODEL_SIZES, check_depth
 
 # Pixels a side of the usual images of transformers' convolutional classes.
 USUAL_IMAGE = 224
@@ -213,10 +213,7 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
         if type(error).__name__ == "TokenLoop":
             _loops[work] = first_line(error)
             return _loops[work]
-        return (
-            f"transformers' {shape.built_class} does not run on tokens without data; to have a verdict, give"
-            " the sizes of its text model, as layers=32,hidden=4096,.."
-        )
+        return f"transformers' {shape.built_class} does not run on tokens without data; {TEXT_MODEL_SIZES}"
 
 
 _loops: dict[tuple[str, bool | int | str], str] = {}

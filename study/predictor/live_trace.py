@@ -39,6 +39,7 @@ from transformers.models.auto import modeling_auto
 from study.config.errors import UserError, first_line
 from study.config.flags import RunConfig
 from study.workloads.architecture import add_adapters
+from study.workloads.presets import TEXT_MODEL_SIZES
 
 # A forward pass with more has a loop over its tokens, and a trace takes minutes: Mamba and RWKV without their kernels.
 MAX_OPERATIONS = 10_000
@@ -625,8 +626,7 @@ class _Pass:
                 features, self.layers = [], {name: {} for name in counts}
                 kinds = " and ".join(_TOWERS[name][1] for name in media)
                 self.missing = (
-                    f"activations of its {kinds}, whose tower does not run on tensors without data; to have a verdict,"
-                    " give the sizes of its text model, as layers=32,hidden=4096,.."
+                    f"activations of its {kinds}, whose tower does not run on tensors without data; {TEXT_MODEL_SIZES}"
                 )
             loss = compute_loss(model, inputs, features)
             del features

@@ -28,6 +28,7 @@ PROBE_TIMEOUT_S = 5.0
 
 OTHER_MODEL = "give another --model_name_or_path, or a local folder with the model"
 NO_NETWORK = "give --model_name_or_path a local folder, or for a run a preset and --weights random"
+TEXT_MODEL_SIZES = "to have a verdict, give the sizes of its text model, as layers=32,hidden=4096,.."
 OTHER_TOKENIZER = "give --tokenizer_name a hub id or local folder that has one, or use --data builtin"
 
 # Every dropout probability of an architecture. One that is missing here would stay on under --dropout 0.
