@@ -6,13 +6,18 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from study.compositions.answers import match_known_finding
-from study.compositions.features import Combination
+from study.compositions.covering import Pair, list_pairs, list_triples
+from study.compositions.features import Combination, rarity
 from study.compositions.matrix import Matrix
 from study.compositions.session import CombinationOutcome, CombinationSession
 
+# Features of a run that names a change by itself.
+_SMALL: Final = 2
+# The group of features that divide layers or sequences over ranks; those after it are rare.
+_DIVIDED: Final = 2
 # Heading of each kind of change in the report, the worst first.
 _HEADINGS = {
     "broken": "Equal before, and not now",
@@ -45,6 +50,42 @@ def combinations_to_repeat(stored: Matrix) -> list[Combination]:
     equal = [combination for combination, outcome in stored.outcomes.items() if outcome.is_equal]
     findings = [combination for combination, outcome in stored.findings.items() if not _needs_a_gpu(outcome)]
     return sorted([*equal, *findings], key=lambda combination: len(combination.features))
+
+
+def combinations_over_releases(stored: Matrix) -> list[Combination]:
+    """Return what is repeated under DeepSpeed's other releases, the smallest first.
+
+    These are small equal runs, equal runs that cover the pairs of all but rare features and the triples of common ones,
+    and the faults.
+    """
+    equal = [
+        combination
+        for combination, outcome in stored.outcomes.items()
+        if outcome.is_equal and combination.uses_deepspeed
+    ]
+    common = [combination for combination in equal if rarity(combination)[0] == 0]
+    not_rare = [combination for combination in equal if rarity(combination)[0] <= _DIVIDED]
+    chosen = {combination for combination in equal if len(combination.features) <= _SMALL}
+    chosen.update(_covering(not_rare, list_pairs), _covering(common, list_triples))
+    for combination, outcome in stored.findings.items():
+        entry = match_known_finding(outcome)
+        if combination.uses_deepspeed and entry is not None and entry.verdict == "wrong":
+            chosen.add(combination)
+    return sorted(chosen, key=lambda combination: (len(combination.features), combination.name))
+
+
+def _covering(
+    combinations: Sequence[Combination], list_groups: Callable[[Combination], set[Pair]]
+) -> list[Combination]:
+    """Return few of the combinations that have all groups of levels of all of them."""
+    groups = {combination: list_groups(combination) for combination in combinations}
+    uncovered = set().union(*groups.values())
+    chosen = []
+    while uncovered:
+        best = max(combinations, key=lambda run: (len(groups[run] & uncovered), -len(run.features), run.name))
+        chosen.append(best)
+        uncovered -= groups[best]
+    return chosen
 
 
 def _needs_a_gpu(outcome: CombinationOutcome) -> bool:
