@@ -59,7 +59,7 @@ def _tokens(receipt: ReceiptDocument) -> int | None:
     work = receipt.work
     if not work.micro_batches or not work.samples:
         return None
-    return work.micro_batches * work.samples * (work.sequence_length or 1) * receipt.engine.ranks
+    return work.micro_batches * work.samples * (work.sequence_length or 1) * receipt.engine.input_ranks
 
 
 def _text(value: object) -> str:

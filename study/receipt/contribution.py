@@ -143,6 +143,8 @@ def _required(receipt: ReceiptDocument, name: str) -> tuple[PeakFacts, StateFact
         raise UserError(f"{name} has no peak, model state or step time", "train for 11 steps or more with an optimizer")
     if receipt.failures:
         raise UserError(f"{name} lists a failure: {receipt.failures[0]}", "measure again without it")
+    if receipt.engine.sample_ranks < receipt.engine.ranks:
+        raise UserError(f"{name} has model-parallel groups, which the rows do not describe", "train without them")
     if receipt.engine.device == "cpu":
         raise UserError(f"{name} is of CPU ranks, and the benchmark of GPUs", "measure on a GPU")
     if memory.parts.get("other_tensors", 0) >= _OTHER_FRACTION * memory.total_bytes:

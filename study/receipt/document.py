@@ -41,6 +41,9 @@ class EngineFacts(Part):
     # Name of the study's strategy with these settings; None if it has none.
     strategy: str | None = None
     ranks: int = 1
+    # Ranks of the groups that divide a layer, and of those that divide a sequence or its context.
+    tensor_parallel: int = 1
+    sequence_parallel: int = 1
     backend: str | None = None
     device: str = "cpu"
     zero_stage: int | None = None
@@ -65,6 +68,16 @@ class EngineFacts(Part):
     embedding_elements: int | None = None
     # Whether the embedding is in FSDP's outermost group.
     embedding_in_root: bool = False
+
+    @property
+    def sample_ranks(self) -> int:
+        """Ranks with different samples."""
+        return self.ranks // (self.tensor_parallel * self.sequence_parallel)
+
+    @property
+    def input_ranks(self) -> int:
+        """Ranks with different tokens: those that share a sequence have each a part of it."""
+        return self.ranks // self.tensor_parallel
 
 
 class ModelFacts(Part):

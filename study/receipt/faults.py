@@ -91,8 +91,9 @@ def _unsharded(receipt: ReceiptDocument) -> Iterator[Fault]:
 
 def _without_engine(receipt: ReceiptDocument) -> Iterator[Fault]:
     engine = receipt.engine
-    if engine.engine == "none" and engine.ranks > 1 and receipt.state == "complete" and not sum(receipt.reduced_bytes):
-        says = f"{engine.ranks} ranks train copies of the model that nothing keeps equal"
+    copies = engine.sample_ranks
+    if engine.engine == "none" and copies > 1 and receipt.state == "complete" and not sum(receipt.reduced_bytes):
+        says = f"{copies} ranks train copies of the model that nothing keeps equal"
         yield Fault(id="no-engine", says=says, fix="wrap the model, or give Receipt the wrapped one")
 
 

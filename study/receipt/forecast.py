@@ -89,6 +89,8 @@ def config_case(receipt: ReceiptDocument) -> ConfigCase:
     engine, work = receipt.engine, receipt.work
     if not work.micro_batches or not work.samples or not work.sequence_length:
         raise UserError("no tokens were seen", "give the model its tokens as input_ids")
+    if engine.sample_ranks < engine.ranks:
+        raise UserError("tensor-, context- and sequence-parallel groups are not predicted", "train without them")
     optimizer = _OPTIMIZERS.get(engine.optimizer or "AdamW")
     if optimizer is None and engine.engine != "deepspeed":
         raise UserError(f"the predictor does not support {engine.optimizer}", "use AdamW")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,47 @@ def find_kind(model: Any) -> Engine:
     return "fsdp1" if fsdp1_parameters(plain) else "none"
 
 
+class ParallelGroups(NamedTuple):
+    """Ranks of the groups that divide a layer (tensor), and of those that divide a sequence or context (sequence)."""
+
+    tensor: int = 1
+    sequence: int = 1
+
+    @property
+    def ranks_of_a_sample(self) -> int:
+        return self.tensor * self.sequence
+
+
+def find_groups(model: Any) -> ParallelGroups:
+    """Return the sizes of a model's model-parallel groups."""
+    if not dist.is_initialized():
+        return ParallelGroups()
+    if find_kind(model) == "deepspeed":
+        sequence_group = getattr(model, "seq_parallel_group", None)
+        sequence_ranks = 1 if sequence_group is None else dist.get_world_size(sequence_group)
+        return ParallelGroups(getattr(model, "mp_world_size", None) or 1, sequence_ranks)
+    meshes = {it.device_mesh for it in find_inner(model).parameters() if isinstance(it, dtensor_type())}
+    is_sharded = find_kind(model) in ("fsdp1", "fsdp2")
+    tensor_ranks = max((_tensor_ranks(mesh, is_sharded=is_sharded) for mesh in meshes), default=1)
+    return ParallelGroups(tensor_ranks, _accelerate_sequence_ranks())
+
+
+def _tensor_ranks(mesh: Any, *, is_sharded: bool) -> int:
+    names = mesh.mesh_dim_names
+    if names is None:
+        # Without FSDP only tensor parallelism makes DTensors of parameters.
+        return 1 if is_sharded else int(mesh.size())
+    return int(mesh.size(names.index("tp"))) if "tp" in names else 1
+
+
+def _accelerate_sequence_ranks() -> int:
+    """Return the ranks that share a sequence by Accelerate's record: no parameter's mesh has such a dimension."""
+    state = sys.modules.get("accelerate.state")
+    shared = {} if state is None else state.AcceleratorState._shared_state
+    config = shared.get("parallelism_config")
+    return int(getattr(config, "cp_size", 1)) * int(getattr(config, "sp_size", 1))
+
+
 def find_device(model: Any) -> torch.device:
     """Return the device on which a model computes."""
     if hasattr(model, "zero_optimization_stage"):
@@ -135,9 +176,12 @@ def read_facts(model: Any, optimizer: Any) -> EngineFacts:
     kind, inner = find_kind(model), find_inner(model)
     device, is_distributed = find_device(model), dist.is_initialized()
     base = base_optimizer(optimizer) if optimizer is not None else None
+    groups = find_groups(model)
     facts: dict[str, Any] = {
         "engine": kind,
         "ranks": dist.get_world_size() if is_distributed else 1,
+        "tensor_parallel": groups.tensor,
+        "sequence_parallel": groups.sequence,
         "backend": str(dist.get_backend()) if is_distributed else None,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "param_dtype": dtype_name(next(inner.parameters()).dtype),

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from study.metrics.inventory import dtensor_type
-from study.receipt.live_engine import find_kind
+from study.receipt.live_engine import find_groups, find_kind
 
 # Settings of DeepSpeed under which its functions return the gradients of other weights, or none.
 _UNREADABLE = ("zenflow", "round_robin_gradients")
-_DIVIDED_MESHES = ("tp", "cp", "sp")
 FP16 = "fp16 scales the loss: run it in fp32 or bf16"
 
 
@@ -29,9 +26,8 @@ def find_obstacle(model: Any, inner: nn.Module) -> str | None:
         return FP16
     if any(getattr(parameter, "allreduce", True) is False for parameter in inner.parameters()):
         return "experts that are divided among the ranks have other weights on each: run it without"
-    meshes = [it.device_mesh for it in inner.parameters() if isinstance(it, dtensor_type())]
-    if any(name in _DIVIDED_MESHES for mesh in meshes for name in mesh.mesh_dim_names or ()):
-        return "tensor-parallel or context-parallel groups divide the passes: run it without"
+    if find_groups(model).ranks_of_a_sample > 1:
+        return "tensor-, context- or sequence-parallel groups divide the passes: run it without"
     kind = find_kind(model)
     if kind == "fsdp1" and not getattr(model, "_use_orig_params", False):
         return "FSDP without use_orig_params has no gradient of a single tensor: set use_orig_params"
@@ -46,8 +42,4 @@ def _deepspeed_obstacle(engine: Any) -> str | None:
     zero = engine._config._param_dict.get("zero_optimization", {})
     if setting := next((key for key in _UNREADABLE if zero.get(key)), None):
         return f"DeepSpeed's functions do not return gradients under {setting}: run it without"
-    sequence_group = getattr(engine, "seq_parallel_group", None)
-    sequence_ranks = 1 if sequence_group is None else dist.get_world_size(sequence_group)
-    if max(sequence_ranks, getattr(engine, "mp_world_size", None) or 1) > 1:
-        return "tensor-parallel or sequence-parallel groups divide the passes: run it without"
     return None

@@ -74,6 +74,8 @@ def describe(receipt: ReceiptDocument) -> str:
     extras += [f"LoRA of rank {model.lora_rank}"] if model.lora_rank else []
     device = "CPU" if engine.device == "cpu" else engine.device
     ranks = f"{engine.ranks} rank{'s' if engine.ranks > 1 else ''} on {device}"
+    groups = (("a layer", engine.tensor_parallel), ("a sequence", engine.sequence_parallel))
+    ranks += "".join(f", {count} for {what}" for what, count in groups if count > 1)
     parts = [f"{_ENGINES[engine.engine]}{stage}", *offloads, ranks, precision, *extras]
     return f"{', '.join(parts)}: {model.name}, {model.parameters / 1e6:,.2f} M parameters"
 

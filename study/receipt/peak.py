@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -166,10 +166,12 @@ class PeakWatch(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor, origin: Origin) -> None:
         if isinstance(tensor, FakeTensor) or tensor.device.type != self._device.type or tensor.layout != torch.strided:
             return
+        if is_traceable_wrapper_subclass(tensor):
+            # It only wraps other tensors, which are seen as well.
+            return
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
-            # A subclass that only wraps other tensors, which are seen as well.
             return
         key = id(storage)
         if key not in self._known:

@@ -158,8 +158,8 @@ class Receipt:
         self._counts_steps = self._counts_engine_steps or isinstance(base, torch.optim.Optimizer)
         if isinstance(base, torch.optim.Optimizer) and not self._counts_engine_steps:
             self._counter = base.register_step_post_hook(self._count_step)
-        is_sharing = self._exchange.ranks > 1 and live_engine.find_kind(self._model) == "none"
-        if is_sharing:
+        copies = self._exchange.ranks // live_engine.find_groups(self._model).ranks_of_a_sample
+        if copies > 1 and live_engine.find_kind(self._model) == "none":
             print_notice(
                 f"{type(model).__name__} is in no engine, although there are {self._exchange.ranks} ranks:"
                 " make the receipt after accelerator.prepare, deepspeed.initialize or fully_shard"
@@ -496,7 +496,7 @@ class Receipt:
     def _speed(self, facts: EngineFacts, work: WorkFacts, step_s: float | None) -> SpeedFacts:
         tokens = None
         if work.micro_batches and work.samples and work.sequence_length:
-            tokens = work.micro_batches * work.samples * work.sequence_length * facts.ranks
+            tokens = work.micro_batches * work.samples * work.sequence_length * facts.input_ranks
         flops = self._peak.flops if self._peak is not None and self._peak.flops else None
         utilization, missing = None, None
         if flops is None:
