@@ -272,7 +272,9 @@ def predicted_strategy(name: str) -> strategies.Strategy:
         raise UserError(f"there is no strategy {name}", "use fsdp2 with --fsdp_version 1")
     strategy = strategies.read_strategy(name)
     if strategy.group is not None:
-        raise UserError(f"{strategy.name} is not predicted: its ranks share samples", "use another strategy")
+        command = f"study virtual --strategy {strategy.name} --world_size 8 --group_size 8 --task gpt-wikitext"
+        fix = f"use another strategy, or measure memory and bytes of one rank without GPUs: {command}"
+        raise UserError(f"{strategy.name} is not predicted: its ranks share samples", fix)
     return strategy
 
 
