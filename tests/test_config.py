@@ -12,7 +12,7 @@ import pytest
 
 from study.cli import COMMANDS, PREDICTING, build_parser, main
 from study.config import other_names
-from study.config.errors import Unsupported, UserError
+from study.config.errors import Unsupported, UserError, cause_of
 from study.config.flags import Parser, RunConfig, add_flags, parse_command_line, resolve_config
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES
@@ -328,3 +328,19 @@ def test_what_other_programs_call_something_leads_to_what_exists_here() -> None:
     for name in ("zero++", "ZeRO-Infinity", "FULL_SHARD", "hybrid shard", "DataParallel", "none"):
         (strategy,) = other_names.find_strategies(name) or ()
         assert strategy in STRATEGY_NAMES
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ("no file /home/someone/.cache/hub/model.py", "ValueError: no file model.py"),
+        ("(/usr/lib/python3/torch/nn.py:12) and/or [2/3]", "ValueError: (nn.py:12) and/or [2/3]"),
+        (r"C:\Users\me\x.py is bad", "ValueError: x.py is bad"),
+        ("see https://huggingface.co/docs/hub", "ValueError: see https://huggingface.co/docs/hub"),
+        ("first\nsecond", "ValueError: first"),
+        ("", "ValueError"),
+    ],
+)
+def test_a_cause_has_its_type_and_no_folder_of_this_machine(message: str, cause: str) -> None:
+    assert cause_of(ValueError(message)) == cause
+    assert len(cause_of(ValueError("x" * 999))) < 200
