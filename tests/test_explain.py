@@ -518,6 +518,12 @@ def test_plain_training_counts_fp32_weights_and_says_what_a_bf16_checkpoint_need
     assert "fp32-weights" not in {finding.rule for finding in findings(make_case(tmp_path, plain, "gpt2"))}
 
 
+@pytest.mark.parametrize(("key", "kind"), [("peft_type", "adapters"), ("model_type", "a model")])
+def test_the_config_of_a_model_is_not_read_as_a_file_of_deepspeed(key: str, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"is the config of {kind}, not of an engine"):
+        make_case(tmp_path, {key: "llama"})
+
+
 def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> None:
     from accelerate.utils import DistributedType
 

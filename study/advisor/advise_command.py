@@ -689,6 +689,9 @@ def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write_configs(options: argparse.Namespace) -> int:
     """Write the Accelerate files of strategies for use with any script, and print their paths; return 0."""
+    if str(options.folder) in STRATEGY_NAMES and not options.folder.exists():
+        command = shlex.join(["study", "configs", "mine", str(options.folder), *options.names])
+        raise UserError(f"{options.folder} is a strategy, and DIR comes first", f"for instance: {command}")
     folder, texts = options.folder.absolute(), dict[Path, str]()
     for name in options.names or STRATEGY_NAMES:
         texts |= _strategy_texts(name, folder / f"{name}.yaml", read_strategy(name).deepspeed, {})
