@@ -26,7 +26,7 @@ from study.advisor.fitted import fit_settings
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
 from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, Strategy, read_strategy, read_yaml
-from study.config.text import rounded
+from study.config.text import format_parameters, rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor import adapter_options as adapters
@@ -366,7 +366,7 @@ def _page(
     yield _verdict(advice)
     yield from predict_command.pair_notes(best.request) if best else ()
     yield ""
-    count = f"{shape.parameters / 1e9:.3g} B" if shape.parameters >= 1e8 else f"{shape.parameters / 1e6:.3g} M"
+    count = format_parameters(shape.parameters)
     yield (
         f"{shape.name} ({count} parameters{adapters.lora_text(shape)}) on {box.name}:"
         f" {box.ranks} x {box.device.name}, global batch {question.global_batch}, {question.sequence_length} tokens per"

@@ -18,7 +18,7 @@ from study.config import strategies
 from study.config.errors import UserError, require_extra
 from study.config.flags import Precision, RunConfig
 from study.config.printing import TextTable, print_result
-from study.config.text import rounded, rounded_seconds
+from study.config.text import format_parameters, rounded, rounded_seconds
 from study.host.memory import GIB
 from study.predictor import adapter_options as adapters
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
@@ -473,7 +473,7 @@ def _page(
     yield from pair_notes(request)
     yield ""
     yield (
-        f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {strategy_text(request)} on"
+        f"{shape.name} ({format_parameters(shape.parameters)}{adapters.lora_text(shape)}), {strategy_text(request)} on"
         f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
         f"{loss_text(request.loss_kernel)}{', resharded after forward' * request.strategy.is_fsdp}"
