@@ -12,7 +12,7 @@ import pytest
 
 from study.cli import COMMANDS, PREDICTING, build_parser, main
 from study.config import other_names
-from study.config.errors import Unsupported, UserError, cause_of
+from study.config.errors import Unsupported, UserError, describe_cause
 from study.config.flags import Parser, RunConfig, add_flags, parse_command_line, resolve_config
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES
@@ -317,14 +317,14 @@ def test_a_refusal_is_copied_with_its_problem_and_its_fix() -> None:
 def test_what_other_programs_call_something_leads_to_what_exists_here() -> None:
     parsers = build_parser(PREDICTING)[1].choices
     flags = {flag for name in PREDICTING for flag in parsers[name]._option_string_actions}
-    for other, meant in other_names.FLAGS.items():
+    for name, meant in other_names.FLAGS.items():
         # None is a flag of every command: a name that is known is never refused.
-        assert not all(f"--{other}" in parsers[name]._option_string_actions for name in PREDICTING), other
-        assert {word for text in meant for word in text.split() if word[:2] == "--"} <= flags, other
+        assert not all(f"--{name}" in parsers[command]._option_string_actions for command in PREDICTING), name
+        assert {word for text in meant for word in text.split() if word[:2] == "--"} <= flags, name
     for flag, names in other_names.VALUES.items():
         choices = {value for name in PREDICTING for value in parsers[name]._option_string_actions[flag].choices or ()}
-        for other, meant in names.items():
-            assert {text.split()[0] for text in meant} <= choices, (flag, other)
+        for name, meant in names.items():
+            assert {text.split()[0] for text in meant} <= choices, (flag, name)
     for name in ("zero++", "ZeRO-Infinity", "FULL_SHARD", "hybrid shard", "DataParallel", "none"):
         (strategy,) = other_names.find_strategies(name) or ()
         assert strategy in STRATEGY_NAMES
@@ -342,5 +342,5 @@ def test_what_other_programs_call_something_leads_to_what_exists_here() -> None:
     ],
 )
 def test_a_cause_has_its_type_and_no_folder_of_this_machine(message: str, cause: str) -> None:
-    assert cause_of(ValueError(message)) == cause
-    assert len(cause_of(ValueError("x" * 999))) < 200
+    assert describe_cause(ValueError(message)) == cause
+    assert len(describe_cause(ValueError("x" * 999))) < 200

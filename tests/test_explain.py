@@ -504,9 +504,9 @@ def test_plain_training_counts_fp32_weights_and_says_what_a_bf16_checkpoint_need
         for document in (plain, plain | {"mixed_precision": "bf16"}):
             (tmp_path / "user.yaml").write_text(json.dumps(document))
             main(["explain", str(tmp_path / "user.yaml"), model, "--hardware", "8xH100"])
-            said = re.search(r"noted +weights: counted in fp32; .* a peak of ([0-9.]+) GiB", capsys.readouterr().out)
-            assert said is not None
-            assert said[1] == peak[1]
+            message = re.search(r"noted +weights: counted in fp32; .* a peak of ([0-9.]+) GiB", capsys.readouterr().out)
+            assert message is not None
+            assert message[1] == peak[1]
     # DeepSpeed has its own type, adapters have frozen 16-bit weights, and fp16 needs fp32 weights.
     in_bf16 = zero(0, bf16={"enabled": True})
     for document in (in_bf16, plain | {"mixed_precision": "fp16"}, fsdp(fsdp_version=2)):

@@ -61,7 +61,7 @@ def findings(case: ConfigCase) -> list[Finding]:
 
 
 def _loaded_weights(request: Request) -> Iterator[Finding]:
-    """Yield that fp32 weights are counted in plain training, whose file does not say in which type a program loads."""
+    """Yield that fp32 weights are counted in plain training, whose file does not set the type that a program loads."""
     rates = request.box.device.peak_tflops
     is_plain = request.strategy.deepspeed is None and not request.strategy.is_fsdp and not request.shape.lora_rank
     if not is_plain or request.precision not in ("fp32", "bf16") or rates.get("bf16", 0.0) is None:

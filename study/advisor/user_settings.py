@@ -237,8 +237,8 @@ def _read_text(name: str, path: Path) -> str:
             missing = [place for place in (path, *path.parents) if not place.exists()][-1]
             what = f"file {name}" if missing == path else f"folder {missing}"
             if missing == path and (strategy := path.name.partition(".")[0]) in REGISTRY:
-                own = os.path.relpath(STRATEGY_DIRECTORY / f"{strategy}.yaml")
-                raise UserError(f"there is no {what}", f"this study's {strategy} is in {own}")
+                shipped = os.path.relpath(STRATEGY_DIRECTORY / f"{strategy}.yaml")
+                raise UserError(f"there is no {what}", f"this study's {strategy} is in {shipped}")
             siblings = [entry.name for entry in missing.parent.iterdir()]
             raise UserError(f"there is no {what}", did_you_mean(missing.name, siblings) or _EITHER)
         if path.stat().st_size > MAX_FILE_BYTES:

@@ -126,7 +126,7 @@ _ABSOLUTE = re.compile(r"(?<![\w.:/\\-])(?:~|[A-Za-z]:)?[/\\](?:[\w.@+-]+[/\\])+
 _MAX_CAUSE = 160
 
 
-def cause_of(error: BaseException) -> str:
+def describe_cause(error: BaseException) -> str:
     """Return an error's type and first line for a report of a fault: short, and without folders of this machine."""
     line = _ABSOLUTE.sub("", first_line(error))
     kind, text = type(error).__name__, line if len(line) <= _MAX_CAUSE else f"{line[: _MAX_CAUSE - 3]}..."

@@ -398,10 +398,10 @@ class Parser(argparse.ArgumentParser):
         name, choices = "/".join(action.option_strings) or action.metavar or action.dest, list(map(str, action.choices))
         listed = f"use {' or '.join(choices)}" if len(choices) < 6 else f"{self.prog} --help lists all"
         likely = did_you_mean(str(value), choices) or did_you_mean(str(value).lower(), choices)
-        others = other_names.VALUES.get(action.option_strings[-1] if action.option_strings else "", {})
-        if (meant := others.get(str(value).lower().replace("-", "_"))) is not None:
-            found = [other for other in meant if other.partition(" ")[0] in choices]
-            likely = f"it is {action.option_strings[-1]} {found[0]} here; " if found else ""
+        meanings = other_names.VALUES.get(action.option_strings[-1] if action.option_strings else "", {})
+        if (meant := meanings.get(str(value).lower().replace("-", "_"))) is not None:
+            supported = [text for text in meant if text.partition(" ")[0] in choices]
+            likely = f"it is {action.option_strings[-1]} {supported[0]} here; " if supported else ""
         fix = f"{likely}{listed}"
         raise UserError(f"argument {name}: there is no {clip(value)}", fix)
 

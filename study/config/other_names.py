@@ -1,4 +1,4 @@
-"""What other programs call the flags, values and strategies of this one: refusals name the ones here.
+"""Names of flags, values and strategies in other programs: refusals name the ones of this project.
 
 A value or strategy without a name here has an empty tuple, so that nothing that is only spelled like it is suggested.
 """
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 
 def _by_name(table: Mapping[str, str], *absent: str) -> dict[str, tuple[str, ...]]:
-    """Return each name of a table `what is meant here, or alternatives by |: names elsewhere` with its meanings."""
-    names = {name: tuple(here.split(" | ")) for here, others in table.items() for name in others.split()}
+    """Return each name of a table `meanings in this project, by |: names elsewhere` with its meanings."""
+    names = {name: tuple(meant.split(" | ")) for meant, elsewhere in table.items() for name in elsewhere.split()}
     return names | dict.fromkeys(absent, ())
 
 
@@ -91,11 +91,11 @@ _NOT_MODELLED = ("load_in_8bit", "compile", "torch_compile", "fp8", "dora", "use
 def find_flag(flag: str, flags: Mapping[str, object]) -> str:
     """Return the flag of a command, with a value, that has the meaning of another program's; empty without one."""
     meant = FLAGS.get(flag.removeprefix("--"), ())
-    return next((other for other in meant if other.partition(" ")[0] in flags), "")
+    return next((text for text in meant if text.partition(" ")[0] in flags), "")
 
 
 def judge_flag(flag: str, flags: Mapping[str, object]) -> str:
-    """Return what a flag of another program is to a command that predicts, to put before a fix; empty if unknown."""
+    """Return the effect of another program's flag on a prediction, to put before a fix; empty if unknown."""
     if "--seq_length" not in flags:
         return ""
     name = flag.removeprefix("--")

@@ -312,7 +312,7 @@ def read_strategy(name: str) -> Strategy:
         similar = did_you_mean(likely, STRATEGY_NAMES)
         if (meant := other_names.find_strategies(name)) is not None:
             similar = f"did you mean {' or '.join(meant)}? " if meant else ""
-        fix = f"{similar}{os.path.relpath(STRATEGY_DIRECTORY)}/ has a file for each strategy; a file of your own:"
+        fix = f"{similar}{os.path.relpath(STRATEGY_DIRECTORY)}/ has a file for each strategy; another file:"
         fix += " study explain FILE MODEL"
         raise UserError(f"there is no strategy {clip(name)}", fix)
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")

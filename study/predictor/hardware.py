@@ -193,7 +193,7 @@ _FIGURES = {
 _NEEDED = ("memory", "tflops", "bandwidth")
 CUSTOM_FORM = "--hardware 8xmemory=192GiB,tflops=1300,bandwidth=5300"
 _FIGURES_FORM = f"give its figures as in {CUSTOM_FORM}"
-# Processors that are no GPU of the table's makers; then other cards of these makers.
+# Accelerators of other kinds and makers; then other cards of the table's makers.
 _OTHER_KINDS = re.compile(
     r"\b(intel|gaudi\w*|arc|tpu\w*|v[2-6][ep]?-\d+|trn\w*|trainium|inf\d|inferentia|npu\w*|ascend\w*|cerebras|ipu\w*"
     r"|mac\w*|apple|mps|m[1-5](-(pro|max|ultra))?$)",
@@ -240,7 +240,7 @@ def to_box(name: str) -> Hardware:
         (
             device
             for device in known_devices()
-            if joined in (known.replace("-", "") for known in device.names)
+            if joined in (listed.replace("-", "") for listed in device.names)
             or (model in device.names and device.memory_gib and size == f"{device.memory_gib:g}")
         ),
         None,

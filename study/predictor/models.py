@@ -26,7 +26,7 @@ _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 _SIZE = r"[0-9]+(?:\.[0-9]+)?[mbt](?![a-z])"
 # Presets that only this study has; no published model is meant by their names.
 _MADE_UP = re.compile(r"-(tiny|4k)$")
-# Words of names, for what a preset of text in 16 bits lacks.
+# Words of names: images, and weights in 4 bits, which a preset of text in 16 bits lacks.
 _OF_IMAGES = {"vl", "vision", "omni", "audio", "multimodal"}
 _OF_4_BITS = {"bnb", "bit", "awq", "gptq", "gguf", "nf", "int", "qlora"}
 # Keys of DeepSpeed files that no config.json has.
@@ -81,10 +81,10 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
 
 
 def _no_model(name: str, path: Path) -> UserError:
-    """Return the refusal of a name without a preset, sizes or a config.json, with what it may mean."""
+    """Return the refusal of a name without a preset, sizes or a config.json, with the likely presets."""
     if path.is_dir():
         if (path / "adapter_config.json").is_file():
-            return _of_an_adapter(_read(path / "adapter_config.json"), name)
+            return _refuse_adapter(_read(path / "adapter_config.json"), name)
         return UserError(f"there is no config.json in {name}", "name the folder with the model's config.json")
     if path.is_absolute() or name.startswith("."):
         return UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
@@ -112,14 +112,14 @@ def _letters(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
-def _size_of(word: str) -> float:
+def _parse_size(word: str) -> float:
     return float(word[:-1]) * _UNITS[word[-1]]
 
 
 def _suggest_preset(name: str) -> str:
     """Return the presets that a name may mean, to put before the other ways to name a model; empty without any.
 
-    In this order: of another spelling; with other words beside those of a preset; of another size; without a size; of
+    In this order: of another spelling; with more words than a preset; of another size; without a size; of
     a size alone; misspelt.
     """
     presets = {preset: _words(preset) for preset in PRESETS if not _MADE_UP.search(preset)}
@@ -129,31 +129,33 @@ def _suggest_preset(name: str) -> str:
     if same := [preset for preset in presets if _letters(preset) == _letters(untuned)]:
         return _alternatives(same)
     sizes = [word for word in words if re.fullmatch(_SIZE, word)]
-    # The number after the first word is a family's: llama-3.1-7b is no llama-7b.
+    # The number after the first word is a family's: llama-3.1-7b is not a llama-7b.
     start = words[: 2 if re.fullmatch("[0-9.]+", "".join(words[1:2])) else 1]
     inside = [
         preset
-        for preset, own in presets.items()
-        if own[: len(start)] == start and not Counter(own) - Counter(words) and len(own) < len(words)
+        for preset, preset_words in presets.items()
+        if preset_words[: len(start)] == start and not Counter(preset_words) - Counter(words)
     ]
     if inside:
         nearest = max(inside, key=lambda preset: len(presets[preset]))
-        others = [part for part in untuned.split("-") if part not in nearest.split("-")]
-        return _nearest_text(nearest, others) if others else _alternatives([nearest])
+        extra = [part for part in untuned.split("-") if part not in nearest.split("-")]
+        return _nearest_text(nearest, extra) if extra else _alternatives([nearest])
     family = [word for word in words if word not in sizes]
-    of_family = [
-        preset for preset, own in presets.items() if [word for word in own if not re.fullmatch(_SIZE, word)] == family
+    siblings = [
+        preset for preset in presets if [word for word in presets[preset] if not re.fullmatch(_SIZE, word)] == family
     ]
-    if sizes and family and of_family:
+    if sizes and family and siblings:
 
         def distance(preset: str) -> float:
-            own = [word for word in presets[preset] if re.fullmatch(_SIZE, word)]
-            return abs(math.log(_size_of(own[0]) / _size_of(sizes[0]))) if own else math.inf
+            preset_sizes = [word for word in presets[preset] if re.fullmatch(_SIZE, word)]
+            if not preset_sizes:
+                return math.inf
+            return abs(math.log(_parse_size(preset_sizes[0]) / _parse_size(sizes[0])))
 
-        return _alternatives(sorted(of_family, key=distance))
-    if not sizes and (started := [preset for preset, own in presets.items() if own[: len(words)] == words]):
+        return _alternatives(sorted(siblings, key=distance))
+    if not sizes and (started := [preset for preset in presets if presets[preset][: len(words)] == words]):
         return _alternatives(started)
-    if sizes == words and (equal := [preset for preset, own in presets.items() if sizes[0] in own]):
+    if sizes == words and (equal := [preset for preset in presets if sizes[0] in presets[preset]]):
         return _alternatives(equal)
     return did_you_mean(without_tuning(name), PRESETS, cutoff=0.85)
 
@@ -162,10 +164,10 @@ def _alternatives(presets: Sequence[str]) -> str:
     return f"did you mean {' or '.join(presets[:3])}? "
 
 
-def _nearest_text(preset: str, others: Sequence[str]) -> str:
-    """Return the preset whose words are in a name, and what it lacks of the name's other words."""
-    words = {word for other in others for word in re.findall("[a-z]+|[0-9]+", other)}
-    lacks = f"without {clip('-'.join(others))}"
+def _nearest_text(preset: str, extra: Sequence[str]) -> str:
+    """Return the preset whose words are in a name, and the words of the name that it lacks."""
+    words = {word for part in extra for word in re.findall("[a-z]+|[0-9]+", part)}
+    lacks = f"without {clip('-'.join(extra))}"
     if _OF_IMAGES & words:
         lacks = "a text model, without the images"
     elif _OF_4_BITS & words and "8" not in words:
@@ -197,7 +199,7 @@ def shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a parsed config.json; UserError if its family or quantization is not supported."""
     if not isinstance(document.get("model_type"), str):
         if "peft_type" in document:
-            raise _of_an_adapter(document, name)
+            raise _refuse_adapter(document, name)
         if _OF_AN_ENGINE & document.keys():
             fix = f"explain it: {shlex.join(['study', 'explain', name, 'llama-3.1-8b'])}"
             raise UserError(f"{name} is a file of DeepSpeed, not of a model", fix)
@@ -217,7 +219,7 @@ def shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
     return dataclasses.replace(shape, quantized_by=method)
 
 
-def _of_an_adapter(document: Mapping[str, Any], name: str) -> UserError:
+def _refuse_adapter(document: Mapping[str, Any], name: str) -> UserError:
     """Return the refusal of an adapter_config.json, which has no sizes."""
     base = document.get("base_model_name_or_path")
     model = f"its base model, {clip(base)}," if isinstance(base, str) else "its base model"

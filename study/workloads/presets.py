@@ -120,7 +120,7 @@ def find_preset(name: str) -> Preset | None:
 _TUNED = re.compile(r"-(instruct|chat|it|hf|base)(?=-|$)")
 
 
-# Where the hub has a model: in a browser, for datasets and fsspec, and as a folder of its cache.
+# Addresses of a model on the hub: in a browser, for fsspec, and as a folder of its cache.
 _HUB_ADDRESS = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co|hf:)/+([\w.-]+/[\w.-]+)(?:/.*|\?.*)?|models--([\w.]+(?:-[\w.]+)*)--([\w.-]+)"
 )
