@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import importlib
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 from study import __version__
 from study.config.errors import UserError, clip, first_line
 from study.config.flags import Parser
+from study.config.other_names import find_flag
 
 
 class Command(NamedTuple):
@@ -171,6 +173,10 @@ _EXAMPLES = {
 }
 
 
+# Commands about the same request, each of which has flags that others lack.
+PREDICTING = ("advise", "predict", "explain")
+
+
 def build_parser(names: Iterable[str]) -> tuple[Parser, argparse._SubParsersAction[Any]]:
     """Return the parser of the command line, and its subparsers; those that are not named have no arguments."""
     parser = Parser(
@@ -184,9 +190,22 @@ def build_parser(names: Iterable[str]) -> tuple[Parser, argparse._SubParsersActi
     for name, command in COMMANDS.items():
         command_parser = subparsers.add_parser(name, help=command.help, allow_abbrev=False)
         command_parser.example = _EXAMPLES.get(name, "")
+        if name in PREDICTING:
+            command_parser.find_elsewhere = functools.partial(_commands_with, without=name)
         if name in names:
             command.add_arguments(command_parser)
     return parser, subparsers
+
+
+def _commands_with(flag: str, without: str) -> str:
+    """Return which of the commands that predict has a flag or one of its meaning, to put before a fix."""
+    parsers = {name: build_parser([name])[1].choices[name] for name in PREDICTING}
+    for name, parser in parsers.items():
+        flags = parser._option_string_actions
+        has = flag if flag in flags else find_flag(flag, flags)
+        if name != without and has:
+            return f"study {name} has {has}; "
+    return ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from study.cli import COMMANDS, main
-from study.config.errors import Unsupported, UserError
+from study.cli import COMMANDS, PREDICTING, build_parser, main
+from study.config import other_names
+from study.config.errors import Unsupported, UserError, describe_cause
 from study.config.flags import Parser, RunConfig, add_flags, parse_command_line, resolve_config
 from study.config.places import REPOSITORY
+from study.config.strategies import STRATEGY_NAMES
 from study.config.strategy_names import apply_overrides, parse_overrides
 from study.records.lock import LockHeldError
 
@@ -310,3 +312,35 @@ def test_a_refusal_is_copied_with_its_problem_and_its_fix() -> None:
         assert isinstance(copied, UserError)
         assert (copied.problem, copied.fix, str(copied)) == (error.problem, error.fix, str(error))
     assert isinstance(copy.copy(Unsupported("no GPU", "use a CPU")), Unsupported)
+
+
+def test_what_other_programs_call_something_leads_to_what_exists_here() -> None:
+    parsers = build_parser(PREDICTING)[1].choices
+    flags = {flag for name in PREDICTING for flag in parsers[name]._option_string_actions}
+    for name, meant in other_names.FLAGS.items():
+        # None is a flag of every command: a name that is known is never refused.
+        assert not all(f"--{name}" in parsers[command]._option_string_actions for command in PREDICTING), name
+        assert {word for text in meant for word in text.split() if word[:2] == "--"} <= flags, name
+    for flag, names in other_names.VALUES.items():
+        choices = {value for name in PREDICTING for value in parsers[name]._option_string_actions[flag].choices or ()}
+        for name, meant in names.items():
+            assert {text.split()[0] for text in meant} <= choices, (flag, name)
+    for name in ("zero++", "ZeRO-Infinity", "FULL_SHARD", "hybrid shard", "DataParallel", "none"):
+        (strategy,) = other_names.find_strategies(name) or ()
+        assert strategy in STRATEGY_NAMES
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ("no file /home/someone/.cache/hub/model.py", "ValueError: no file model.py"),
+        ("(/usr/lib/python3/torch/nn.py:12) and/or [2/3]", "ValueError: (nn.py:12) and/or [2/3]"),
+        (r"C:\Users\me\x.py is bad", "ValueError: x.py is bad"),
+        ("see https://huggingface.co/docs/hub", "ValueError: see https://huggingface.co/docs/hub"),
+        ("first\nsecond", "ValueError: first"),
+        ("", "ValueError"),
+    ],
+)
+def test_a_cause_has_its_type_and_no_folder_of_this_machine(message: str, cause: str) -> None:
+    assert describe_cause(ValueError(message)) == cause
+    assert len(describe_cause(ValueError("x" * 999))) < 200

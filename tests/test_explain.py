@@ -495,6 +495,35 @@ def test_explain_counts_adapters_and_says_that_an_offload_is_not_needed(capsys: 
     assert lora["memory"]["host_parts"]["state"] < full["memory"]["host_parts"]["state"] / 3
 
 
+def test_plain_training_counts_fp32_weights_and_says_what_a_bf16_checkpoint_needs(tmp_path: Path, capsys) -> None:
+    plain = {"distributed_type": "MULTI_GPU", "num_processes": 8}
+    for model in ("qwen2.5-1.5b", "llama-3.1-8b"):
+        main(["predict", model, "--strategy", "ddp", "--pure_bf16", "--hardware", "8xH100", "--details"])
+        peak = re.search(r"([0-9.]+) of 78.8 GiB", capsys.readouterr().out)
+        assert peak is not None
+        for document in (plain, plain | {"mixed_precision": "bf16"}):
+            (tmp_path / "user.yaml").write_text(json.dumps(document))
+            main(["explain", str(tmp_path / "user.yaml"), model, "--hardware", "8xH100"])
+            message = re.search(r"noted +weights: counted in fp32; .* a peak of ([0-9.]+) GiB", capsys.readouterr().out)
+            assert message is not None
+            assert message[1] == peak[1]
+    # DeepSpeed has its own type, adapters have frozen 16-bit weights, and fp16 needs fp32 weights.
+    in_bf16 = zero(0, bf16={"enabled": True})
+    for document in (in_bf16, plain | {"mixed_precision": "fp16"}, fsdp(fsdp_version=2)):
+        case = make_case(tmp_path, document, "llama-3.1-8b")
+        assert "fp32-weights" not in {finding.rule for finding in findings(case)}
+    (tmp_path / "user.yaml").write_text(json.dumps(plain | {"mixed_precision": "bf16"}))
+    main(["explain", str(tmp_path / "user.yaml"), "llama-3.1-8b", "--peft", "lora", "--hardware", "8xH100"])
+    assert "counted in fp32" not in capsys.readouterr().out
+    assert "fp32-weights" not in {finding.rule for finding in findings(make_case(tmp_path, plain, "gpt2"))}
+
+
+@pytest.mark.parametrize(("key", "kind"), [("peft_type", "adapters"), ("model_type", "a model")])
+def test_the_config_of_a_model_is_not_read_as_a_file_of_deepspeed(key: str, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"is the config of {kind}, not of an engine"):
+        make_case(tmp_path, {key: "llama"})
+
+
 def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> None:
     from accelerate.utils import DistributedType
 

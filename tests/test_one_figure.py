@@ -18,7 +18,7 @@ from study.advisor.advise import advise, candidates
 from study.advisor.explain_case import ConfigCase, resolve
 from study.advisor.user_settings import read_user_file
 from study.cli import main
-from study.config.strategies import STRATEGY_DIRECTORY
+from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, WITH_GROUPS
 from study.predictor.adapter_options import apply_lora_options
 from study.predictor.hardware import box_from_args, to_box
 from study.predictor.memory import predict_memory
@@ -172,3 +172,49 @@ def test_the_printed_figures_of_a_recommendation_are_those_of_the_command_that_i
     assert f"{host[1]} GiB" in predicted
     if "host memory" in advised_page.splitlines()[1]:
         assert f"{host[1]} GiB of host memory" in advised_page
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [("gpt-1t", "1,010 B"), ("llama-3.1-8b", "8.03 B"), ("gpt2", "0.124 B"), ("bert-tiny", "2.76 M")],
+)
+def test_advice_and_prediction_print_one_number_of_parameters(
+    model: str, count: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["advise", model, "--hardware", "8x8xH100"])
+    assert f"{model} ({count} parameters)" in capsys.readouterr().out
+    main(["predict", model, "--strategy", "zero3", "--hardware", "8x8xH100"])
+    assert f"{model} ({count}), zero3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGY_NAMES if name not in {"single", *WITH_GROUPS}])
+def test_a_prediction_names_the_moment_and_the_parts_of_its_peak(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["predict", "llama-3.2-1b", "--strategy", strategy, "--hardware", "2x8xH100"])
+    page = capsys.readouterr().out
+    assert re.search(r"at its peak, (in|at|after|before) (the )?[a-z' ]+, GiB$", page, re.MULTILINE)
+    peak = re.search(r"([\d.]+) of 78.8 GiB", page)
+    parts = re.findall(r"^  (\w[\w ]*?) +([\d.,]+)  .*█", page, re.MULTILINE)
+    assert peak is not None
+    # Each part is printed with three digits.
+    total = sum(float(size.replace(",", "")) for _, size in parts)
+    assert total == pytest.approx(float(peak[1]), rel=0.01)
+
+
+@pytest.mark.parametrize("written", ["128", "128GB", "128 GiB", "0.125TB"])
+def test_sizes_are_read_as_people_write_them(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", "qwen2.5-1.5b", "--strategy", "zero3_cpu", "--hardware", "2xH100"]
+    assert main([*words, "--seq_length", "4k", "--host_memory", written]) == 0
+    as_written = capsys.readouterr().out
+    assert main([*words, "--seq_length", "4096", "--host_memory", "128"]) == 0
+    assert as_written == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("box", "notice"),
+    [("32xH100", "notice: 32xH100 is one machine with 32 GPUs; 4x8xH100 is 4 nodes of 8\n"), ("4x8xH100", "")],
+)
+def test_a_machine_with_more_gpus_than_most_is_named(box: str, notice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["predict", "gpt2", "--strategy", "zero3", "--hardware", box])
+    assert capsys.readouterr().err == notice

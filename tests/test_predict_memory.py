@@ -460,6 +460,10 @@ def test_a_gate_of_torch_saves_its_product_and_a_whole_root_gathers_the_embeddin
         ("EleutherAI/gpt-j-6B", "gpt-j-6b"),
         ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
         ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("https://huggingface.co/meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("https://huggingface.co/Qwen/Qwen2-7B/tree/main", "qwen2-7b"),
+        ("hf://meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("models--meta-llama--Llama-3.1-8B", "llama-3.1-8b"),
     ],
 )
 def test_a_model_has_the_name_that_people_write(written: str, name: str) -> None:
@@ -470,6 +474,23 @@ def test_a_model_has_the_name_that_people_write(written: str, name: str) -> None
 def test_another_version_or_owner_is_not_taken_for_a_preset(written: str) -> None:
     with pytest.raises(UserError, match="unknown model"):
         model_shape(written)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "is a file of DeepSpeed, not of a model -> explain it: study explain "),
+        ({"peft_type": "LORA", "base_model_name_or_path": "gpt2"}, "name its base model, 'gpt2', and add --peft lora"),
+    ],
+)
+def test_a_file_that_has_no_sizes_is_named_for_what_it_is(document: dict[str, Any], words: str, tmp_path: Path) -> None:
+    name = "adapter_config.json" if "peft_type" in document else "ds.json"
+    (tmp_path / name).write_text(json.dumps(document))
+    # A folder of adapters is named as people name it.
+    with pytest.raises(UserError, match=re.escape(words)):
+        model_shape(str(tmp_path if "peft_type" in document else tmp_path / name))
+    with pytest.raises(UserError, match=re.escape(words)):
+        model_shape(str(tmp_path / name))
 
 
 def test_a_checkpoint_has_the_measured_bytes_and_its_size_is_among_the_details(capsys: pytest.CaptureFixture[str]):

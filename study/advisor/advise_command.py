@@ -26,7 +26,7 @@ from study.advisor.fitted import fit_settings
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
 from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, Strategy, read_strategy, read_yaml
-from study.config.text import rounded
+from study.config.text import format_parameters, rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor import adapter_options as adapters
@@ -366,7 +366,7 @@ def _page(
     yield _verdict(advice)
     yield from predict_command.pair_notes(best.request) if best else ()
     yield ""
-    count = f"{shape.parameters / 1e9:.3g} B" if shape.parameters >= 1e8 else f"{shape.parameters / 1e6:.3g} M"
+    count = format_parameters(shape.parameters)
     yield (
         f"{shape.name} ({count} parameters{adapters.lora_text(shape)}) on {box.name}:"
         f" {box.ranks} x {box.device.name}, global batch {question.global_batch}, {question.sequence_length} tokens per"
@@ -689,6 +689,9 @@ def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write_configs(options: argparse.Namespace) -> int:
     """Write the Accelerate files of strategies for use with any script, and print their paths; return 0."""
+    if str(options.folder) in STRATEGY_NAMES and not options.folder.exists():
+        command = shlex.join(["study", "configs", "mine", str(options.folder), *options.names])
+        raise UserError(f"{options.folder} is a strategy, and DIR comes first", f"for instance: {command}")
     folder, texts = options.folder.absolute(), dict[Path, str]()
     for name in options.names or STRATEGY_NAMES:
         texts |= _strategy_texts(name, folder / f"{name}.yaml", read_strategy(name).deepspeed, {})

@@ -21,6 +21,8 @@ from study.predictor.state import accumulated_bytes, engine_refusal, loaded_whol
 from study.predictor.time import device_bytes, fits, usable_bytes
 from study.releases.causes import least_sound_release
 
+# Less memory than this, in bytes, decides nothing.
+_WORTH_NOTING = 2 * GIB
 _COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
 
@@ -30,7 +32,8 @@ def findings(case: ConfigCase) -> list[Finding]:
     combinations = list(combination_findings(case))
     if case.file.deepspeed is None:
         rules = _holding(reference["rules_without_deepspeed"], facts)
-        return [*case.findings, *rules, *request_findings(case.request, facts), *combinations]
+        weights = _loaded_weights(case.request)
+        return [*case.findings, *rules, *weights, *request_findings(case.request, facts), *combinations]
     results = [
         *case.findings,
         *_ineffective(case, facts),
@@ -55,6 +58,23 @@ def findings(case: ConfigCase) -> list[Finding]:
     if refusal := engine_refusal(case.request):
         results.append(Finding("refused", *refusal))
     return results
+
+
+def _loaded_weights(request: Request) -> Iterator[Finding]:
+    """Yield that fp32 weights are counted in plain training, whose file does not set the type that a program loads."""
+    rates = request.box.device.peak_tflops
+    is_plain = request.strategy.deepspeed is None and not request.strategy.is_fsdp and not request.shape.lora_rank
+    if not is_plain or request.precision not in ("fp32", "bf16") or rates.get("bf16", 0.0) is None:
+        return
+    # Weights, gradients and two moments of half the bytes.
+    if 8 * request.shape.parameters < _WORTH_NOTING:
+        return
+    in_16_bits = predict_memory(dataclasses.replace(request, precision="bf16-engine", pure=True, autocast=False))
+    message = (
+        "counted in fp32; transformers 5 loads a bf16 checkpoint in bf16 and trains it without fp32 masters, a peak of"
+        f" {rounded(device_bytes(in_16_bits) / GIB)} GiB"
+    )
+    yield Finding("noted", "weights", message, "dtype=torch.float32 loads fp32", rule="fp32-weights")
 
 
 def _ineffective(case: ConfigCase, facts: Mapping[str, Any]) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from study.config import strategies
 from study.config.errors import UserError, require_extra
 from study.config.flags import Precision, RunConfig
 from study.config.printing import TextTable, print_result
-from study.config.text import rounded, rounded_seconds
+from study.config.text import format_parameters, rounded, rounded_seconds
 from study.host.memory import GIB
 from study.predictor import adapter_options as adapters
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
@@ -272,7 +272,9 @@ def predicted_strategy(name: str) -> strategies.Strategy:
         raise UserError(f"there is no strategy {name}", "use fsdp2 with --fsdp_version 1")
     strategy = strategies.read_strategy(name)
     if strategy.group is not None:
-        raise UserError(f"{strategy.name} is not predicted: its ranks share samples", "use another strategy")
+        command = f"study virtual --strategy {strategy.name} --world_size 8 --group_size 8 --task gpt-wikitext"
+        fix = f"use another strategy, or measure memory and bytes of one rank without GPUs: {command}"
+        raise UserError(f"{strategy.name} is not predicted: its ranks share samples", fix)
     return strategy
 
 
@@ -471,7 +473,7 @@ def _page(
     yield from pair_notes(request)
     yield ""
     yield (
-        f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {strategy_text(request)} on"
+        f"{shape.name} ({format_parameters(shape.parameters)}{adapters.lora_text(shape)}), {strategy_text(request)} on"
         f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
         f"{loss_text(request.loss_kernel)}{', resharded after forward' * request.strategy.is_fsdp}"

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from study.config.errors import UserError, clip, did_you_mean, first_line, replace_unprintable
+from study.config.registry import REGISTRY
+from study.config.strategies import STRATEGY_DIRECTORY
 from study.config.yaml_sections import Section, load_package_yaml, read_document
 from study.host.folders import resolve_path
 
@@ -170,6 +173,9 @@ def read_user_file(name: str, findings: list[Finding] | None = None, tree: Path 
     if isinstance(section, dict) and not section_entries("top").keys().isdisjoint(section):
         problem = f"{name} has its settings under deepspeed_config, where DeepSpeed reads none"
         raise UserError(problem, "write them at the top level of the file")
+    if "peft_type" in document or "model_type" in document:
+        kind = "adapters" if "peft_type" in document else "a model"
+        raise UserError(f"{name} is the config of {kind}, not of an engine", f"{_EITHER}, and then the model")
     if "version" in document and "services" in document:
         raise UserError(f"{name} has no settings of an engine", _EITHER)
     if document and all(f"fsdp_{key}" in section_entries("fsdp") or "xla" in key for key in document):
@@ -230,6 +236,9 @@ def _read_text(name: str, path: Path) -> str:
         if not path.exists():
             missing = [place for place in (path, *path.parents) if not place.exists()][-1]
             what = f"file {name}" if missing == path else f"folder {missing}"
+            if missing == path and (strategy := path.name.partition(".")[0]) in REGISTRY:
+                shipped = os.path.relpath(STRATEGY_DIRECTORY / f"{strategy}.yaml")
+                raise UserError(f"there is no {what}", f"this study's {strategy} is in {shipped}")
             siblings = [entry.name for entry in missing.parent.iterdir()]
             raise UserError(f"there is no {what}", did_you_mean(missing.name, siblings) or _EITHER)
         if path.stat().st_size > MAX_FILE_BYTES:

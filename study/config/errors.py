@@ -120,6 +120,19 @@ def redact_secrets(text: str) -> str:
     return _PASSWORD.sub("", text)
 
 
+# The folders of an absolute path, before a file's name.
+_ABSOLUTE = re.compile(r"(?<![\w.:/\\-])(?:~|[A-Za-z]:)?[/\\](?:[\w.@+-]+[/\\])+")
+# Characters of a library's message.
+_MAX_CAUSE = 160
+
+
+def describe_cause(error: BaseException) -> str:
+    """Return an error's type and first line for a report of a fault: short, and without folders of this machine."""
+    line = _ABSOLUTE.sub("", first_line(error))
+    kind, text = type(error).__name__, line if len(line) <= _MAX_CAUSE else f"{line[: _MAX_CAUSE - 3]}..."
+    return kind if text in ("", kind) else f"{kind}: {text}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error."""
     return redact_secrets(next(iter(str(error).strip().splitlines()), type(error).__name__))

@@ -17,10 +17,11 @@ import shlex
 import sys
 import types
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from study.config import other_names
 from study.config.errors import UserError, clip, did_you_mean
 from study.config.registry import REGISTRY
 from study.config.strategy_names import parse_overrides
@@ -333,22 +334,6 @@ def resolve_config(config: RunConfig, accelerator_visible: bool) -> RunConfig:
     return config
 
 
-# Flags of the Trainer, DeepSpeed and Accelerate, and those of the same meaning here.
-_OTHER_NAMES = {
-    "--per_device_train_batch_size": "--micro_batch",
-    "--train_micro_batch_size_per_gpu": "--micro_batch",
-    "--batch_size": "--micro_batch",
-    "--gradient_accumulation_steps": "--accumulation",
-    "--max_seq_length": "--seq_length",
-    "--max_length": "--seq_length",
-    "--num_processes": "--hardware 8xH100",
-    "--num_gpus": "--hardware 8xH100",
-    "--gpus": "--hardware 8xH100",
-    "--zero_stage": "--strategy zero3",
-    "--stage": "--strategy zero3",
-}
-
-
 def _with_underscores(flag: str) -> str:
     return f"--{flag[2:].replace('-', '_')}" if flag.startswith("--") else flag
 
@@ -358,6 +343,8 @@ class Parser(argparse.ArgumentParser):
 
     # A complete command, for a request that lacks arguments.
     example = ""
+    # Return the other commands that have a flag, to put before a fix.
+    find_elsewhere: Callable[[str], str] = staticmethod(lambda flag: "")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         flags = {_with_underscores(flag): flag for flag in self._option_string_actions}
@@ -380,13 +367,21 @@ class Parser(argparse.ArgumentParser):
         first = _with_underscores(words[0].partition("=")[0])
         flags = [flag for flag in self._option_string_actions if len(flag) > 3]
         inside = [flag for flag in flags if len(first) > 4 and (flag[2:] in first or first[2:] in flag)]
-        similar = did_you_mean(first, inside or flags, cutoff=0.3 if inside else 0.6)
-        same = _OTHER_NAMES.get(first, "")
-        if same.partition(" ")[0] in flags:
+        # Two flags of few letters are alike by their hyphens.
+        similar = did_you_mean(first, inside or flags, cutoff=0.3 if inside else 0.72)
+        if same := other_names.find_flag(first, self._option_string_actions):
             similar = f"it is {same} here; "
-        elif flag := self._find_flag(words[0]):
-            similar = f"write {flag} {words[0]}; "
+        elif placed := self._place_words():
+            similar = f"write {placed}; "
+        elif first[:2] == "--":
+            judged = other_names.judge_flag(first, self._option_string_actions)
+            similar = judged or similar or self.find_elsewhere(first)
         raise UserError(f"unrecognized arguments: {' '.join(words)}", f"{similar}{self.prog} --help lists the options")
+
+    def _place_words(self) -> str:
+        """Return the words that were written without a flag, each with the flag that takes it; empty without any."""
+        alone = [word for before, word in zip(["", *self._words], self._words, strict=False) if before[:2] != "--"]
+        return " ".join(f"{flag} {word}" for word in alone if (flag := self._find_flag(word)) is not None)
 
     def _find_flag(self, word: str) -> str | None:
         """Return the flag that takes a word which was written without one: a strategy, or hardware such as 8xH100."""
@@ -402,7 +397,12 @@ class Parser(argparse.ArgumentParser):
             return
         name, choices = "/".join(action.option_strings) or action.metavar or action.dest, list(map(str, action.choices))
         listed = f"use {' or '.join(choices)}" if len(choices) < 6 else f"{self.prog} --help lists all"
-        fix = f"{did_you_mean(str(value), choices) or did_you_mean(str(value).lower(), choices)}{listed}"
+        likely = did_you_mean(str(value), choices) or did_you_mean(str(value).lower(), choices)
+        meanings = other_names.VALUES.get(action.option_strings[-1] if action.option_strings else "", {})
+        if (meant := meanings.get(str(value).lower().replace("-", "_"))) is not None:
+            supported = [text for text in meant if text.partition(" ")[0] in choices]
+            likely = f"it is {action.option_strings[-1]} {supported[0]} here; " if supported else ""
+        fix = f"{likely}{listed}"
         raise UserError(f"argument {name}: there is no {clip(value)}", fix)
 
     def error(self, message: str) -> typing.NoReturn:
@@ -415,6 +415,9 @@ class Parser(argparse.ArgumentParser):
             self.raise_unknown(unknown)
         _required, colon, names = message.partition("arguments are required: ")
         fix = f"{self.prog} --help lists the options"
+        if lone := re.fullmatch(r"argument (--\w+): expected one argument", message):
+            choices = self._option_string_actions[lone[1]].choices
+            fix = f"write {lone[1]} with {' or '.join(choices)}; {fix}" if choices else fix
         if colon and self.example:
             fix = f"for instance: {self.example}; {fix}"
         raise UserError(f"missing: {names}" if colon else message, fix)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import yaml
 
-from study.config import strategy_names
+from study.config import other_names, strategy_names
 from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import RunConfig
 from study.config.places import REPOSITORY
@@ -309,9 +309,11 @@ def read_strategy(name: str) -> Strategy:
         numbered = r"(?:deepspeed|ds|zero|stage|z|[\W_])*([0-3])([\W_]*offload)?"
         stage = re.fullmatch(numbered, name, re.IGNORECASE)
         likely = f"zero{stage[1]}{'_cpu' if stage[2] else ''}" if stage else name
-        fix = (
-            f"{did_you_mean(likely, STRATEGY_NAMES)}{os.path.relpath(STRATEGY_DIRECTORY)}/ has a file for each strategy"
-        )
+        similar = did_you_mean(likely, STRATEGY_NAMES)
+        if (meant := other_names.find_strategies(name)) is not None:
+            similar = f"did you mean {' or '.join(meant)}? " if meant else ""
+        fix = f"{similar}{os.path.relpath(STRATEGY_DIRECTORY)}/ has a file for each strategy; another file:"
+        fix += " study explain FILE MODEL"
         raise UserError(f"there is no strategy {clip(name)}", fix)
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
     strategy = launched_strategy(exported_variables(document), document["distributed_type"] != "NO")

@@ -32,6 +32,11 @@ def rounded(value: float, digits: int = 3) -> str:
     return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:#.{digits}g}"
 
 
+def format_parameters(count: int) -> str:
+    """Return a number of parameters in the unit that fits it: 8.03 B, 0.124 B, 33.2 M."""
+    return f"{rounded(count / 1e9)} B" if count >= 1e8 else f"{rounded(count / 1e6)} M"
+
+
 def rounded_seconds(seconds: float) -> str:
     """Return a predicted time in the unit that fits it: milliseconds, and from 1,000 of them seconds."""
     return f"{rounded(1e3 * seconds)} ms" if float(f"{1e3 * seconds:.3g}") < 1e3 else f"{rounded(seconds)} s"

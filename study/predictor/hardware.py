@@ -192,10 +192,24 @@ _FIGURES = {
 }
 _NEEDED = ("memory", "tflops", "bandwidth")
 CUSTOM_FORM = "--hardware 8xmemory=192GiB,tflops=1300,bandwidth=5300"
-# Makers and cards whose figures are not in the table.
-_OTHER_MAKERS = re.compile(r"\b(amd|instinct|radeon|intel|gaudi\w*|tpu|trn|trainium|mi\d{2,3}\w*)\b", re.IGNORECASE)
-# Machine types of AWS, Azure and Google: p4d.24xlarge, g5.48xlarge, Standard_ND96asr_v4, a2-highgpu-8g.
-_INSTANCE = re.compile(r"[a-z]\w*\.\w*(large|metal)|standard_n\w+|[ag]\d-[a-z]+-\d+g?", re.IGNORECASE)
+_FIGURES_FORM = f"give its figures as in {CUSTOM_FORM}"
+# Accelerators of other kinds and makers; then other cards of the table's makers.
+_OTHER_KINDS = re.compile(
+    r"\b(intel|gaudi\w*|arc|tpu\w*|v[2-6][ep]?-\d+|trn\w*|trainium|inf\d|inferentia|npu\w*|ascend\w*|cerebras|ipu\w*"
+    r"|mac\w*|apple|mps|m[1-5](-(pro|max|ultra))?$)",
+    re.IGNORECASE,
+)
+_OTHER_CARDS = re.compile(
+    r"\b(amd|instinct|radeon|mi\d{2,3}\w*|gtx|titan|quadro|jetson|dgx-spark|gb10|[kmp]\d{2,4})\b", re.IGNORECASE
+)
+# Cards by number, such as 3060 and 2080-TI: another number is another card.
+_NUMBERED = re.compile(r"([0-9]{4})(-?TI|-?SUPER)*")
+# Words and numbers that name none: 8, 8xGPU, cuda:0.
+_NO_NAME = re.compile(r"[0-9]+|([0-9]+ *x? *)?(gpus?|cuda(:[0-9]+)?|cards?|cpus?|nvidia|local(host)?)", re.IGNORECASE)
+# Machine types of AWS, Azure and Google: p4d.24xlarge, g5.48xlarge, Standard_ND96asr_v4, a2-highgpu-8g; and services.
+_INSTANCE = re.compile(
+    r"[a-z]\w*\.\w*(large|metal)|standard_n\w+|[ag]\d-[a-z]+-\d+g?|colab|kaggle|runpod|sagemaker", re.IGNORECASE
+)
 # Larger machines exist, but a larger number is more often a cluster.
 _MAX_MACHINE_GPUS = 16
 
@@ -221,11 +235,12 @@ def to_box(name: str) -> Hardware:
         return _this()
     spelled = _spelled(count["device"])
     model, _, size = spelled.rpartition("-")
+    joined = spelled.replace("-", "")
     by_name = next(
         (
             device
             for device in known_devices()
-            if spelled in device.names
+            if joined in (listed.replace("-", "") for listed in device.names)
             or (model in device.names and device.memory_gib and size == f"{device.memory_gib:g}")
         ),
         None,
@@ -236,14 +251,17 @@ def to_box(name: str) -> Hardware:
 
 
 def _usual_form(name: str) -> str:
-    """Return a name in the form COUNTxDEVICE: `A100 80GB x8`, `8 A100`, `8x RTX 3090 (24GB)`, `4 nodes x 8 H100`."""
-    text = re.sub(r"[()]", " ", re.sub(r"[\N{MULTIPLICATION SIGN}*]", "x", name)).strip()
+    """Return a name in the form COUNTxDEVICE: `A100 80GB x8`, `8 A100`, `8x RTX 3090 (24GB)`, `4 nodes x 8 H100`,
+    `8H100`, `H100:8`."""
+    text = re.sub(r"[()]", " ", re.sub(r"[\N{MULTIPLICATION SIGN}*:]", "x", name)).strip()
     text = re.sub(r"^([0-9]+) *(?:nodes?|machines?|servers?) *(?:x|of|with)? *", r"\1x", text, flags=re.IGNORECASE)
     # The x of RTX 3090 is part of its name.
     if not re.match(r"[0-9]+ *x", text, re.IGNORECASE):
         text = re.sub(r"^(.*(?:[0-9]|[0-9]GI?B?|\s)) *x *([0-9]+)$", r"\2x\1", text, flags=re.IGNORECASE)
     # A number and a name with a letter first: "8 A100", "4x8 H100"; "8 3090" stays unknown.
     text = re.sub(r"^((?:[0-9]+ *x *)?[0-9]+) +(?=[a-z])(?!x)", r"\1x", text, flags=re.IGNORECASE)
+    # Or a letter and a number: "8H100".
+    text = re.sub(r"^((?:[0-9]+ *x *)?[0-9]{1,3})(?=[abhlv][0-9])", r"\1x", text, flags=re.IGNORECASE)
     return " ".join(text.split())
 
 
@@ -337,33 +355,55 @@ def _spelled(text: str) -> str:
     """Normalize a device name: `a100-80gb` is A100-80, `H100 SXM5` is H100, and `GeForce RTX_4090` is 4090."""
     spelled = re.sub(r"[ _]+", "-", text.upper())
     spelled = re.sub(r"^(NVIDIA-)?(TESLA-)?(GEFORCE-)?(RTX-?)?|-GENERATION$", "", spelled)
-    return re.sub(r"-SXM\d?(?=-|$)|(?<=-\d\d)GI?B?$|(?<=-\d\d\d)GI?B?$", "", spelled)
+    return re.sub(r"-SXM\d?(?=-|$)|(?<=-\d\d)-?GI?B?$|(?<=-\d\d\d)-?GI?B?$", "", spelled)
 
 
 def _unknown(name: str) -> UserError:
-    if re.search(r"\bMIG\b|\b\dg\.\d+gb", name, re.IGNORECASE):
-        return UserError(f"{clip(name)}: the speed of a MIG slice is not known", "name a whole GPU")
-    name = _usual_form(name)
+    written, name = name, _usual_form(name)
+    if (refusal := _names_no_single_gpu(written, name)) is not None:
+        return refusal
     counts = re.match(rf"(?:{_COUNT})*", name, flags=re.IGNORECASE)[0]  # type: ignore[index]
+    spelled = _spelled(name[len(counts) :])
     # The letter O is often typed for a zero.
-    device = _spelled(name[len(counts) :]).replace("O", "0")
-    similar = [counts + box for box in BOX_NAMES if box[0] == device[:1]]
-    figures_form = f"give its figures as in {CUSTOM_FORM}"
-    if size := re.fullmatch(r"([0-9]{2,3})GI?B?", device):
+    device = spelled.replace("O", "0")
+    if size := re.search(r"(?:^|[ -])([0-9]{2,3})[ -]?GI?B?\b(?!.*[0-9])", device):
         sized = [
             f"{counts}{item.names[0]}" for item in known_devices() if item.names and item.memory_gib == float(size[1])
         ]
-        choices = f"name one, as {', '.join(sized[:4])}; or " if sized else ""
-        return UserError(f"{clip(name)} names no GPU", f"{choices}{figures_form}")
-    if _INSTANCE.fullmatch(name):
-        problem = f"{clip(name)} is a cloud's name of a machine, and the table has GPUs"
-        return UserError(problem, f"name its GPUs with their number, such as 8xA100-40; or {figures_form}")
-    if _OTHER_MAKERS.search(device):
-        return UserError(f"{clip(name)} is not in the table of GPUs", f"{figures_form} (data sheet, without sparsity)")
+        choices = f"name one, as {', '.join(sized)}; or " if sized else ""
+        return UserError(f"{clip(name)} names no GPU", f"{choices}{_FIGURES_FORM}")
+    if _OTHER_KINDS.search(spelled):
+        problem = f"{clip(name)} is not in the table of GPUs, and no TPU, NPU or other accelerator is modelled"
+        return UserError(problem, f"for a GPU like it {_FIGURES_FORM} (data sheet, without sparsity)")
+    number = _NUMBERED.fullmatch(device)
+    is_typo = number is not None and any(sorted(number[1]) == sorted(re.sub(r"\D", "", box)) for box in BOX_NAMES)
+    if _OTHER_CARDS.search(spelled) or (number is not None and not is_typo):
+        return UserError(f"{clip(name)} is not in the table of GPUs", f"{_FIGURES_FORM} (data sheet, without sparsity)")
+    similar = [counts + box for box in BOX_NAMES if box[0] == device[:1]]
     suggestion = did_you_mean(counts + device, similar, cutoff=0.5)
     fix = f"{suggestion}`study predict --help` lists the devices; the form is 8xH100, or 4x8xH100 (4 nodes);"
-    fix += f" or {figures_form}"
-    return UserError(f"unknown hardware {clip(name)}", fix)
+    return UserError(f"unknown hardware {clip(name)}", f"{fix} or {_FIGURES_FORM}")
+
+
+def _names_no_single_gpu(written: str, name: str) -> UserError | None:
+    """Return the refusal of a slice of a GPU, of no GPU, of several kinds, and of a machine; None for other names."""
+    if re.search(r"\bMIG\b|\b\dg\.\d+gb", written, re.IGNORECASE):
+        return UserError(f"{clip(written)}: the speed of a MIG slice is not known", "name a whole GPU")
+    if _NO_NAME.fullmatch(written.strip()):
+        fix = "name the GPUs, such as 8xH100 (nvidia-smi -L prints theirs), or `this` for this machine"
+        return UserError(f"{clip(written)} names no GPU", f"{fix}; or {_FIGURES_FORM}")
+    kinds = [_spelled(re.sub(_COUNT, "", kind.strip())) for kind in re.split(r"[,+&/]|\band\b", name)]
+    if sum(kind in BOX_NAMES for kind in kinds) > 1:
+        problem = f"{clip(name)} are several kinds of GPU, and a prediction is of one"
+        return UserError(problem, "name the kind with the least memory, with the number of all")
+    if _INSTANCE.fullmatch(name):
+        problem = f"{clip(name)} is a cloud's name of a machine, and the table has GPUs"
+        fix = "name its GPUs with their number, such as 8xA100-40 (nvidia-smi -L prints them)"
+        return UserError(problem, f"{fix}; or {_FIGURES_FORM}")
+    machine = re.fullmatch(r"(?:DGX|HGX)-(.+)", _spelled(name))
+    if machine is not None and machine[1] in BOX_NAMES:
+        return UserError(f"{clip(name)} is a machine, and the table has GPUs", f"name its GPUs: 8x{machine[1]}")
+    return None
 
 
 def _this() -> Hardware:

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from study.config.errors import UserError, first_line, require_extra
+from study.config.errors import UserError, describe_cause, first_line, require_extra
 from study.host.folders import cache_directory
 from study.predictor.shape import BEFORE, Call, ModelShape, Parameter
 from study.records.directory import write_json
@@ -213,7 +213,8 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
         if type(error).__name__ == "TokenLoop":
             _loops[work] = first_line(error)
             return _loops[work]
-        return f"transformers' {shape.built_class} does not run on tokens without data; {TEXT_MODEL_SIZES}"
+        cause = describe_cause(error)
+        return f"transformers' {shape.built_class} does not run on tokens without data ({cause}); {TEXT_MODEL_SIZES}"
 
 
 _loops: dict[tuple[str, bool | int | str], str] = {}

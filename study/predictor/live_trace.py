@@ -36,7 +36,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
-from study.config.errors import UserError, first_line
+from study.config.errors import UserError, describe_cause, first_line
 from study.config.flags import RunConfig
 from study.workloads.architecture import add_adapters
 from study.workloads.presets import TEXT_MODEL_SIZES
@@ -318,7 +318,7 @@ def build_model(
         raise UserError(f"this {document['model_type']!s:.40} needs a library: {first_line(error)}", fix) from error
     except Exception as error:
         problem = f"transformers {transformers.__version__} does not build this {document['model_type']!s:.40}"
-        raise UserError(f"{problem} ({type(error).__name__}: {first_line(error)})", "correct config.json") from error
+        raise UserError(f"{problem} ({describe_cause(error)})", "correct config.json") from error
     if rank is not None:
         add_fake_adapters(model, rank, is_language_model, targets, lora_dropout)
     return model
@@ -622,11 +622,12 @@ class _Pass:
         with OperationLimit(meter), meter, autocast, as_cuda:
             try:
                 features = compute_features(model, media)
-            except Exception:  # Any class of transformers, on tensors without data.
+            except Exception as error:  # Any class of transformers, on tensors without data.
                 features, self.layers = [], {name: {} for name in counts}
                 kinds = " and ".join(_TOWERS[name][1] for name in media)
                 self.missing = (
-                    f"activations of its {kinds}, whose tower does not run on tensors without data; {TEXT_MODEL_SIZES}"
+                    f"activations of its {kinds}, whose tower does not run on tensors without data"
+                    f" ({describe_cause(error)}); {TEXT_MODEL_SIZES}"
                 )
             loss = compute_loss(model, inputs, features)
             del features

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
-from collections.abc import Mapping
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,18 @@ from study.predictor.families import FAMILIES, OTHER_FAMILIES
 from study.predictor.live import live_shape
 from study.predictor.shape import ModelShape
 from study.predictor.table_shape import SIZE_KEYS, shape_of_architecture
-from study.workloads.presets import PRESETS, find_base, find_preset, load_from
+from study.workloads.presets import PRESETS, find_base, find_preset, hub_id, load_from, without_tuning
 
+# A size as a word of a name, such as 8b, 0.5b and 135m.
+_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
+_SIZE = r"[0-9]+(?:\.[0-9]+)?[mbt](?![a-z])"
+# Presets that only this study has; no published model is meant by their names.
+_MADE_UP = re.compile(r"-(tiny|4k)$")
+# Words of names: images, and weights in 4 bits, which a preset of text in 16 bits lacks.
+_OF_IMAGES = {"vl", "vision", "omni", "audio", "multimodal"}
+_OF_4_BITS = {"bnb", "bit", "awq", "gptq", "gguf", "nf", "int", "qlora"}
+# Keys of DeepSpeed files that no config.json has.
+_OF_AN_ENGINE = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 # A config.json is a few levels deep.
 _MAX_NESTING = 50
 # Quantizations of published weights: transformers makes the first two 16-bit for training (dequantize=True), and 4-bit
@@ -44,6 +57,8 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     if not name.strip():
         # Usually an unset variable of a shell; as a path it would be the working directory.
         raise UserError("the model's name is empty", "name one, such as llama-3.1-8b")
+    if not resolve_path(name).exists():
+        name = hub_id(name)
     # A tuned model has its base's shape; the trainer would load other weights. A folder of that name comes first.
     is_folder = resolve_path(name).exists()
     if (preset := find_preset(name) or (None if is_folder else find_base(name))) is not None:
@@ -62,25 +77,102 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
             return _read(Path(hf_hub_download(repo_id, "config.json", **options)))
 
         return shape_of_document(load_from(name, download, "config"), name)
+    raise _no_model(name, path)
+
+
+def _no_model(name: str, path: Path) -> UserError:
+    """Return the refusal of a name without a preset, sizes or a config.json, with the likely presets."""
     if path.is_dir():
-        raise UserError(f"there is no config.json in {name}", "name the folder with the model's config.json")
+        if (path / "adapter_config.json").is_file():
+            return _refuse_adapter(_read(path / "adapter_config.json"), name)
+        return UserError(f"there is no config.json in {name}", "name the folder with the model's config.json")
     if path.is_absolute() or name.startswith("."):
-        raise UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
+        return UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
     # An architecture that is not modelled, or a mixture of experts (8x7b, 30b-a3b).
     plain, is_id = name.rpartition("/")[2].lower(), name.count("/") == 1
     has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain)
-    if has_experts or re.sub("[^a-z0-9]", "", plain).startswith(OTHER_FAMILIES):
-        fix = f"give the folder of its config.json{', or add --hub' if is_id else ''}"
-        raise UserError(f"{name!r} is of a family without presets", fix)
+    if has_experts or _letters(plain).startswith(OTHER_FAMILIES):
+        fix = f"give the folder of its config.json, or {'add --hub' if is_id else 'OWNER/NAME with --hub'}"
+        return UserError(f"{name!r} is of a family without presets", fix)
     hint = "add --hub to ask the hub for it, or " if is_id else "OWNER/NAME with --hub asks the hub; or "
-    start = re.sub("[^a-z0-9]", "", name.lower())
-    longer = [preset for preset in PRESETS if start and re.sub("[^a-z0-9]", "", preset).startswith(start)]
-    suggestion = did_you_mean(name, PRESETS, cutoff=0.85) or did_you_mean(name.lower(), longer, cutoff=0.1)
-    raise UserError(
+    return UserError(
         f"unknown model {clip(name)}",
-        f"{suggestion}{hint}give a preset (`study predict --help` lists them), a folder with config.json, or sizes:"
-        " layers=32,hidden=4096,heads=32,key_value_heads=8,vocabulary=128256,inner=14336 (without inner: a GPT-2)",
+        f"{_suggest_preset(plain)}{hint}give a preset (`study predict --help` lists them), a folder with config.json,"
+        " or sizes: layers=32,hidden=4096,heads=32,key_value_heads=8,vocabulary=128256,inner=14336 (without inner: a"
+        " GPT-2)",
     )
+
+
+def _words(name: str) -> list[str]:
+    """Return the words and numbers of a model's name, a size as one word: llama2-7b is llama, 2, 7b."""
+    return re.findall(rf"{_SIZE}|[0-9]+(?:\.[0-9]+)*|[a-z]+", name.lower())
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
+def _parse_size(word: str) -> float:
+    return float(word[:-1]) * _UNITS[word[-1]]
+
+
+def _suggest_preset(name: str) -> str:
+    """Return the presets that a name may mean, to put before the other ways to name a model; empty without any.
+
+    In this order: of another spelling; with more words than a preset; of another size; without a size; of
+    a size alone; misspelt.
+    """
+    presets = {preset: _words(preset) for preset in PRESETS if not _MADE_UP.search(preset)}
+    untuned = without_tuning(name)
+    words = _words(untuned)
+    # A spelling of a preset: llama3-8b.
+    if same := [preset for preset in presets if _letters(preset) == _letters(untuned)]:
+        return _alternatives(same)
+    sizes = [word for word in words if re.fullmatch(_SIZE, word)]
+    # The number after the first word is a family's: llama-3.1-7b is not a llama-7b.
+    start = words[: 2 if re.fullmatch("[0-9.]+", "".join(words[1:2])) else 1]
+    inside = [
+        preset
+        for preset, preset_words in presets.items()
+        if preset_words[: len(start)] == start and not Counter(preset_words) - Counter(words)
+    ]
+    if inside:
+        nearest = max(inside, key=lambda preset: len(presets[preset]))
+        extra = [part for part in untuned.split("-") if part not in nearest.split("-")]
+        return _nearest_text(nearest, extra) if extra else _alternatives([nearest])
+    family = [word for word in words if word not in sizes]
+    siblings = [
+        preset for preset in presets if [word for word in presets[preset] if not re.fullmatch(_SIZE, word)] == family
+    ]
+    if sizes and family and siblings:
+
+        def distance(preset: str) -> float:
+            preset_sizes = [word for word in presets[preset] if re.fullmatch(_SIZE, word)]
+            if not preset_sizes:
+                return math.inf
+            return abs(math.log(_parse_size(preset_sizes[0]) / _parse_size(sizes[0])))
+
+        return _alternatives(sorted(siblings, key=distance))
+    if not sizes and (started := [preset for preset in presets if presets[preset][: len(words)] == words]):
+        return _alternatives(started)
+    if sizes == words and (equal := [preset for preset in presets if sizes[0] in presets[preset]]):
+        return _alternatives(equal)
+    return did_you_mean(without_tuning(name), PRESETS, cutoff=0.85)
+
+
+def _alternatives(presets: Sequence[str]) -> str:
+    return f"did you mean {' or '.join(presets[:3])}? "
+
+
+def _nearest_text(preset: str, extra: Sequence[str]) -> str:
+    """Return the preset whose words are in a name, and the words of the name that it lacks."""
+    words = {word for part in extra for word in re.findall("[a-z]+|[0-9]+", part)}
+    lacks = f"without {clip('-'.join(extra))}"
+    if _OF_IMAGES & words:
+        lacks = "a text model, without the images"
+    elif _OF_4_BITS & words and "8" not in words:
+        lacks = "in 16 bits; for weights in 4 bits add --peft lora --quantization 4bit"
+    return f"the nearest preset is {preset}, {lacks}; "
 
 
 def _nesting(text: str) -> int:
@@ -106,6 +198,11 @@ def _read(file: Path) -> dict[str, Any]:
 def shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a parsed config.json; UserError if its family or quantization is not supported."""
     if not isinstance(document.get("model_type"), str):
+        if "peft_type" in document:
+            raise _refuse_adapter(document, name)
+        if _OF_AN_ENGINE & document.keys():
+            fix = f"explain it: {shlex.join(['study', 'explain', name, 'llama-3.1-8b'])}"
+            raise UserError(f"{name} is a file of DeepSpeed, not of a model", fix)
         raise UserError(f"{name} does not set its model_type", "add the one of its class in transformers")
     method = ""
     if quantization := document.get("quantization_config"):
@@ -120,6 +217,13 @@ def shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
         return dataclasses.replace(live_shape(name, document), quantized_by=method)
     shape = shape_of_architecture(name, document["model_type"], document)
     return dataclasses.replace(shape, quantized_by=method)
+
+
+def _refuse_adapter(document: Mapping[str, Any], name: str) -> UserError:
+    """Return the refusal of an adapter_config.json, which has no sizes."""
+    base = document.get("base_model_name_or_path")
+    model = f"its base model, {clip(base)}," if isinstance(base, str) else "its base model"
+    return UserError(f"{name} has adapters, and not the sizes of a model", f"name {model} and add --peft lora")
 
 
 def _shape_of_words(text: str) -> ModelShape:

@@ -101,6 +101,13 @@ def judge_request(options: argparse.Namespace) -> tuple[dict[str, Any], JudgedSt
         problem = f"{clip(options.release)} is not a release of DeepSpeed"
         if options.release in STRATEGY_NAMES:
             raise UserError(problem, f"write one before the strategy: study releases 0.18.9 {options.release}")
+        newest = str(json.loads(GRID.read_text(encoding="utf-8"))["releases"][0]["DeepSpeed"])
+        package = options.release.lower()
+        if package in ("accelerate", "torch") and options.strategy:
+            command = f"study releases {newest} --{package} {options.strategy}"
+            raise UserError(problem, f"name one, and that of {package} as a flag: {command}")
+        if package in ("latest", "newest", "main", "master"):
+            raise UserError(problem, f"the newest tested one is {newest}: study releases {newest}")
         raise UserError(problem, "write a release such as 0.18.9; study releases --details prints the tested ones")
     if options.strategy:
         _check_strategy(options)

@@ -120,6 +120,24 @@ def find_preset(name: str) -> Preset | None:
 _TUNED = re.compile(r"-(instruct|chat|it|hf|base)(?=-|$)")
 
 
+# Addresses of a model on the hub: in a browser, for fsspec, and as a folder of its cache.
+_HUB_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co|hf:)/+([\w.-]+/[\w.-]+)(?:/.*|\?.*)?|models--([\w.]+(?:-[\w.]+)*)--([\w.-]+)"
+)
+
+
+def hub_id(name: str) -> str:
+    """Return OWNER/NAME of an address on the hub or a folder of its cache, and any other name as it is."""
+    if (address := _HUB_ADDRESS.fullmatch(name)) is None:
+        return name
+    return address[1] or f"{address[2]}/{address[3]}"
+
+
+def without_tuning(name: str) -> str:
+    """Return a model's name in lower case without the words of tuned weights."""
+    return _TUNED.sub("", name.lower()).removeprefix("meta-")
+
+
 def find_base(name: str) -> Preset | None:
     """Return the preset of a model's shape by the name that people write, with or without its owner; None if there is
     none: `Meta-Llama-3-8B-Instruct` is llama-3-8b, and `mistral-7b` the newest version of it.
@@ -127,7 +145,7 @@ def find_base(name: str) -> Preset | None:
     owner, _, model = name.rpartition("/")
     if owner and owner not in {(preset.hub_id or "").partition("/")[0] for preset in PRESETS.values()}:
         return None
-    plain = _TUNED.sub("", model.lower()).removeprefix("meta-")
+    plain = without_tuning(model)
     by_plain = {_TUNED.sub("", preset.name.lower()): preset for preset in PRESETS.values()}
     if plain in by_plain:
         return by_plain[plain]

@@ -1,0 +1,109 @@
+"""Names of flags, values and strategies in other programs: refusals name the ones of this project.
+
+A value or strategy without a name here has an empty tuple, so that nothing that is only spelled like it is suggested.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+
+def _by_name(table: Mapping[str, str], *absent: str) -> dict[str, tuple[str, ...]]:
+    """Return each name of a table `meanings in this project, by |: names elsewhere` with its meanings."""
+    names = {name: tuple(meant.split(" | ")) for meant, elsewhere in table.items() for name in elsewhere.split()}
+    return names | dict.fromkeys(absent, ())
+
+
+# Of the Trainer, TRL, peft, DeepSpeed, Accelerate and launchers. The first flag that the command has is meant.
+FLAGS = _by_name(
+    {
+        "--micro_batch": "per_device_train_batch_size train_micro_batch_size_per_gpu batch_size",
+        "--accumulation": "gradient_accumulation_steps grad_accum",
+        "--global_batch_size | --accumulation": "train_batch_size global_batch global_batch_size",
+        "--seq_length": "max_seq_length max_length context context_length block_size model_max_length cutoff_len",
+        "--hardware 8xH100": "num_processes num_gpus gpus gpu ngpus nproc_per_node world_size",
+        "--hardware 4x8xH100": "nodes num_nodes nnodes num_machines",
+        "--strategy zero3": "zero_stage stage zero",
+        "--strategy zero2_cpu": "cpu_offload offload offload_optimizer zero_offload",
+        "--precision bf16": "bf16 dtype torch_dtype",
+        "--precision fp16": "fp16",
+        "--peft lora": "lora use_peft use_lora",
+        "--lora_targets": "target_modules lora_target_modules",
+        "--peft lora --quantization 4bit": "qlora load_in_4bit",
+        "--host_memory 512GB": "ram cpu_memory host_ram memory",
+        "--attn_implementation flash_attention_2": "flash_attn flash_attention flash_attention_2 use_flash_attention_2",
+        "--chunked_loss": "liger use_liger use_liger_kernel",
+        "--with_reference": "dpo grpo ref_model",
+        "--gradient_checkpointing": "activation_checkpointing recompute",
+    }
+)
+VALUES = {
+    "--peft": _by_name({"lora --quantization 4bit": "qlora"}, "dora", "adalora", "ia3", "prefix", "prompt"),
+    "--quantization": _by_name({"4bit": "4 nf4 fp4 int4 bnb qlora"}, "8", "8bit", "int8", "fp8", "gptq", "awq"),
+    "--precision": _by_name(
+        {"bf16": "bf16 bfloat16 mixed", "fp16": "fp16 float16 half", "fp32 | no": "fp32 float32 full no none 32"},
+        *("fp8", "int8", "tf32", "16"),
+    ),
+    "--optimizer": _by_name(
+        {
+            "adamw": "adam adamw_torch adamw_torch_fused adamw_hf fusedadam",
+            "adamw_8bit": "adam8bit adamw8bit adamw_bnb_8bit",
+        },
+        *("sgd", "paged_adamw", "paged_adamw_32bit"),
+    ),
+    "--attn_implementation": _by_name(
+        {"flash_attention_2": "flash fa2 flash_attn flash_attn_2 flash_attention"}, "flash_attention_3", "fa3"
+    ),
+}
+_STRATEGIES = _by_name(
+    {
+        "zero1 | zero2 | zero3": "deepspeed zero ds",
+        "zero2_cpu": "zerooffload offload cpuoffload",
+        "zero3_hpz": "zero++ zeropp hpz",
+        "zero3_nvme": "zeroinfinity infinity nvme",
+        "fsdp2": "fsdp fullshard fullyshard",
+        "hsdp": "hybridshard",
+        "ddp": "dp dataparallel distributeddataparallel multigpu",
+        "single": "none no baseline plain",
+    },
+    *(
+        "megatron",
+        "pp",
+        "pipeline",
+        "ep",
+        "shardgradop",
+        "zero1cpu",
+        "fsdpcpu",
+        "fsdp2cpu",
+        "fsdpoffload",
+        "fsdp2offload",
+    ),
+)
+# Settings on which neither memory nor time depends, and those that are not modelled.
+_WITHOUT_EFFECT = (
+    *("lora_alpha", "lr", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed", "max_steps"),
+    *("epochs", "num_train_epochs", "logging_steps", "packing"),
+)
+_NOT_MODELLED = ("load_in_8bit", "compile", "torch_compile", "fp8", "dora", "use_dora", "tp", "pp", "ep", "pipeline")
+
+
+def find_flag(flag: str, flags: Mapping[str, object]) -> str:
+    """Return the flag of a command, with a value, that has the meaning of another program's; empty without one."""
+    meant = FLAGS.get(flag.removeprefix("--"), ())
+    return next((text for text in meant if text.partition(" ")[0] in flags), "")
+
+
+def judge_flag(flag: str, flags: Mapping[str, object]) -> str:
+    """Return the effect of another program's flag on a prediction, to put before a fix; empty if unknown."""
+    if "--seq_length" not in flags:
+        return ""
+    name = flag.removeprefix("--")
+    if name in _WITHOUT_EFFECT:
+        return "memory and time do not depend on it: leave it out; "
+    return "it is not modelled; " if name in _NOT_MODELLED else ""
+
+
+def find_strategies(name: str) -> tuple[str, ...] | None:
+    """Return the strategies that another program's name may mean; None for an unknown name."""
+    return _STRATEGIES.get(re.sub(r"[\s_-]", "", name).lower())
