@@ -29,6 +29,7 @@ def test_tensor_parallel_ranks_share_their_samples(
     assert receipt.failures == ()
     assert (receipt.engine.engine, receipt.engine.tensor_parallel, receipt.engine.sample_ranks) == (engine, 2, copies)
     assert f"{ranks} ranks on CPU, 2 for a layer" in describe(receipt)
+    assert receipt.time.step_s is not None
     # A sample that two ranks share counts once.
     assert receipt.speed.tokens_per_s == pytest.approx(copies * TOKENS_OF_A_RANK / receipt.time.step_s)
     # Nobody has forgotten an engine.

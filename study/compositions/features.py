@@ -14,6 +14,7 @@ import yaml
 from study.config.errors import UserError
 
 _FILE = Path(__file__).with_name("features.yaml")
+_REPORTS = Path(__file__).with_name("reports.yaml")
 # hsdp shards over two ranks and copies over two; groups that share samples are two of two.
 _FOUR_RANKS, _RANKS = 4, 2
 # Ranks of a group that shares samples.
@@ -192,6 +193,27 @@ class CommonGroup:
 
     title: str
     levels: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What somebody has reported of a combination."""
+
+    # OWNER/NAME#NUMBER
+    report: str
+    says: str
+    combination: Combination
+
+    @property
+    def address(self) -> str:
+        return f"https://github.com/{self.report.replace('#', '/issues/')}"
+
+
+@functools.cache
+def read_reports() -> tuple[Report, ...]:
+    """Read reports.yaml."""
+    entries = yaml.safe_load(_REPORTS.read_text(encoding="utf-8"))["reports"]
+    return tuple(Report(entry["report"], entry["says"], make_combination(entry["features"])) for entry in entries)
 
 
 @functools.cache

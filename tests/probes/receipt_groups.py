@@ -1,6 +1,6 @@
 """Receipts of loops whose ranks share samples: tensor parallelism alone, and inside of FSDP2.
 
-    accelerate launch tests/probes/receipt_groups.py FOLDER tensor|fsdp2
+accelerate launch tests/probes/receipt_groups.py FOLDER tensor|fsdp2
 """
 
 from __future__ import annotations

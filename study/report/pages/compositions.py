@@ -12,12 +12,13 @@ import pandas as pd
 from study.compositions.answers import (
     KnownFinding,
     Verdict,
+    look_up_answer,
     match_known_finding,
     read_matrices,
     read_other_matrices,
 )
 from study.compositions.changes import combinations_to_repeat, find_changes
-from study.compositions.features import Combination, rarity, read_common_groups, read_rows
+from study.compositions.features import Combination, rarity, read_common_groups, read_reports, read_rows
 from study.compositions.matrix import Matrix
 from study.compositions.session import CombinationOutcome
 from study.config.places import REPOSITORY
@@ -88,6 +89,7 @@ def page(matrix: Matrix, recall: dict[str, Any], matrices: Sequence[Matrix] = ()
             {"title": "Other releases", "entries": _explain_other_findings(matrix, matrices)},
         ],
         rows=_feature_table(),
+        reports=_reports_table(matrix),
         others=_others_table(matrix, matrices),
         **_recall_counts(recall),
     )
@@ -196,6 +198,37 @@ def _changes_text(newest: Matrix, matrix: Matrix) -> Iterator[str]:
 def _names_text(names: Sequence[str]) -> str:
     examples = ", ".join(f"`{name}`" for name in names[:_SHOWN])
     return examples + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+
+
+def _reports_table(matrix: Matrix) -> pd.DataFrame:
+    """Return the reports of others, each with what the matrix has for its combination."""
+    answers = [(report, look_up_answer(report.combination, matrix)) for report in read_reports()]
+    return pd.DataFrame(
+        [
+            {
+                "Report": f"{report.says} ({report.address})",
+                "With": f"`{report.combination.name}`",
+                "Here": f"{_OUTCOMES[answer.kind]}{_of_finding(report.combination, answer.text)}",
+            }
+            for report, answer in answers
+        ]
+    )
+
+
+def _of_finding(combination: Combination, text: str) -> str:
+    """Return an answer's text without the combination that it repeats; nothing for equal runs."""
+    named, separator, what = text.partition(": ")
+    return f": {what}" if separator and named == combination.name else ""
+
+
+_OUTCOMES = {
+    "right": "does not arise: equal",
+    "pairs": "not run as a whole",
+    "wrong": "arises",
+    "error": "ends with an error",
+    "by_design": "as documented",
+    "untested": "not tested",
+}
 
 
 def _recall_counts(recall: dict[str, Any]) -> dict[str, Any]:
