@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from scipy import special
-from test_claims import OUTCOMES
 
+from report.test_claims import OUTCOMES
 from study.claims.agreement import FINDINGS, READINGS, agreement, compare, read_answers, store, stored_comparison
 from study.claims.blind import COLUMNS, draw, form_lines, is_quoted
 from study.claims.ledger import LEDGER, read_ledger

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_virtual import assert_same_rank, virtual
 
+from engine.test_virtual import assert_same_rank, virtual
 from runs import FP32_RELATIVE, RunFactory, losses, trained
 from study.config.flags import RunConfig
 from study.config.strategies import read_strategy

@@ -1035,7 +1035,7 @@ def test_with_hardware_the_first_line_says_whether_it_fits_and_in_which_precisio
 
 
 def test_a_strict_check_reports_all_findings_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also those of a file that cannot be resolved. tests/test_ship.py has the lines of findings."""
+    """Also those of a file that cannot be resolved. tests/unit/test_ship.py has the lines of findings."""
 
     def findings_by_key(name: str, text: str) -> dict[str, str]:
         (tmp_path / name).write_text(text)

@@ -694,7 +694,7 @@ def test_a_fragment_is_text(page: Page, errors: list[str]) -> None:
     assert not errors
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXPLAINED = ["llama-3.1-8b", "--hardware", "8xH100"]
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from playwright.sync_api import Browser, Page
-from test_report_pages import CONTRAST
 
+from report.test_report_pages import CONTRAST
 from report_folders import links_with_targets
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS

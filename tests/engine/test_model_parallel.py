@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_virtual import assert_same_rank, virtual
 from transformers import DiffLlamaConfig, FalconConfig, MistralConfig
 
+from engine.test_virtual import assert_same_rank, virtual
 from runs import BF16_FLAGS, RunFactory, assert_same_training, by_one_rank, losses, trained
 from study.config.errors import UserError
 from study.config.flags import RunConfig, resolve_config

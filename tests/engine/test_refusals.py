@@ -16,7 +16,6 @@ import pytest
 import torch
 import yaml
 from packaging.requirements import Requirement
-from test_records import write_run
 
 from engines import ROOT, launch
 from forked import fork_ranks, fork_script
@@ -39,6 +38,7 @@ from study.run.resume import find_checkpoint
 from study.workloads.initial import materialize_initial_weights
 from study.workloads.tasks import load_data
 from sweeps import contents
+from unit.test_records import write_run
 
 LAPTOP = resolve_config(RunConfig(scale="laptop"), accelerator_visible=False)
 NOBODY = "~nobody-of-this-name/x"

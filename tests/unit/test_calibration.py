@@ -25,7 +25,7 @@ from study.receipt.changes import list_changes
 from study.receipt.document import read_receipt
 from study.receipt.forecast import read_run
 
-RECEIPTS = Path(__file__).parent / "data" / "receipts"
+RECEIPTS = Path(__file__).parents[1] / "data" / "receipts"
 # Large enough that no step waits for kernel launches.
 REQUEST = Request(
     shape=model_shape("gpt2-xl"),

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from test_predict_memory import FAMILIES, assert_recomputed_as_traced
 
 from engines import ROOT
 from forked import fork_ranks
@@ -36,6 +35,7 @@ from study.predictor.traced_activations import trace
 from study.predictor.traced_request import trace_activations
 from study.predictor.zero3_gathers import module_call_order, simulate_gathers
 from tools.architectures import CLASSIFIERS, CONFIGS, OUTPUT, STRATEGIES, TEXT, WITHOUT_FSDP, compare, page
+from unit.test_predict_memory import FAMILIES, assert_recomputed_as_traced
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def test_a_find_family_the_table_is_equal_to_its_trace(model_type: str) -> None:
             if strategy == "zero3":
                 assert dataclasses.asdict(simulate_gathers(a)) == dataclasses.asdict(simulate_gathers(b))
             peaks = [predict_memory(request).peak_allocated.value for request in (a, b)]
-            # The table's own peaks are 0.95 to 1.2 times the traced ones (tests/test_predict_memory.py).
+            # The table's own peaks are 0.95 to 1.2 times the traced ones (tests/unit/test_predict_memory.py).
             # In its trace GPT-2's backward pass of a layer, the peak of FSDP2 and recomputation, is up to 7.1 % larger.
             in_backward = model_type == "gpt2" and (checkpointing or strategy == "fsdp2")
             assert peaks[1] == pytest.approx(peaks[0], rel=0.075 if in_backward else 0.05), (strategy, checkpointing)

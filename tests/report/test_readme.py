@@ -375,7 +375,7 @@ def test_the_decisions_have_the_figures_of_the_code() -> None:
     seeds = unwrapped("docs/decisions/0013-three-seeds-and-one-family-of-tests.md")
     assert f"| least number of seeds for a test | {MIN_SAMPLE} (`MIN_SAMPLE`) |" in seeds
     names = re.findall(r"`(test_\w+)`", "".join(read(f"docs/decisions/{name}") for name in DECISIONS))
-    code = "".join(file.read_text(encoding="utf-8") for file in REPOSITORY.glob("tests/test_*.py"))
+    code = "".join(file.read_text(encoding="utf-8") for file in REPOSITORY.glob("tests/*/test_*.py"))
     assert [name for name in names if f"def {name}(" not in code] == []
 
 
@@ -408,7 +408,7 @@ def test_the_site_has_the_images_of_its_pages() -> None:
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra `site` is not installed")
-    # tests/test_calculator.py builds the calculator.
+    # tests/report/test_calculator.py builds the calculator.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     variables = os.environ | {"SITE_CALCULATOR": "0", "NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=REPOSITORY, env=variables, text=True, capture_output=True)

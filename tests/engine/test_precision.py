@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_refusals import assert_refused
 
+from engine.test_refusals import assert_refused
 from forked import fork_ranks
 from runs import BF16_FLAGS, BF16_RELATIVE, FLAGS, RunFactory, losses, trained
 from study.engine.optimizer import LOSS_SCALER

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_refusals import assert_is_one_line
 
+from engine.test_refusals import assert_is_one_line
 from engines import ONE_THREAD, ROOT
 from forked import fork_ranks, fork_script
 from runs import FLAGS as RUN_FLAGS

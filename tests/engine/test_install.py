@@ -183,13 +183,13 @@ def pytest_on_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_tests_see_no_gpu_on_a_gpu_machine() -> None:
     # On a GPU it would be skipped.
-    result = pytest_on_a_gpu("tests/test_autopsy.py", "-k", "a100_scale_is_refused_without_a_gpu")
+    result = pytest_on_a_gpu("tests/unit/test_autopsy.py", "-k", "a100_scale_is_refused_without_a_gpu")
     assert result.returncode == 0, result.stdout
     assert "skipped" not in result.stdout
 
 
 def test_gpu_tests_see_the_gpus() -> None:
-    result = pytest_on_a_gpu("-m", "gpu", "tests/test_measure.py", "-k", "test_gpu_energy_grows_over_the_window")
+    result = pytest_on_a_gpu("-m", "gpu", "tests/engine/test_measure.py", "-k", "test_gpu_energy_grows_over_the_window")
     # The failure is that of torch's CPU build, which the fake GPU cannot change.
     assert "1 failed" in result.stdout
     assert "skipped" not in result.stdout

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_refusals import write_manifest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from damage import Trap
+from engine.test_refusals import write_manifest
 from runs import BF16_RELATIVE, FP32_RELATIVE, RunFactory, losses, train, trained
 from study.config.errors import RunFailed, UserError
 from study.config.flags import RunConfig
