@@ -55,7 +55,7 @@ test: install
 
 # The inner loop: what starts no ranks.
 test-fast: install
-	$(TEST) -m pytest $(FLAGS) -n 2 --dist loadfile -m "not engine and not long and not gpu and not alone"
+	$(TEST) -m pytest tests/unit tests/report $(FLAGS) -n 2 --dist loadfile -m "not long and not gpu and not alone"
 
 test-long: install
 	$(TEST) -m pytest -m long

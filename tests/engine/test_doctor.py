@@ -22,8 +22,6 @@ from study.advisor.doctor import Check, strategies, verdict
 from study.config.strategies import STRATEGY_NAMES, WITH_GROUPS, WITH_REPLICAS
 from study.host.operators import toolkit_version
 
-pytestmark = pytest.mark.engine
-
 SECRET = "hf_thisIsNobodysToken"
 STATES = {"ok", "missing", "none"}
 

@@ -23,8 +23,6 @@ from study.host.environment import torch_for_driver
 from study.host.stacks import VERIFIED, pair_fix
 from tools.quarter import prepare
 
-pytestmark = pytest.mark.engine
-
 # Without the index, cache and constraints of the user who runs the tests.
 NO_PIP = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
 

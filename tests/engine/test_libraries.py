@@ -10,8 +10,6 @@ import pytest
 
 from engines import ROOT
 
-pytestmark = pytest.mark.engine
-
 IMPORT = """
 import gc, sys
 from study.host.stacks import import_libraries

@@ -20,8 +20,6 @@ from packaging.requirements import Requirement
 from engines import ROOT
 from tools.quarter.prepare import write_commit
 
-pytestmark = pytest.mark.engine
-
 # The parts of the repository that a run reads.
 TRAVELS = ("study", "accelerate_configs", "tools", "pyproject.toml", "constraints.txt")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

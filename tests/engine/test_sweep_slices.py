@@ -24,8 +24,6 @@ from study.sweep.tables import slice_progress
 from sweeps import ROOT, TINY, write_files
 from synthetic_records import answered, write_run
 
-pytestmark = pytest.mark.engine
-
 CPU_BOX = Machine((), 16.0)
 SEED_FIRST: list[dict[str, object]] = [{"suite": "wide", "only": ["seed=2"]}, {"suite": "narrow"}, {"suite": "wide"}]
 

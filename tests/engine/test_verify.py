@@ -25,8 +25,6 @@ from study.releases.verdict import ROUNDING, Reference, TrainingTrace, Verdict, 
 from study.releases.verify import BY_LUCK, Verification, VerifyMatrix, VerifyRow, _check_packages, _check_same_stack
 from synthetic_records import write_run
 
-pytestmark = pytest.mark.engine
-
 PLANTED = ROOT / "tests" / "probes" / "planted"
 STACK = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
 FP32 = ROUNDING["fp32"]

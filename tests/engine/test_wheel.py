@@ -20,7 +20,6 @@ from study.config.places import REPOSITORY, install_command, project_with_extras
 from study.config.strategies import STRATEGY_NAMES
 from study.report.site.build import NOTEBOOKS
 
-pytestmark = pytest.mark.engine
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 

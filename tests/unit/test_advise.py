@@ -1,4 +1,4 @@
-"""`study advise`: fitting strategies, the recommendation, and files that the real launcher accepts unchanged."""
+"""`study advise`: fitting strategies, the recommendation, its words and its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import gc
 import io
 import json
 import math
-import os
 import re
 import shlex
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from engines import ONE_THREAD, ROOT
+from engines import ROOT
 from study.advisor import advise as rules
 from study.advisor.advise import (
     SPEED_TOLERANCE,
@@ -55,7 +54,6 @@ from study.predictor.models import model_shape
 from study.predictor.request import Estimate, Request, TrainerSettings, request_for
 from study.predictor.shape import with_adapters
 from study.predictor.time import device_bytes, fits, max_offload_slowdown, offload_range, usable_bytes
-from study.records.directory import read_run
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 SIZES = "layers=12,hidden=768,heads=12,vocabulary=50257"
@@ -695,44 +693,6 @@ def test_a_micro_batch_of_dpo_is_given_in_pairs_below_the_first_line() -> None:
     # Below the verdict, which has one line or two.
     micro_batch = re.findall(r"micro-batch ([0-9]+),", advised[0])[0]
     assert any(line.startswith(f"DPO: micro-batch {micro_batch} is ") for line in advised[1:3])
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    "name",
-    [
-        "zero3",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("ddp", "fsdp2", "hsdp", "zero2", "zero2_cpu", "zero3_hpz")
-        ),
-    ],
-)
-def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(name: str, tmp_path: Path) -> None:
-    has_replicas = name in WITH_REPLICAS
-    question = dataclasses.replace(TINY, box=to_box("2x2xL4"), global_batch=8) if has_replicas else TINY
-    if name in ("fsdp2", "hsdp"):
-        question = dataclasses.replace(question, precision="fp32")
-    option = recommend(question, name)
-    assert option.request.micro_batch == 2
-    words = (write_files(option, tmp_path / "files", "nvme_offload", "gpt-tiny").of_study or "").split()
-    assert words[:2] == ["accelerate", "launch"]
-    flags = ["--task", "gpt-wikitext", "--scale", "laptop", "--model_name_or_path", "gpt-tiny", "--max_steps", "2",
-           "--train_samples", "16", "--eval_samples", "4", "--output_dir", str(tmp_path / "run")]  # fmt: skip
-    # Both machines are this one.
-    one_machine = ["--num_machines", "1", "--main_process_port", "0"] if has_replicas else []
-    command = [sys.executable, "-m", "accelerate.commands.launch", *one_machine, *words[2:], *flags]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    run = read_run(tmp_path / "run")
-    assert run.config["per_device_train_batch_size"] == 2
-    if option.request.strategy.deepspeed is not None:
-        settings = option.request.strategy.deepspeed["zero_optimization"]
-        assert run.engine["strategy"].startswith(f"{name}-fitted-")
-        assert run.engine["buckets"]["reduce_bucket_size"] == settings["reduce_bucket_size"] < 5e8
-        assert run.engine["precision"] == "bf16-engine"
-    if has_replicas:
-        assert run.engine["copies"] == {"copies": 2, "ranks_of_a_copy": 2}
 
 
 def test_files_with_other_contents_are_not_replaced(tmp_path: Path) -> None:

@@ -14,27 +14,25 @@ import torch
 import transformers
 
 from engines import ROOT
-from forked import fork_ranks
-from runs import trained
 from study.advisor.explain_findings import request_findings
 from study.cli import main
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import read_strategy
 from study.predictor.communication import sent_bytes
-from study.predictor.hardware import CPU_CORE, box_of_ranks, to_box
+from study.predictor.hardware import to_box
 from study.predictor.live import LiveShape, live_shape
 from study.predictor.live_trace import quiet
 from study.predictor.memory import predict_memory
 from study.predictor.micro_batch import predict_activations
 from study.predictor.models import model_shape
-from study.predictor.request import Request, request_for
+from study.predictor.request import Request
 from study.predictor.shape import with_adapters
 from study.predictor.state import predict_state
 from study.predictor.table_shape import shape_of_architecture
 from study.predictor.traced_activations import trace
 from study.predictor.traced_request import trace_activations
 from study.predictor.zero3_gathers import module_call_order, simulate_gathers
-from tools.architectures import CLASSIFIERS, CONFIGS, OUTPUT, STRATEGIES, TEXT, WITHOUT_FSDP, compare, page
+from tools.architectures import CLASSIFIERS, CONFIGS, OUTPUT, TEXT, WITHOUT_FSDP, compare, page
 from unit.test_predict_memory import FAMILIES, assert_recomputed_as_traced
 
 
@@ -119,55 +117,6 @@ def test_a_find_family_the_table_is_equal_to_its_trace(model_type: str) -> None:
             # In its trace GPT-2's backward pass of a layer, the peak of FSDP2 and recomputation, is up to 7.1 % larger.
             in_backward = model_type == "gpt2" and (checkpointing or strategy == "fsdp2")
             assert peaks[1] == pytest.approx(peaks[0], rel=0.075 if in_backward else 0.05), (strategy, checkpointing)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "strategy", "flags"),
-    [
-        ("olmo2", "zero2", ()),
-        ("smollm3", "zero3", ("--gradient_checkpointing",)),
-        ("falcon", "ddp", ()),
-        ("gemma3_text", "fsdp2", ()),
-        ("roberta", "fsdp2", ("--task", "bert-imdb")),
-    ],
-)
-def test_real_ranks_have_the_predicted_state_and_send_the_predicted_bytes(model_type, strategy, flags, tmp_path):
-    task = () if "--task" in flags else ("--task", "gpt-wikitext")
-    model = ("--model_name_or_path", write_config(tmp_path, model_type), "--weights", "random", "--dropout", "-1")
-    run = trained(strategy, tmp_path / "run", *model, *task, *flags, "--per_device_train_batch_size", "2")
-    names = ("model_name_or_path", "seq_length", "precision", "gradient_checkpointing", "attn_implementation", "task")
-    config = RunConfig(**{name: run.config[name] for name in names})
-    request = request_for(strategy, config, box_of_ranks("processes", CPU_CORE, 2), 2, 2)
-    state, measured = predict_state(request), run.summary["state_bytes_per_rank"]
-    assert {kind: place["device"] for kind, place in measured.items()} == {
-        "params": state.params_device,
-        "grads": state.grads_device,
-        "optimizer": state.optimizer_device,
-    }
-    assert run.summary["sent_bytes_per_step"] == pytest.approx(sent_bytes(request), rel=0.006)
-
-
-MEASURED = [
-    *(
-        pytest.param(strategy, sort, tuple(CONFIGS), marks=pytest.mark.long)
-        for strategy in STRATEGIES
-        for sort in ("real", "virtual")
-    ),
-    ("zero3", "real", ("mixtral", "whisper", "vit")),
-    ("fsdp2", "real", ("t5", "olmo2", "gemma3")),
-    ("zero2", "virtual", ("modernbert", "mamba2", "qwen2_5_vl")),
-]
-
-
-@pytest.mark.parametrize(("strategy", "sort", "kinds"), MEASURED)
-def test_two_ranks_have_the_predicted_state_traffic_and_peak(strategy, sort, kinds, tmp_path) -> None:
-    is_virtual, file = sort == "virtual", tmp_path / "measured.json"
-    arguments = ["ranks", *kinds, "--file", str(file), *(["--virtual"] if is_virtual else [])]
-    ranks, limit_s = 1 if is_virtual else 2, 180 if len(kinds) < 9 else 590
-    result = fork_ranks(strategy, "tools/architectures.py", *arguments, ranks=ranks, timeout=limit_s)
-    assert result.returncode == 0, result.stderr[-2000:]
-    name = f"{strategy}, virtual" if is_virtual else strategy
-    assert_as_predicted(compare({name: json.loads(file.read_text())}))
 
 
 def assert_as_predicted(rows: pd.DataFrame) -> None:

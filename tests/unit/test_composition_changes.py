@@ -11,23 +11,15 @@ import pytest
 import yaml
 
 from study.compositions.answers import read_matrices
-from study.compositions.changes import changes_page, combinations_to_repeat, find_changes, repeat
+from study.compositions.changes import changes_page, combinations_to_repeat, find_changes
 from study.compositions.features import make_combination
 from study.compositions.matrix import Matrix
-from study.compositions.session import CombinationOutcome, CombinationSession
+from study.compositions.session import CombinationOutcome
 from study.config.places import REPOSITORY
 from tools.watch import is_newer
 
-FAULTS_FILE = REPOSITORY / "tests" / "probes" / "replanted.py"
 WATCH = REPOSITORY / "tools" / "watch.py"
 STORED = next(read_matrices())
-
-
-class FaultySession(CombinationSession):
-    """Runs every combination on engines with a fault of DeepSpeed 0.18.3, as a release would bring it back."""
-
-    def _ask(self, combination, fault):
-        return super()._ask(combination, f"{FAULTS_FILE}:last_micro_step_only")
 
 
 def outcome(features: str, kind: str = "equal", says: str = "", line: str = "") -> CombinationOutcome:
@@ -83,24 +75,6 @@ def test_the_stored_matrix_has_no_change_against_itself() -> None:
     assert list(find_changes(STORED, STORED)) == []
 
 
-@pytest.mark.engine
-def test_a_release_that_brings_a_fault_back_is_reported_with_the_smallest_combination(tmp_path: Path) -> None:
-    names = ("ddp", "zero2", "zero2,accumulation,schedule", "zero2,accumulation,evaluation", "zero1,accumulation")
-    stored = make_matrix(*map(outcome, names), release="0.19.8")
-    now, lines, file = Matrix({"deepspeed": "99.0"}), list[str](), tmp_path / "compositions.json"
-    with FaultySession() as session:
-        assert repeat(stored, now, session, minutes=5, report=lines.append, file=file)
-    changes = list(find_changes(stored, now))
-    assert {change.now.combination.name for change in changes} == set(names[2:4])
-    assert {change.kind for change in changes} == {"broken"}
-    assert {change.shown_by.combination.name for change in changes if change.shown_by} == {"zero2,accumulation"}
-    assert Matrix.read(file).findings.keys() == now.findings.keys()
-    assert "each micro-batch counts (rank 0: 0 0 0 1; rank 1: 0 0 0 1)" in changes_page(stored, now, is_complete=True)
-    # A later call finds everything done.
-    with CombinationSession() as session:
-        assert repeat(stored, Matrix.read(file), session, minutes=5, report=lines.append)
-
-
 @pytest.mark.parametrize(
     ("version", "stored", "newer"),
     [
@@ -137,18 +111,6 @@ def test_a_wrong_release_is_refused(pretended: str, tmp_path: Path) -> None:
     status, _, error = watch("--runs_dir", str(tmp_path), "--pretend", pretended)
     assert status == 2
     assert "is not PACKAGE=RELEASE" in error
-
-
-@pytest.mark.engine
-def test_a_pretended_release_is_run_until_the_time_is_over(tmp_path: Path) -> None:
-    status, out, _ = watch("--runs_dir", str(tmp_path), "--pretend", "deepspeed=99.0", "--minutes", "0.001")
-    assert status == 3
-    assert "newer than the stored matrix: deepspeed 99.0" in out
-    assert "were not run: the time was over" in (tmp_path / "changes.md").read_text()
-    assert (tmp_path / "newer.txt").read_text() == "deepspeed 99.0\n"
-    status, _, error = watch("--runs_dir", str(tmp_path), "--pretend", "deepspeed=99.1", "--minutes", "0.001")
-    assert status == 2
-    assert "has runs of another stack" in error
 
 
 def test_the_workflow_runs_the_tool_and_reports_in_a_job_that_runs_no_package() -> None:

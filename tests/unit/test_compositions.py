@@ -1,4 +1,4 @@
-"""Combinations of features: designs, differences, answers, and the real engines with and without planted faults."""
+"""Combinations of features: designs, differences, answers, and refused requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +34,15 @@ from study.compositions.features import (
 )
 from study.compositions.groups import ContextRing, make_group
 from study.compositions.locate import first_difference
-from study.compositions.matrix import Matrix, fill
+from study.compositions.matrix import Matrix
 from study.compositions.reference import PlainReference, make_reference, reference_key
-from study.compositions.session import CombinationOutcome, CombinationSession
+from study.compositions.session import CombinationOutcome
 from study.compositions.trace import FigureTrace, Place, plain_name
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.releases.combinations import judge_features
 from study.report.pages import compositions
 
-FAULTS_FILE = REPOSITORY / "tests" / "probes" / "replanted.py"
 REPLANTED = json.loads((REPOSITORY / "reports" / "compositions" / "replanted.json").read_text(encoding="utf-8"))
 
 
@@ -365,79 +363,6 @@ def test_the_recorded_recall() -> None:
     # Each group of ranks that share samples has one: tensors, sequences by Ulysses, sequences by a ring.
     divided = {level for row in faults for level in row["features"].split(",") if level in ("tp", "ulysses", "cp")}
     assert divided == {"tp", "ulysses", "cp"}
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[CombinationSession]:
-    with CombinationSession() as running:
-        yield running
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    "features",
-    [
-        "zero2,accumulation,clipping",
-        "zero3,accelerate,bf16",
-        "fsdp2,clipping,resume",
-        "zero1,ep",
-        "zero3,accelerate,autotp",
-        "zero3,ulysses",
-        "fsdp2,tp",
-        "fsdp2,cp",
-    ],
-)
-def test_an_engine_trains_as_one_process(session: CombinationSession, features: str) -> None:
-    result = session.run(make_combination(features.split(",")))
-    assert (result.kind, result.says) == ("equal", "")
-
-
-@pytest.mark.engine
-def test_ulysses_below_stage_3_doubles_the_gradients_of_two_ranks(session: CombinationSession) -> None:
-    result = session.run(make_combination(["zero2", "ulysses"]))
-    assert result.difference is not None
-    assert result.difference["stage"] == "gradient"
-    assert result.difference["factor"] == pytest.approx(2, rel=1e-4)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("name", ["last_micro_step_only"])
-def test_a_replanted_fault_is_found_where_it_shows(session: CombinationSession, name: str) -> None:
-    row = next(row for row in REPLANTED["faults"] if row["name"] == name)
-    combination = make_combination(row["features"].split(","))
-    result = session.run_with_fault(combination, f"{FAULTS_FILE}:{name}")
-    assert result.kind == row["with"]
-    assert result.says == row["says"]
-
-
-@pytest.mark.engine
-def test_a_verified_combination_names_what_accelerate_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--features", "fsdp1,resume"]) == 0
-    first, _, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("PASS: fsdp1,resume: equal")
-    assert last.startswith("fsdp1,resume: this is the engine's own loop; with Accelerate: wrong: ")
-    assert "study verify --features fsdp1,accelerate,resume" in last
-
-
-@pytest.mark.engine
-def test_a_combination_is_reduced_to_what_it_takes(session: CombinationSession) -> None:
-    full = session.run(make_combination(["zero1", "clipping_unset", "tied", "checkpointing", "evaluation"]))
-    assert full.kind == "differs"
-    assert session.reduce(full).combination.name == "zero1,clipping_unset"
-
-
-@pytest.mark.engine
-def test_an_interrupted_matrix_goes_on(tmp_path: Path, session: CombinationSession) -> None:
-    file, lines = tmp_path / "matrix.json", list[str]()
-    levels = {"zero1", "zero2", "clipping"}
-    matrix = Matrix({"deepspeed": "installed"})
-    fill(matrix, session, minutes=0.01, report=lines.append, file=file, levels=levels)
-    resumed = Matrix.read(file)
-    assert resumed.outcomes == matrix.outcomes
-    fill(resumed, session, minutes=3, report=lines.append, file=file, levels=levels)
-    assert not resumed.open_pairs
-    assert set(resumed.outcomes) > set(matrix.outcomes)
-    assert all(result.is_equal for result in resumed.outcomes.values())
 
 
 def test_the_page_is_that_of_the_records() -> None:

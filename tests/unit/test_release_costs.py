@@ -1,4 +1,4 @@
-"""Costs of a step under each release: the stored table, its changes and their causes, and the engines' own figures."""
+"""Costs of a step under each release: the stored table, its changes and their causes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from study.releases.costs import (
     group_changes,
     history,
     later_changes,
-    measure_costs,
     overview,
     read_cost_causes,
     read_costs,
@@ -137,35 +136,3 @@ def test_a_strategy_is_refused() -> None:
 def test_no_torch_is_imported_for_stored_costs() -> None:
     result = run_without_torch("releases", "costs")
     assert f"deepspeed {NEWEST}" in result.stdout
-
-
-@pytest.mark.engine
-def test_the_installed_release_costs_what_is_stored() -> None:
-    names = ["zero1", "zero3,accumulation"]
-    measured = measure_costs([make_combination(name.split(",")) for name in names])
-    for name in names:
-        stored, installed = TABLE.releases[NEWEST][name], measured[name]
-        assert not set(changed_figures(stored, installed)) - {"host_time"}, (name, installed)
-
-
-@pytest.mark.engine
-def test_a_unit_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("study.releases.costs._UNIT", "zero3,muon,no_reduce_scatter,optimizer_cpu")
-    with pytest.raises(UserError, match="the unit of host time"):
-        measure_costs([make_combination(["zero1"])])
-
-
-@pytest.mark.engine
-def test_an_engine_that_refuses_says_so() -> None:
-    measured = measure_costs([make_combination(["zero3", "muon", "no_reduce_scatter", "optimizer_cpu"])])
-    (failed,) = measured.values()
-    assert not failed.is_measured
-    assert failed.says
-
-
-@pytest.mark.engine
-def test_a_measurement_is_printed_beside_the_stored_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["releases", "costs", "--measure", "--features", "zero2"]) == 0
-    rows = capsys.readouterr().out
-    assert "here" in rows
-    assert NEWEST in rows

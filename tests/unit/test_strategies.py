@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from engines import ROOT, launch, printed_json
-from forked import fork_ranks
-from runs import default_ranks, train, trained, write_strategy
+from engines import ROOT
+from runs import default_ranks, write_strategy
 from study.config import strategies
 from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig, resolve_config
 from study.config.launch_context import Launch, read_launch
 from study.config.strategies import STRATEGY_NAMES, WITH_REPLICAS, Strategy, read_strategy, read_yaml
 from study.config.strategy_names import SHIPPED
-from study.records.directory import read_run
 from study.run.checks import check_nvme_swap, enlarge_swap_buffers
 
 DIRECTORY = ROOT / "accelerate_configs"
@@ -94,48 +92,6 @@ def as_text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [
-        ("ddp", 2),
-        ("zero3_nvme", 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (("single", 1), ("ddp", 1), ("fsdp2", 2), ("hsdp", 4), ("zero0", 2))
-        ),
-    ],
-)
-def test_a_launched_process_knows_its_strategy_and_its_place_and_a_forked_one_of_the_tests_does_too(strategy, ranks):
-    documents = printed_json(launch(strategy, "tests/probes/this_launch.py", ranks=ranks))
-    forked = printed_json(fork_ranks(strategy, "tests/probes/this_launch.py", ranks=ranks))
-    shipped = read_strategy(strategy)
-    for rank, (document, fork) in enumerate(zip(documents, forked, strict=True)):
-        launched, environment = document.pop("environment"), fork["environment"]
-        assert document == {
-            "strategy": {
-                "name": strategy,
-                "distributed_type": shipped.distributed_type,
-                "deepspeed": shipped.deepspeed,
-                "custom_settings": None,
-                "mesh": [2, 2] if strategy == "hsdp" else None,
-                "group": None,
-            },
-            "world_size": ranks,
-            "rank": rank,
-            "local_rank": rank,
-            "local_world_size": ranks,
-            "virtual": False,
-        }
-        # DeepSpeed sets the last one at its import: always in the fork server, and with some files in a launcher.
-        assert {name for name in {*launched, *environment} if launched.get(name) != environment.get(name)} <= {
-            "MASTER_PORT",
-            "TORCHELASTIC_ERROR_FILE",
-            "PYTEST_CURRENT_TEST",
-            "PYTORCH_NVML_BASED_CUDA_CHECK",
-        }
-    assert len(documents) == ranks
-
-
 def test_a_rank_on_the_second_machine_is_main_only_there_and_without_a_launcher_it_is_single() -> None:
     second = read_launch({"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
     assert (second.strategy.name, second.is_main, second.local_rank) == ("ddp", False, 0)
@@ -175,24 +131,6 @@ def test_a_run_is_named_after_the_settings_of_its_file_and_not_after_the_file(na
         # Two versions of one file have two names.
         renamed = launched_with(write_variant(tmp_path, name, shipped, **zero, sub_group_size=8))
         assert renamed.name != strategy.name
-
-
-def test_nvme_buffers_grow_to_hold_the_largest_parameter_and_the_record_has_the_file_s_settings(tmp_path: Path) -> None:
-    """DeepSpeed asserts it, and the shipped 1e8 elements are fewer than those of GPT-J's embedding."""
-    shipped = read_strategy("zero3_nvme")
-    assert shipped.with_swap_buffers(100_000_000) == shipped
-    grown = shipped.with_swap_buffers(206_438_400).deepspeed
-    assert grown is not None
-    assert grown["zero_optimization"]["offload_param"]["buffer_size"] == 206_438_400
-    small = json.loads((DIRECTORY / "deepspeed" / "zero3_nvme.json").read_text())["zero_optimization"]["offload_param"]
-    file = write_variant(tmp_path, "mine", "zero3_nvme", offload_param=small | {"buffer_size": 100_000})
-    strategy = write_strategy(tmp_path, "mine", "zero3_nvme", "deepspeed_config", deepspeed_config_file=str(file))
-    engine = trained(strategy, tmp_path / "run", ranks=1).engine
-    # The position embedding of bert-tiny.
-    assert engine["buckets"]["offload_param.buffer_size"] == 4096 * 256
-    assert re.fullmatch(r"mine-[0-9a-f]{8}", engine["strategy"])
-    assert engine["zero_stage"] == 3
-    assert engine["own_settings"]["zero_optimization"]["offload_param"]["buffer_size"] == 100_000
 
 
 def test_an_offload_that_swaps_nothing_and_buffers_that_nothing_fits_in_are_refused_before_the_run() -> None:
@@ -237,15 +175,6 @@ def test_a_changed_accelerate_file_has_another_name_than_the_shipped_one(shipped
         variables = prepare_multi_gpu_env(arguments)
     name = read_launch(variables).strategy.name
     assert re.fullmatch(shipped if key == "fsdp_version" else rf"{shipped}-custom-[0-9a-f]{{8}}", name)
-
-
-def test_classes_to_wrap_that_the_model_does_not_have_end_the_run(tmp_path: Path) -> None:
-    strategy = write_strategy(tmp_path, "mine", "fsdp2", "fsdp_config", fsdp_transformer_layer_cls_to_wrap="GPT2MPL")
-    result = train(strategy, tmp_path / "run", "--task", "gpt-wikitext", ranks=1)
-    status = read_run(tmp_path / "run").status
-    assert (result.returncode, status["state"]) == (1, "failed")
-    assert "GPT2LMHeadModel has no module GPT2MPL" in status["reason"]
-    assert status["hint"] == "use GPT2Block, or leave it out"
 
 
 def test_a_strategy_whose_shipped_file_was_changed_is_refused_by_name(tmp_path, monkeypatch):

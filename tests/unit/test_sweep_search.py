@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +9,17 @@ import pytest
 import yaml
 
 from study import cli
-from study.host.machine import Machine, detect_machine
-from study.records.directory import RunWriter, read_run, read_status
+from study.host.machine import Machine
+from study.records.directory import RunWriter, read_status
 from study.records.frames import read_runs, real_runs
 from study.records.outcome import Outcome
 from study.records.schema import State
 from study.report.questions.fits import fits
 from study.sweep.execute import append_attempt, note_searches, run_cells
 from study.sweep.plan import plan_cells
-from study.sweep.search import Search, SearchAnswer, cell_states, find_answer
-from study.sweep.suite_file import read_suite, shrink_suite
-from sweeps import ROOT, TINY, shipped, write_suite
+from study.sweep.search import Search, SearchAnswer, find_answer
+from study.sweep.suite_file import read_suite
+from sweeps import TINY, write_suite
 from synthetic_records import write_run
 
 CPU_BOX = Machine((), 16.0)
@@ -177,19 +175,3 @@ def test_a_probe_answers_every_search_that_includes_it(tmp_path):
     assert real_runs(read_runs(root)).runs.empty
     note_searches([*cells, cells[0].probe_at(0)], root)
     assert real_runs(read_runs(root)).runs["run"].tolist() == [cells[0].probe_at(0).id]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", sorted({part.suite for part in shipped()["one_gpu"].slices}))
-def test_a_rented_suite_runs_from_end_to_end_with_tiny_models(tmp_path, name):
-    """Suites for machines that are rented by the minute, with the commands that run there."""
-    command = [sys.executable, "-m", "study.cli", "run", name, "--runs_dir", str(tmp_path), "--rehearse"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
-    assert result.returncode == 0, result.stderr
-    root, cells = tmp_path / f"{name}-rehearsal", plan_cells(shrink_suite(shipped()[name]), detect_machine())
-    for cell, record in cell_states(cells, root):
-        assert record.state == "ok", f"{cell.id}: {record}"
-        assert read_run(root / cell.id).engine["trainer"] == cell.trainer
-    for search in (planned for planned in cells if isinstance(planned, Search)):
-        assert search.what_fits(root).fits == search.last

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +43,39 @@ def test_the_last_lines_name_flaky_and_failing_tests(tmp_path: Path) -> None:
     assert (done.returncode, lines[-2:]) == (1, [FLAKY_LINE, FAILED_LINE])
     # The pass of tests marked `alone`, and the second try.
     assert sum("1 passed" in line for line in lines) == 2
+
+
+WRONG = """
+from runs import trained
+def test_wrong(tmp_path):
+    trained("single", tmp_path)
+"""
+BY_A_FIXTURE = "def test_wrong(get_run):\n    get_run('single')\n"
+
+
+@pytest.mark.parametrize(
+    ("folder", "text", "says"),
+    [
+        ("unit", WRONG, "test_wrong.py: runs.trained starts ranks. To fix it: move the test to tests/engine/"),
+        ("report", BY_A_FIXTURE, "tests/report/test_wrong.py: get_run starts ranks."),
+        ("engine", WRONG, "tests/engine/test_wrong.py::test_wrong"),
+        ("unit", "from runs import losses\ndef test_right():\n    pass\n", "tests/unit/test_wrong.py::test_right"),
+    ],
+)
+def test_a_test_that_starts_ranks_is_collected_in_its_folder_alone(folder, text, says, tmp_path):
+    """It is marked there by its folder."""
+    for file in [*(ROOT / "tests").glob("*.py"), ROOT / "pyproject.toml"]:
+        copy = tmp_path / file.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        copy.symlink_to(file) if file.name != "conftest.py" else shutil.copy(file, copy)
+    (tmp_path / "tests" / folder).mkdir()
+    (tmp_path / "tests" / folder / "test_wrong.py").write_text(text)
+    mark = "engine" if folder == "engine" else "not engine"
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", mark]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+    assert (done.returncode != 0) == ("starts ranks" in says)
+    assert says in done.stdout + done.stderr
 
 
 # The exit status and the failures of each pass.
