@@ -59,8 +59,8 @@ BY_A_FIXTURE = "def test_wrong(get_run):\n    get_run('single')\n"
         ("unit", WRONG, "test_wrong.py: runs.trained starts ranks. To fix it: move the test to tests/engine/"),
         ("report", BY_A_FIXTURE, "tests/report/test_wrong.py: get_run starts ranks."),
         ("engine", WRONG, "tests/engine/test_wrong.py::test_wrong"),
-        ("unit", "from runs import losses\ndef test_right():\n    pass\n", "tests/unit/test_wrong.py::test_right"),
     ],
+    ids=["a function elsewhere", "a fixture elsewhere", "in its folder"],
 )
 def test_a_test_that_starts_ranks_is_collected_in_its_folder_alone(folder, text, says, tmp_path):
     """It is marked there by its folder."""
