@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -29,69 +30,87 @@ from study.predictor.zero3_gathers import simulate_gathers
 from unit.test_explain import make_case, persistent_elements, zero
 
 
-def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:  # noqa: PLR0914
-    """Version 1's root keeps the embedding, the last norm and the head gathered, and their gradients until the end; of
-    version 2's groups, as Accelerate makes them, an untied head is reduced first."""
-    wrapped = [  # version, vocabulary, tokens, checkpoints, micro-batches, bf16, keeps weights gathered, tied
-        # Logits, layers, recomputed layers, and the root decide the peak.
-        (1, 2000, 64, False, 1, False, False, True),
-        (1, 200, 64, False, 2, True, False, True),
-        (1, 200, 64, True, 1, True, False, True),
-        (1, 4000, 4, True, 1, True, False, True),
-        (1, 200, 8, True, 2, False, False, True),
-        (1, 200, 64, False, 2, True, True, True),
-        (2, 2000, 64, False, 1, False, True, False),
-        (2, 200, 64, False, 2, True, False, True),
-        (2, 4000, 4, True, 1, True, False, False),
-        (2, 200, 4, False, 1, False, True, True),
-        (2, 200, 8, True, 2, False, True, True),
-    ]
-    # As Accelerate's default, without a policy for the layers: all weights and gradients are there at the end of the
-    # backward pass.
-    unwrapped = [
-        (1, 200, 64, False, 1, False, False, True),
-        (1, 200, 4, False, 2, True, False, True),
-        (1, 2000, 4, False, 1, True, False, False),
-        (1, 200, 64, False, 1, True, False, True),
-        (1, 200, 4, True, 2, False, True, True),
-        (2, 200, 64, False, 1, False, False, True),
-        (2, 200, 4, False, 1, True, False, True),
-        (2, 200, 4, False, 2, True, False, False),
-        (2, 2000, 4, True, 1, False, False, False),
-        (2, 200, 64, False, 1, True, False, True),
-        (2, 2000, 64, True, 1, True, False, False),
-        (2, 200, 4, False, 2, False, True, False),
-        (2, 200, 4, True, 1, False, False, True),
-        (2, 200, 4, False, 1, True, False, False),
-    ]
-    cases = [(*case, False) for case in wrapped] + [(*case, True) for case in unwrapped]
-    probe = [ROOT / "tests/probes/fsdp_rank.py", json.dumps(cases)]
-    done = fork_script(*probe, folder=ROOT, environment=os.environ, read_at_import={})  # type: ignore[arg-type]
-    measured = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS")]
-    assert len(measured) == len(cases), done.stderr[-2000:]
-    for case, rank in zip(cases, measured, strict=True):
-        version, vocabulary, tokens, checkpoints, micro_batches, is_bf16, keeps, tied, is_unwrapped = case
-        sizes = {"vocab_size": vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
-        request = Request(
-            shape_of_architecture("gpt2", "gpt2", sizes | {"tie_word_embeddings": tied}),
+class FsdpCase(NamedTuple):
+    """A case of tests/probes/fsdp_rank.py, whose words these are."""
+
+    version: int
+    vocabulary: int
+    tokens: int
+    checkpoints: bool
+    micro_batches: int
+    is_bf16: bool
+    keeps_gathered: bool
+    tied: bool
+    is_unwrapped: bool
+
+    def request(self) -> Request:
+        sizes = {"vocab_size": self.vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
+        return Request(
+            shape_of_architecture("gpt2", "gpt2", sizes | {"tie_word_embeddings": self.tied}),
             read_strategy("fsdp2"),
             box_of_ranks("4", ANY_DEVICE, 4),
-            tokens,
+            self.tokens,
             2,
-            micro_batches,
-            "bf16" if is_bf16 else "fp32",
-            checkpoints,
+            self.micro_batches,
+            "bf16" if self.is_bf16 else "fp32",
+            self.checkpoints,
             "sdpa",
             autocast=False,
-            fsdp_version=version,
-            fsdp_keeps_gathered=keeps,
-            fsdp_unwrapped=is_unwrapped,
+            fsdp_version=self.version,
+            fsdp_keeps_gathered=self.keeps_gathered,
+            fsdp_unwrapped=self.is_unwrapped,
         )
+
+
+# By layer. Logits, layers, recomputed layers, and the root decide the peak.
+_WRAPPED = [
+    (1, 2000, 64, False, 1, False, False, True),
+    (1, 200, 64, False, 2, True, False, True),
+    (1, 200, 64, True, 1, True, False, True),
+    (1, 4000, 4, True, 1, True, False, True),
+    (1, 200, 8, True, 2, False, False, True),
+    (1, 200, 64, False, 2, True, True, True),
+    (2, 2000, 64, False, 1, False, True, False),
+    (2, 200, 64, False, 2, True, False, True),
+    (2, 4000, 4, True, 1, True, False, False),
+    (2, 200, 4, False, 1, False, True, True),
+    (2, 200, 8, True, 2, False, True, True),
+]
+# As Accelerate's default, without a policy for the layers: all weights and gradients are there at the end of the
+# backward pass.
+_UNWRAPPED = [
+    (1, 200, 64, False, 1, False, False, True),
+    (1, 200, 4, False, 2, True, False, True),
+    (1, 2000, 4, False, 1, True, False, False),
+    (1, 200, 64, False, 1, True, False, True),
+    (1, 200, 4, True, 2, False, True, True),
+    (2, 200, 64, False, 1, False, False, True),
+    (2, 200, 4, False, 1, True, False, True),
+    (2, 200, 4, False, 2, True, False, False),
+    (2, 2000, 4, True, 1, False, False, False),
+    (2, 200, 64, False, 1, True, False, True),
+    (2, 2000, 64, True, 1, True, False, False),
+    (2, 200, 4, False, 2, False, True, False),
+    (2, 200, 4, True, 1, False, False, True),
+    (2, 200, 4, False, 1, True, False, False),
+]
+FSDP_CASES = [FsdpCase(*case, False) for case in _WRAPPED] + [FsdpCase(*case, True) for case in _UNWRAPPED]
+
+
+def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:
+    """Version 1's root keeps the embedding, the last norm and the head gathered, and their gradients until the end; of
+    version 2's groups, as Accelerate makes them, an untied head is reduced first."""
+    probe = [ROOT / "tests/probes/fsdp_rank.py", json.dumps(FSDP_CASES)]
+    done = fork_script(*probe, folder=ROOT, environment=os.environ, read_at_import={})  # type: ignore[arg-type]
+    measured = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS")]
+    assert len(measured) == len(FSDP_CASES), done.stderr[-2000:]
+    for case, rank in zip(FSDP_CASES, measured, strict=True):
+        request = case.request()
         state = predict_state(request, unreduced=False)
         assert (state.params_device, state.optimizer_device) == (rank["params"], rank["optimizer"])
         # The table of families has 4 % more for a recomputed layer. Version 2's rules are up to 21 % off for version 1,
         # 38 % if the head waited for the embedding, and 7 % without the buffers of the forward pass.
-        within = 0.05 if checkpoints and tokens < 65 else 0.015
+        within = 0.05 if case.checkpoints and case.tokens < 65 else 0.015
         assert predict_memory(request).peak_allocated.value == pytest.approx(rank["peak"], rel=within), case
 
 

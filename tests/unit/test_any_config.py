@@ -53,18 +53,41 @@ def make_request(shape: LiveShape, strategy: str, *, ranks: int = 4, checkpointi
     )
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type: str, tmp_path: Path) -> None:  # noqa: PLR0914
+def build_without_data(model_type: str) -> torch.nn.Module:
+    """Return transformers' own model, with tensors that have sizes alone."""
     config = transformers.CONFIG_MAPPING[model_type].from_dict(CONFIGS[model_type])
     with torch.device("meta"):
         if model_type in CLASSIFIERS:
-            model = transformers.AutoModelForSequenceClassification.from_config(config)
-        elif names := CONFIGS[model_type].get("architectures"):
-            model = getattr(transformers, names[0])(config)
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            return transformers.AutoModelForSequenceClassification.from_config(config)
+        if names := CONFIGS[model_type].get("architectures"):
+            return getattr(transformers, names[0])(config)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def assert_every_parameter_is_gathered(shape: LiveShape, padded: int) -> None:
+    """Each is gathered for the forward pass, and at most once for each call and direction, if all are sharded."""
+    sharded = RunConfig(engine_override=("zero_optimization.stage3_param_persistence_threshold=0",))
+    request = make_request(shape, "zero3", checkpointing=True)
+    request = dataclasses.replace(request, strategy=request.strategy.with_overrides(sharded))
+    assert 0.9 * padded < simulate_gathers(request).elements <= 4 * padded
+
+
+def assert_activations_are_the_traced_ones(shape: LiveShape) -> None:
+    """The layers that were traced, multiplied, are those of the traced model."""
+    request = make_request(shape, "zero2")
+    saved = predict_activations(request)
+    layers = shape.layers * (saved.layer + saved.cast_layer)
+    traced_bytes = trace_activations(request).saved_bytes
+    assert layers + saved.cast_head + saved.outside + saved.logits == pytest.approx(traced_bytes, rel=0.03)
+    traced = trace(request)
+    assert traced.backward >= 1.5 * traced.forward - traced.attention > 0
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type: str, tmp_path: Path) -> None:
     shape = read_shape(model_type)
-    expected = [(tensor.numel(), tensor.shape[0] if tensor.dim() else 1) for tensor in model.parameters()]
+    parameters = build_without_data(model_type).parameters()
+    expected = [(tensor.numel(), tensor.shape[0] if tensor.dim() else 1) for tensor in parameters]
     assert [(param.elements, param.rows) for param in shape.params] == expected
     assert bool(shape.fsdp_refusal) == (model_type in WITHOUT_FSDP)
     padded = sum(-(-param.elements // 4) * 4 for param in shape.trained_params)
@@ -72,24 +95,13 @@ def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type
     assert stage3.optimizer_device == pytest.approx(padded / 4 * 12, abs=64)
     full = sum(elements for elements, _ in expected)
     assert predict_state(make_request(shape, "ddp")).params_device == 4 * full
-    # Every sharded parameter is gathered for the forward pass, and not more than once for each call and direction.
-    sharded = RunConfig(engine_override=("zero_optimization.stage3_param_persistence_threshold=0",))
-    gathering = make_request(shape, "zero3", checkpointing=True)
-    gathering = dataclasses.replace(gathering, strategy=gathering.strategy.with_overrides(sharded))
-    gathered = simulate_gathers(gathering).elements
-    assert 0.9 * padded < gathered <= 4 * padded
+    assert_every_parameter_is_gathered(shape, padded)
     memory = predict_memory(make_request(shape, "zero2"))
     images = model_type == "qwen2_5_vl"
     assert (memory.missing is not None) == images
     if not images:
         assert memory.device_parts["activations"] + memory.device_parts["logits"] > 0
-        # The layers that were traced, multiplied, are the traced_bytes model.
-        saved = predict_activations(make_request(shape, "zero2"))
-        layers = shape.layers * (saved.layer + saved.cast_layer)
-        traced_bytes = trace_activations(make_request(shape, "zero2")).saved_bytes
-        assert layers + saved.cast_head + saved.outside + saved.logits == pytest.approx(traced_bytes, rel=0.03)
-        traced = trace(make_request(shape, "zero2"))
-        assert traced.backward >= 1.5 * traced.forward - traced.attention > 0
+        assert_activations_are_the_traced_ones(shape)
     # A recomputed layer frees its activations as its gradients arrive.
     if model_type in ("mixtral", "deepseek_v3", "gpt_oss", "bart", "vit", "gemma3_text", "mamba2"):
         for precision in ("fp32", "bf16-engine", "bf16"):

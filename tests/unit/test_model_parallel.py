@@ -1,4 +1,4 @@
-"""Model-parallel training that is refused, and what resumes with another number of ranks."""
+"""Rejected requests for model-parallel training, and checkpoints for another number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several nodes: their memory together, the variables of a job, and what ends a run on one."""
+"""Several nodes: their memory together, the variables of a job, and messages of a failed node."""
 
 from __future__ import annotations
 

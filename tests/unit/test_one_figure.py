@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from study.advisor import advise_command, explain, predict_command
-from study.advisor.advise import advise, candidates
+from study.advisor.advise import Option, advise, candidates
 from study.advisor.explain_case import ConfigCase, resolve
 from study.advisor.user_settings import read_user_file
 from study.cli import main
@@ -98,7 +98,36 @@ def work_flags(request: Request) -> list[str]:
     return flags + ["--gradient_checkpointing"] * request.gradient_checkpointing
 
 
-def test_two_hundred_requests_have_one_figure_in_every_command(tmp_path: Path) -> None:  # noqa: PLR0914
+def predicted(words: Sequence[str]) -> Request:
+    """Return the request whose figures `study predict` prints."""
+    return predict_command._request(parse(predict_command, words))
+
+
+def figures_of_advised_files(option: Option, model: str, flags: list[str], folder: Path) -> dict[str, Figures]:
+    """Return each command's figures of the settings that are advised."""
+    work = work_flags(option.request)
+    files = advise_command.write_files(option, folder, "nvme", model)
+    return {
+        "advise": figures(option.request),
+        "predict": figures(predicted([model, *flags, "--strategy", option.name, "--fitted", *work])),
+        "explain": figures(explained(files.accelerate, model, [*flags, *work]).request),
+    }
+
+
+def figures_of_shipped_file(option: Option, model: str, flags: list[str]) -> dict[str, Figures]:
+    """Return the figures of the strategy's file in accelerate_configs/, which is predicted without --fitted."""
+    work = work_flags(option.request)
+    stock = predicted([model, *flags, "--strategy", option.name, *work])
+    # study/train.py adapts these two settings of its files at the launch; a page of `predict` names them.
+    if [*predict_command._adapted_notes(stock)]:
+        return {"predict": figures(stock)}
+    half = ["--precision", option.request.precision.removesuffix("-engine")]
+    ranks = ["--world_size", str(stock.box.ranks)]
+    case = explained(STRATEGY_DIRECTORY / f"{option.name}.yaml", model, [*flags, *work, *half, *ranks])
+    return {"predict": figures(stock), "explain": figures(case.request)}
+
+
+def test_two_hundred_requests_have_one_figure_in_every_command(tmp_path: Path) -> None:
     different, drawn_names = [], set()
     for number, (model, flags, draw) in enumerate(itertools.islice(draws(), COUNT)):
         batch = draw.choice((1, 2, 4, 8)) * to_box(flags[1]).ranks
@@ -106,27 +135,10 @@ def test_two_hundred_requests_have_one_figure_in_every_command(tmp_path: Path) -
         question = advise_command.build_advice_request(options)
         name = draw.choice(candidates(question))
         (option,) = advise(question, [name]).options
-        work = work_flags(option.request)
-        predicted = predict_command._request(
-            parse(predict_command, [model, *flags, "--strategy", name, "--fitted", *work])
-        )
-        by_command = {"advise": figures(option.request), "predict": figures(predicted)}
-        files = advise_command.write_files(option, tmp_path / str(number), "nvme", model)
-        by_command["explain"] = figures(explained(files.accelerate, model, [*flags, *work]).request)
-        if len(set(by_command.values())) > 1:
-            different.append((model, flags, name, work, by_command))
-        # Without --fitted the file of accelerate_configs/ is predicted.
-        stock = predict_command._request(parse(predict_command, [model, *flags, "--strategy", name, *work]))
-        file = STRATEGY_DIRECTORY / f"{name}.yaml"
-        half = ["--precision", option.request.precision.removesuffix("-engine")]
-        ranks = ["--world_size", str(stock.box.ranks)]
-        explained_request = explained(file, model, [*flags, *work, *half, *ranks]).request
-        # study/train.py adapts these two settings of its files at the launch; a page of `predict` names them.
-        is_adapted = bool([*predict_command._adapted_notes(stock)])
-        if figures(stock) != figures(explained_request) and not is_adapted:
-            different.append(
-                (model, flags, name, work, {"predict": figures(stock), "explain": figures(explained_request)})
-            )
+        advised = figures_of_advised_files(option, model, flags, tmp_path / str(number))
+        for by_command in (advised, figures_of_shipped_file(option, model, flags)):
+            if len(set(by_command.values())) > 1:
+                different.append((model, flags, name, work_flags(option.request), by_command))
         drawn_names.add(name)
     assert different == []
     assert drawn_names >= {*STOCK, "hsdp", "zero3_hpz", "single"}

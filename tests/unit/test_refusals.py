@@ -1,4 +1,4 @@
-"""Requests that are refused before a rank starts: flags, launches, settings, and commands without torch."""
+"""Requests that are rejected before a rank starts: flags, launches, settings, and commands without torch."""
 
 from __future__ import annotations
 

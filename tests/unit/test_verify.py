@@ -1,4 +1,4 @@
-"""A verdict names the first difference of two runs, and `study verify` what is not installed."""
+"""A verdict names the first difference of two runs, and `study verify` the missing packages."""
 
 from __future__ import annotations
 
