@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python tools/install.py --quiet
 # Tests write the bytecode that the installation has not compiled, and pytest its own.
 TEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 
-.PHONY: install lock study test test-fast test-long test-gpu quality types rules golden readme claims releases prediction reports bench site clean
+.PHONY: install lock study test test-fast test-report test-long test-gpu quality types rules golden readme claims releases prediction reports bench site clean
 
 install: .venv/installed
 
@@ -53,9 +53,13 @@ test: install
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
 	$(TEST) tools/run_tests.py $(FLAGS)
 
-# The inner loop: what starts no ranks.
+# The inner loop: what computes and refuses, without ranks, browsers and reports.
 test-fast: install
-	$(TEST) -m pytest $(FLAGS) -n 2 --dist loadfile -m "not engine and not long and not gpu and not alone"
+	$(TEST) -m pytest tests/unit $(FLAGS) -n 2 --dist loadfile
+
+# What people read.
+test-report: install
+	$(TEST) -m pytest tests/report $(FLAGS) -n 2 --dist loadfile
 
 test-long: install
 	$(TEST) -m pytest -m long

@@ -39,20 +39,38 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{refusal.problem}: {refusal.fix}") from None
 
 
-# Names in tests/forked.py, engines.py, runs.py and sweeps.py that start ranks: a module that imports one uses engines.
-_STARTS_RANKS = {"fork_ranks", "fork_script", "launch", "start", "train", "trained", "run", "RunFactory"}
+# Functions of this folder that start ranks or a sweep. A test that asks for the fixture `get_run` starts ranks, too.
+_STARTS_RANKS = {
+    "engines.launch",
+    "forked.fork_ranks",
+    "forked.fork_script",
+    "runs.train",
+    "runs.trained",
+    "sweeps.run",
+    "sweeps.start",
+}
+
+
+def starts_ranks(item: pytest.Function) -> str | None:
+    """Return the first name, by the alphabet, with which a test or its module starts ranks."""
+    functions = {value for value in vars(item.module).values() if inspect.isfunction(value)}
+    names = {f"{function.__module__}.{function.__name__}" for function in functions}
+    return min(_STARTS_RANKS & names | {"get_run"} & set(item.fixturenames), default=None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if isinstance(item, pytest.Function) and _STARTS_RANKS & vars(item.module).keys():
-            item.add_marker(pytest.mark.engine)
+    tests = [item for item in items if isinstance(item, pytest.Function)]
+    for test in tests:
+        if test.path.parent.name == "engine":
+            test.add_marker(pytest.mark.engine)
+        elif name := starts_ranks(test):
+            file = test.path.relative_to(test.config.rootpath)
+            raise pytest.UsageError(f"{file}: {name} starts ranks. To fix it: move the test to tests/engine/")
     if not can_lock(2 * GIB):
         why = pytest.mark.skip(reason="this user may not lock the memory that strategies on NVMe need (ulimit -l)")
-        runs = (item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("engine"))
-        for item in runs:
-            if "nvme" in item.name + inspect.getsource(item.function):
-                item.add_marker(why)
+        for test in tests:
+            if test.get_closest_marker("engine") and "nvme" in test.name + inspect.getsource(test.function):
+                test.add_marker(why)
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -67,7 +67,7 @@ def main() -> int:
     flags = [flag for flag in sys.argv[1:] if flag != "--retry"]
     passes = [run_pass("-n", "2", "--dist", "loadfile", "-m", f"{QUICK} and not alone", *flags)]
     # Each file is imported once more for it: only those that have such a test.
-    alone = [str(file) for file in sorted(Path("tests").glob("test_*.py")) if "mark.alone" in file.read_text("utf-8")]
+    alone = [str(file) for file in sorted(Path("tests").rglob("test_*.py")) if "mark.alone" in file.read_text("utf-8")]
     if alone:
         passes.append(run_pass("-m", f"alone and {QUICK}", *alone))
     failures = {test: assertion for _, failed in passes for test, assertion in failed.items()}

@@ -93,7 +93,7 @@ def _files(root: Path) -> Iterator[tuple[str, Path]]:
     for file in sorted([*root.glob("study/**/*.py"), *root.glob("study/**/*.yaml")]):
         yield file.relative_to(root).parts[1].removesuffix(".py"), file
     for room in ("tests", "tools"):
-        for file in sorted(root.glob(f"{room}/*.py")):
+        for file in sorted([*root.glob(f"{room}/*.py"), *root.glob(f"{room}/*/test_*.py")]):
             yield room, file
     pages = sorted([*root.glob("docs/*.md"), *root.glob("docs/decisions/*.md")])
     for file in [*pages, root / "README.md", root / "CONTRIBUTING.md"]:

@@ -190,7 +190,7 @@ class Process:
             self.model.load_state_dict(load_file(self.folder / WEIGHTS))
         return self.model
 
-    def train(self, arm: AutopsyArm) -> dict[str, Any]:  # noqa: PLR0914
+    def train(self, arm: AutopsyArm) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         model = self.model_for(arm)
@@ -212,11 +212,6 @@ class Process:
             whole_s = time.perf_counter() - started
             peaks = meter.report()["phases"]["init"]
             trainer.clock.enter("after")
-            seconds, cpu, warm_samples = trainer.clock.seconds, trainer.clock.cpu_seconds, (steps - warm_up) * arm.batch
-            log = trainer.state.log_history
-            losses, evaluations, norms = (
-                [row[key] for row in log if key in row] for key in ("loss", "eval_loss", "grad_norm")
-            )
             read = {
                 "arm": arm.name,
                 "batch": arm.batch,
@@ -224,15 +219,8 @@ class Process:
                 "start": arm.start,
                 "start_weights_abs_sum": checksum,
                 "whole_s": whole_s,
-                **{f"{phase}_s": seconds.get(phase, 0.0) for phase in ("setup", "warm_up", "train", "eval", "save")},
-                "whole_cpu_s": sum(cpu.values()),
-                "warm_s_per_sample": seconds["train"] / warm_samples,
-                "warm_cpu_s_per_sample": cpu["train"] / warm_samples,
-                "first_train_loss": losses[0] if losses else None,
-                "train_loss": losses[-1] if losses else None,
-                "eval_loss_200": evaluations[-1] if evaluations else None,
-                "evaluations": len(evaluations),
-                "largest_grad_norm": max(norms, default=None),
+                **_times(trainer.clock, warm_samples=(steps - warm_up) * arm.batch),
+                **_losses(trainer.state.log_history),
                 **self._peaks(peaks),
                 **trainer.live,
             }
@@ -255,6 +243,29 @@ class Process:
                 self.highest[place] = max(peak, self.highest.get(place, 0))
             results |= {f"{place}_peak_reset": peak, f"{place}_peak_never_reset": self.highest.get(place)}
         return results
+
+
+def _times(clock: Clock, warm_samples: int) -> dict[str, float]:
+    """Return the time of each phase of an arm, and the time of a sample after the warm-up."""
+    seconds, cpu = clock.seconds, clock.cpu_seconds
+    return {
+        **{f"{phase}_s": seconds.get(phase, 0.0) for phase in ("setup", "warm_up", "train", "eval", "save")},
+        "whole_cpu_s": sum(cpu.values()),
+        "warm_s_per_sample": seconds["train"] / warm_samples,
+        "warm_cpu_s_per_sample": cpu["train"] / warm_samples,
+    }
+
+
+def _losses(log: list[dict[str, float]]) -> dict[str, float | None]:
+    """Return the losses and the largest gradient norm of the Trainer's log."""
+    losses, evaluations, norms = ([row[key] for row in log if key in row] for key in ("loss", "eval_loss", "grad_norm"))
+    return {
+        "first_train_loss": losses[0] if losses else None,
+        "train_loss": losses[-1] if losses else None,
+        "eval_loss_200": evaluations[-1] if evaluations else None,
+        "evaluations": len(evaluations),
+        "largest_grad_norm": max(norms, default=None),
+    }
 
 
 def _samples(split: Split, count: int) -> Any:

@@ -79,7 +79,7 @@ class KnownFinding:
 
 @functools.cache
 def read_known_findings() -> tuple[KnownFinding, ...]:
-    """Read known.yaml; tests/test_compositions.py checks that every finding of a stored matrix is in it."""
+    """Read known.yaml; tests/unit/test_compositions.py checks that every finding of a stored matrix is in it."""
     entries = yaml.safe_load(_KNOWN.read_text(encoding="utf-8"))["known"]
     return tuple(
         KnownFinding(

@@ -9,7 +9,7 @@ exact; the profiler's are not: it drops the types of tensor lists, and only some
 
 `wire_bytes_per_rank` are ring bytes: those of the bandwidth-optimal algorithm, with the factors of nccl-tests, on any
 backend. Gloo uses other algorithms for some collectives; `gloo_bytes_per_rank` are the bytes that gloo sends, within
-1 % of the counters of the loopback interface (tests/test_measure.py).
+1 % of the counters of the loopback interface (tests/engine/test_measure.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Memory traffic and operators of LoRA's adapters in a step, in addition to their matrix products.
 
 The operators are those of peft 0.21.2 and 0.13.2 (peft/tuners/lora/layer.py and bnb.py, Linear.forward) as
-tests/test_adapter_passes.py counts them. peft keeps the adapters of 16-bit weights in fp32 (autocast_adapter_dtype).
+tests/unit/test_adapter_passes.py counts them. peft keeps the adapters of 16-bit weights in fp32
+(autocast_adapter_dtype).
 """
 
 from __future__ import annotations

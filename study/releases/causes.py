@@ -157,7 +157,7 @@ def least_sound_release(strategy: str, micro_steps: int, precision: str) -> str:
 
 @functools.cache
 def read_causes() -> tuple[Cause, ...]:
-    """Read causes.yaml; tests/test_causes.py checks its values."""
+    """Read causes.yaml; tests/unit/test_causes.py checks its values."""
     causes = []
     for entry in load_package_yaml(FILE.read_text(encoding="utf-8"))["causes"]:
         values: dict[str, Any] = {key: tuple(it) if isinstance(it, list) else it for key, it in entry.items()}

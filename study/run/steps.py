@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from study.config.errors import RunFailed
@@ -110,54 +111,67 @@ class StepLog:
             raise RunFailed(f"the loss is {name} at step {step}", DIVERGED_FIX)
 
 
-def evaluate(run: RunContext, accelerator: Accelerator, model: Any) -> dict[str, float | None]:  # noqa: PLR0914
+def evaluate(run: RunContext, accelerator: Accelerator, model: Any) -> dict[str, float | None]:
     """Return loss, and accuracy or perplexity, over the whole split on the main process; empty on other ranks.
 
-    The result does not depend on the number of ranks. Every rank makes the same number of equal forward passes, as a
-    sharded engine would hang otherwise. The last batches are padded with repeated samples, whose losses are removed.
+    The result does not depend on the number of ranks.
     """
-    import torch
-
-    task, split, batch_size = run.config.task, run.data.eval, run.plan.per_device_train_batch_size
-    cross_entropy = torch.nn.CrossEntropyLoss(reduction="none")
     was_training = model.training
     model.eval()
-    launch, groups = run.launch, run.plan.groups
-    turns = -(-len(split) // (batch_size * groups))
+    sample_losses, predictions = _score_samples(run, accelerator, model)
+    model.train(was_training)
+    if not sample_losses.isfinite().all():
+        raise RunFailed("the evaluation loss is not a number: the step before it left unusable weights", DIVERGED_FIX)
+    if not accelerator.is_main_process:
+        return {}
+    labels = None if predictions is None else run.data.eval.tensors["labels"]
+    figures = metrics.summarize_evaluation(run.config.task, sample_losses, predictions, labels)
+    # JSON has no infinite perplexity.
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+def _score_samples(run: RunContext, accelerator: Accelerator, model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the loss of each sample of the split, and a classifier's prediction of it, on every rank."""
+    import torch
+
+    cross_entropy = torch.nn.CrossEntropyLoss(reduction="none")
     losses, predictions = [], []
 
     def gathered(local: torch.Tensor) -> torch.Tensor:
         """Return one entry per model-parallel group, whose ranks all have the same values."""
-        return accelerator.gather(local).unflatten(0, (groups, -1, batch_size))[:, 0].flatten(0, 1)
+        by_rank = accelerator.gather(local).unflatten(0, (run.plan.groups, -1, run.plan.per_device_train_batch_size))
+        return by_rank[:, 0].flatten(0, 1)
 
     # Without gradients a compiled model would be compiled again.
     eager = torch.compiler.set_stance("force_eager") if run.config.torch_compile else contextlib.nullcontext()
     with torch.no_grad(), eager:
-        for turn in range(turns):
-            first = (turn * groups + launch.group_index) * batch_size
-            indices = [index % len(split) for index in range(first, first + batch_size)]
-            batch = {name: tensor.to(accelerator.device) for name, tensor in split.__getitems__(indices).items()}
+        for indices in _batches_of_this_rank(run):
+            samples = run.data.eval.__getitems__(indices)
+            batch = {name: tensor.to(accelerator.device) for name, tensor in samples.items()}
             logits, labels = model(**batch).logits, batch["labels"]
-            if task == "bert-imdb":
+            if run.config.task == "bert-imdb":
                 losses.append(gathered(cross_entropy(logits.float(), labels)))
                 predictions.append(gathered(logits.argmax(-1)))
             else:
                 # All samples score the same number of tokens, so the mean of their means is the token mean.
                 losses.append(gathered(cross_entropy(logits[:, :-1].float().transpose(1, 2), labels[:, 1:]).mean(1)))
-    model.train(was_training)
-    sample_losses = torch.cat(losses)[: len(split)].double().cpu()
-    if not sample_losses.isfinite().all():
-        raise RunFailed("the evaluation loss is not a number: the step before it left unusable weights", DIVERGED_FIX)
-    if not accelerator.is_main_process:
-        return {}
-    figures = metrics.summarize_evaluation(
-        task,
-        sample_losses,
-        torch.cat(predictions)[: len(split)].cpu() if predictions else None,
-        split.tensors["labels"] if predictions else None,
-    )
-    # JSON has no infinite perplexity.
-    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+    # Without the repeated samples of the last batches.
+    count = len(run.data.eval)
+    predicted = torch.cat(predictions)[:count].cpu() if predictions else None
+    return torch.cat(losses)[:count].double().cpu(), predicted
+
+
+def _batches_of_this_rank(run: RunContext) -> Iterator[list[int]]:
+    """Yield the indices of each batch that this rank evaluates.
+
+    Every rank makes the same number of equal forward passes, as a sharded engine would hang otherwise: the last batches
+    are padded with repeated samples.
+    """
+    count, batch_size, groups = len(run.data.eval), run.plan.per_device_train_batch_size, run.plan.groups
+    turns = -(-count // (batch_size * groups))
+    for turn in range(turns):
+        first = (turn * groups + run.launch.group_index) * batch_size
+        yield [index % count for index in range(first, first + batch_size)]
 
 
 def gather_ranks(virtual: bool, accelerator: Accelerator, meters: Meters) -> list[dict[str, Any]]:

@@ -77,7 +77,23 @@ def kill_stale_processes(directory: Path) -> int:
         time.sleep(0.05)
 
 
-def run_cell(  # noqa: PLR0914
+class _CompilationLines:
+    """The lines about compilation in a file of printed output."""
+
+    def __init__(self, file: Path):
+        self._file = file
+        self._read = 0
+
+    def new(self) -> list[str]:
+        """Return the lines since the last call."""
+        text = self._file.read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if line.startswith(folders.COMPILES)]
+        new_lines = lines[self._read :]
+        self._read = len(lines)
+        return new_lines
+
+
+def run_cell(
     cell: Cell,
     root: Path,
     watch: Callable[[], None] = lambda: None,
@@ -92,48 +108,33 @@ def run_cell(  # noqa: PLR0914
     directory = root / cell.id
     overwrite = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
     command = launch_command(cell, directory, *overwrite)
-    is_step = command[0] == "srun"
     attempt_before = read_attempt(directory)
     log_sizes = {file: file.stat().st_size for file in _logs(directory)}
-    stack = stacks.stacks()[cell.stack].environment(os.environ) if cell.stack else {}
-    ooms, clock, printed_lines = memory.oom_counts(), time.monotonic(), list[str]()
+    ooms, clock = memory.oom_counts(), time.monotonic()
 
-    def watch_the_new_run() -> None:
-        # Until the run opens its directory, the record is an earlier attempt's, as its number shows.
-        if read_attempt(directory) > attempt_before:
-            watch()
-        else:
-            lines = printed_file.read_text(encoding="utf-8", errors="replace").splitlines()
-            for line in [line for line in lines if line.startswith(folders.COMPILES)][len(printed_lines) :]:
-                printed_lines.append(line)
-                print_line(line)
-
-    # All nodes of a job must be able to write a refusal there.
-    with tempfile.TemporaryDirectory(dir=root if is_step else None, prefix=".launch-" if is_step else None) as scratch:
+    with _scratch_folder(root, command) as scratch:
         # Output goes here first, because the run itself opens its directory.
         refusal_file, printed_file = Path(scratch) / "refusal.json", Path(scratch) / "printed.txt"
-        environment = clean_environment(root, refusal_file) | stack
-        request = (cell.stack, cell.world_size, command, environment, printed_file)
-        launched = forks.command(*request) if forks else launch_directly(command)
-        with (
-            printed_file.open("ab") as output,
-            subprocess.Popen(
-                with_supervisor(launched),
-                cwd=places.WORKING_FOLDER,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            ) as supervisor,
-        ):
-            try:
-                launcher_status, stopped_by = _wait(supervisor, cell.time_limit_s, watch_the_new_run)
-            except KeyboardInterrupt:
-                launcher_status, stopped_by = _end(supervisor), "user"
-            except BaseException:
-                _end(supervisor)
-                raise
+        compilation_lines = _CompilationLines(printed_file)
+
+        def watch_the_new_run() -> None:
+            # Until the run opens its directory, the record is an earlier attempt's, as its number shows.
+            if read_attempt(directory) > attempt_before:
+                watch()
+            else:
+                for line in compilation_lines.new():
+                    print_line(line)
+
+        environment = clean_environment(root, refusal_file)
+        if cell.stack:
+            environment |= stacks.stacks()[cell.stack].environment(os.environ)
+        if forks:
+            launched = forks.command(cell.stack, cell.world_size, command, environment, printed_file)
+        else:
+            launched = launch_directly(command)
+        launcher_status, stopped_by = _run_supervised(
+            launched, environment, printed_file, cell.time_limit_s, watch_the_new_run
+        )
         wall_s = time.monotonic() - clock
         if launcher_status < 0:
             # The supervisor itself was killed, and ended no process.
@@ -153,6 +154,13 @@ def run_cell(  # noqa: PLR0914
         )
 
 
+def _scratch_folder(root: Path, command: list[str]) -> tempfile.TemporaryDirectory[str]:
+    if command[0] == "srun":
+        # All nodes of a job must be able to write a refusal there.
+        return tempfile.TemporaryDirectory(dir=root, prefix=".launch-")
+    return tempfile.TemporaryDirectory()
+
+
 def launch_directly(command: list[str]) -> list[str]:
     """Return the command with accelerate-launch, which starts a second faster: it imports no other command."""
     script = f"{command[0]}-launch"
@@ -167,6 +175,35 @@ def with_supervisor(command: list[str]) -> list[str]:
         return [*supervisor, *command]
     place = next(place for place, word in enumerate(command) if place and not word.startswith("--"))
     return [*command[:place], *supervisor, supervise.ON_A_NODE, *command[place:]]
+
+
+def _run_supervised(
+    launched: list[str],
+    environment: dict[str, str],
+    printed_file: Path,
+    time_limit_s: float,
+    watch: Callable[[], None],
+) -> tuple[int, cell_outcome.StoppedBy | None]:
+    """Run the command under a supervisor until no process is left; return its exit status, and why it ended early."""
+    with (
+        printed_file.open("ab") as output,
+        subprocess.Popen(
+            with_supervisor(launched),
+            cwd=places.WORKING_FOLDER,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as supervisor,
+    ):
+        try:
+            return _wait(supervisor, time_limit_s, watch)
+        except KeyboardInterrupt:
+            return _end(supervisor), "user"
+        except BaseException:
+            _end(supervisor)
+            raise
 
 
 def _wait(

@@ -10,6 +10,8 @@ import gc
 import json
 import multiprocessing
 import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -24,9 +26,20 @@ torch.backends.mkldnn.set_flags(False)
 torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 
 
-def measure(case: list[int]) -> dict[str, int]:  # noqa: PLR0914
-    version, vocabulary, tokens, checkpoints, micro_batches, is_bf16, keeps, tied, unwrapped = case
-    sizes = {"vocab_size": vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
+class Case(NamedTuple):
+    version: int
+    vocabulary: int
+    tokens: int
+    checkpoints: bool
+    micro_batches: int
+    is_bf16: bool
+    keeps_gathered: bool
+    tied: bool
+    is_unwrapped: bool
+
+
+def build_model(case: Case) -> Any:
+    sizes = {"vocab_size": case.vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
     config = transformers.GPT2Config(
         **sizes,
         resid_pdrop=0,
@@ -35,55 +48,51 @@ def measure(case: list[int]) -> dict[str, int]:  # noqa: PLR0914
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
-        tie_word_embeddings=bool(tied),
+        tie_word_embeddings=case.tied,
     )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    if checkpoints:
+    if case.checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def wrap_in_version_1(case: Case, model: Any) -> Any:
     half = torch.bfloat16
-    if version == 2:
-        policy = fsdp.MixedPrecisionPolicy(half, half, half) if is_bf16 else fsdp.MixedPrecisionPolicy()
-        tail = [model.transformer.ln_f, model.lm_head] + [model.transformer.wte] * tied
-        for module in (*([] if unwrapped else model.transformer.h), *[model.transformer.wte] * (not tied)):
-            fsdp.fully_shard(module, reshard_after_forward=not keeps, mp_policy=policy)
-        fsdp.fully_shard(tail, reshard_after_forward=False, mp_policy=policy)
-        fsdp.fully_shard(model, mp_policy=policy)
-    else:
-        layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={GPT2Block})
-        model = fsdp.FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=None if unwrapped else layers,
-            sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP if keeps else fsdp.ShardingStrategy.FULL_SHARD,
-            mixed_precision=fsdp.MixedPrecision(half, half, half) if is_bf16 else None,
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-        )
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    ids = torch.randint(0, vocabulary, (2, tokens))
-
-    def step() -> None:
-        for left in reversed(range(micro_batches)):
-            if version == 2:
-                model.set_requires_gradient_sync(left == 0)
-            with model.no_sync() if version == 1 and left else contextlib.nullcontext():
-                model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    gc.collect()
-    if version == 2:
-        shards = [param.to_local() for param in model.parameters()]
-    else:
-        handles = [module._handle for module in fsdp.FullyShardedDataParallel.fsdp_modules(model)]
-        shards = [handle.flat_param._local_shard for handle in handles if handle is not None]
-    params = sum(shard.nbytes for shard in shards)
-    moments = sum(
-        (value.to_local() if isinstance(value, DTensor) else value).nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
+    layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={GPT2Block})
+    keeps, frees = fsdp.ShardingStrategy.SHARD_GRAD_OP, fsdp.ShardingStrategy.FULL_SHARD
+    return fsdp.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=None if case.is_unwrapped else layers,
+        sharding_strategy=keeps if case.keeps_gathered else frees,
+        mixed_precision=fsdp.MixedPrecision(half, half, half) if case.is_bf16 else None,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
     )
+
+
+def wrap_in_version_2(case: Case, model: Any) -> Any:
+    half = torch.bfloat16
+    policy = fsdp.MixedPrecisionPolicy(half, half, half) if case.is_bf16 else fsdp.MixedPrecisionPolicy()
+    units = [] if case.is_unwrapped else list(model.transformer.h)
+    tail = [model.transformer.ln_f, model.lm_head]
+    # Tied weights are of one unit.
+    (tail if case.tied else units).append(model.transformer.wte)
+    for unit in units:
+        fsdp.fully_shard(unit, reshard_after_forward=not case.keeps_gathered, mp_policy=policy)
+    fsdp.fully_shard(tail, reshard_after_forward=False, mp_policy=policy)
+    fsdp.fully_shard(model, mp_policy=policy)
+    return model
+
+
+def local_shards(case: Case, model: Any) -> list[torch.Tensor]:
+    if case.version == 2:
+        return [param.to_local() for param in model.parameters()]
+    handles = [module._handle for module in fsdp.FullyShardedDataParallel.fsdp_modules(model)]
+    return [handle.flat_param._local_shard for handle in handles if handle is not None]
+
+
+def peak_during(step: Callable[[], None]) -> int:
+    """Return the most bytes in use during the step, above those in use before it."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         step()
     changes = sorted(
@@ -93,11 +102,38 @@ def measure(case: list[int]) -> dict[str, int]:  # noqa: PLR0914
     for _, size in changes:
         now += size
         peak = max(peak, now)
+    return peak
+
+
+def measure(case: Case) -> dict[str, int]:
+    wrap = wrap_in_version_2 if case.version == 2 else wrap_in_version_1
+    model = wrap(case, build_model(case))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(0, case.vocabulary, (2, case.tokens))
+
+    def step() -> None:
+        for left in reversed(range(case.micro_batches)):
+            if case.version == 2:
+                model.set_requires_gradient_sync(left == 0)
+            with model.no_sync() if case.version == 1 and left else contextlib.nullcontext():
+                model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    gc.collect()
+    params = sum(shard.nbytes for shard in local_shards(case, model))
+    moments = sum(
+        (value.to_local() if isinstance(value, DTensor) else value).nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+    )
     # The profile does not have the release of the last step's gradients, when this one begins.
-    return {"params": params, "optimizer": moments, "peak": params + moments + peak}
+    return {"params": params, "optimizer": moments, "peak": params + moments + peak_during(step)}
 
 
-def say(case: list[int]) -> None:
+def say(case: Case) -> None:
     print("SAYS", json.dumps(measure(case)), flush=True)
 
 
@@ -105,6 +141,6 @@ def say(case: list[int]) -> None:
 # tensor that it never saw: now and then 7 % of a peak. A process of its own has no earlier profile.
 fork = multiprocessing.get_context("fork")
 for case in json.loads(sys.argv[1]):
-    process = fork.Process(target=say, args=(case,))
+    process = fork.Process(target=say, args=(Case(*case),))
     process.start()
     process.join()

@@ -1,0 +1,40 @@
+"""Adapters under FSDP1 on real ranks: what its units keep for the backward pass."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from forked import fork_script
+from study.config.places import REPOSITORY
+from study.predictor.memory import predict_memory
+from unit.test_adapters import fsdp1
+
+
+def measured_by(probe: str, cases: list[Any]) -> list[int]:
+    script = REPOSITORY / "tests/probes" / probe
+    done = fork_script(script, json.dumps(cases), folder=REPOSITORY, environment=os.environ, read_at_import={})
+    figures = [int(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS")]
+    assert len(figures) == len(cases), done.stderr[-2000:]
+    return figures
+
+
+def test_fsdp1_keeps_each_input_and_its_gradient_where_reentrant_checkpoints_enclose_its_units() -> None:
+    """A virtual rank has them to the byte: an input and a gradient of all layers but two more than it otherwise has."""
+    sizes = ((4, 128), (6, 64))
+    cases = [[*size, place, True] for size in sizes for place in ("around", "inside")]
+    peaks = iter(measured_by("fsdp1_adapters.py", cases))
+    for layers, tokens in sizes:
+        around, inside = next(peaks), next(peaks)
+        predicted = [predict_memory(fsdp1(layers, tokens, reentrant_units=is_so)) for is_so in (True, False)]
+        more = predicted[0].peak_allocated.value - predicted[1].peak_allocated.value
+        assert around - inside == more
+        # At the first layer the shards of all adapters' gradients are there, too, and at the last those of one matrix.
+        gradients = [memory.device_parts["gradients"] for memory in predicted]
+        assert more - (gradients[0] - gradients[1]) == (layers - 2) * tokens * 64 * 4
+        # The table of families has 6 % less of these layers, whose feed-forward block is narrow.
+        constant = sum(predicted[0].device_parts[part] for part in ("parameters", "optimizer"))
+        assert predicted[0].peak_allocated.value - constant == pytest.approx(around, rel=0.07)

@@ -1,0 +1,48 @@
+"""A release that brings a fault back, and a watch that ends in time, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from study.compositions.changes import changes_page, find_changes, repeat
+from study.compositions.matrix import Matrix
+from study.compositions.session import CombinationSession
+from study.config.places import REPOSITORY
+from unit.test_composition_changes import make_matrix, outcome, watch
+
+FAULTS_FILE = REPOSITORY / "tests" / "probes" / "replanted.py"
+
+
+class FaultySession(CombinationSession):
+    """Runs every combination on engines with a fault of DeepSpeed 0.18.3, as a release would bring it back."""
+
+    def _ask(self, combination, fault):
+        return super()._ask(combination, f"{FAULTS_FILE}:last_micro_step_only")
+
+
+def test_a_release_that_brings_a_fault_back_is_reported_with_the_smallest_combination(tmp_path: Path) -> None:
+    names = ("ddp", "zero2", "zero2,accumulation,schedule", "zero2,accumulation,evaluation", "zero1,accumulation")
+    stored = make_matrix(*map(outcome, names), release="0.19.8")
+    now, lines, file = Matrix({"deepspeed": "99.0"}), list[str](), tmp_path / "compositions.json"
+    with FaultySession() as session:
+        assert repeat(stored, now, session, minutes=5, report=lines.append, file=file)
+    changes = list(find_changes(stored, now))
+    assert {change.now.combination.name for change in changes} == set(names[2:4])
+    assert {change.kind for change in changes} == {"broken"}
+    assert {change.shown_by.combination.name for change in changes if change.shown_by} == {"zero2,accumulation"}
+    assert Matrix.read(file).findings.keys() == now.findings.keys()
+    assert "each micro-batch counts (rank 0: 0 0 0 1; rank 1: 0 0 0 1)" in changes_page(stored, now, is_complete=True)
+    # A later call finds everything done.
+    with CombinationSession() as session:
+        assert repeat(stored, Matrix.read(file), session, minutes=5, report=lines.append)
+
+
+def test_a_pretended_release_is_run_until_the_time_is_over(tmp_path: Path) -> None:
+    status, out, _ = watch("--runs_dir", str(tmp_path), "--pretend", "deepspeed=99.0", "--minutes", "0.001")
+    assert status == 3
+    assert "newer than the stored matrix: deepspeed 99.0" in out
+    assert "were not run: the time was over" in (tmp_path / "changes.md").read_text()
+    assert (tmp_path / "newer.txt").read_text() == "deepspeed 99.0\n"
+    status, _, error = watch("--runs_dir", str(tmp_path), "--pretend", "deepspeed=99.1", "--minutes", "0.001")
+    assert status == 2
+    assert "has runs of another stack" in error

@@ -1,0 +1,85 @@
+"""Combinations of features on real engines, with and without planted faults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from study.cli import main
+from study.compositions.features import make_combination
+from study.compositions.matrix import Matrix, fill
+from study.compositions.session import CombinationSession
+from study.config.places import REPOSITORY
+
+FAULTS_FILE = REPOSITORY / "tests" / "probes" / "replanted.py"
+REPLANTED = json.loads((REPOSITORY / "reports" / "compositions" / "replanted.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[CombinationSession]:
+    with CombinationSession() as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        "zero2,accumulation,clipping",
+        "zero3,accelerate,bf16",
+        "fsdp2,clipping,resume",
+        "zero1,ep",
+        "zero3,accelerate,autotp",
+        "zero3,ulysses",
+        "fsdp2,tp",
+        "fsdp2,cp",
+    ],
+)
+def test_an_engine_trains_as_one_process(session: CombinationSession, features: str) -> None:
+    result = session.run(make_combination(features.split(",")))
+    assert (result.kind, result.says) == ("equal", "")
+
+
+def test_ulysses_below_stage_3_doubles_the_gradients_of_two_ranks(session: CombinationSession) -> None:
+    result = session.run(make_combination(["zero2", "ulysses"]))
+    assert result.difference is not None
+    assert result.difference["stage"] == "gradient"
+    assert result.difference["factor"] == pytest.approx(2, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["last_micro_step_only"])
+def test_a_replanted_fault_is_found_where_it_shows(session: CombinationSession, name: str) -> None:
+    row = next(row for row in REPLANTED["faults"] if row["name"] == name)
+    combination = make_combination(row["features"].split(","))
+    result = session.run_with_fault(combination, f"{FAULTS_FILE}:{name}")
+    assert result.kind == row["with"]
+    assert result.says == row["says"]
+
+
+def test_a_verified_combination_names_what_accelerate_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--features", "fsdp1,resume"]) == 0
+    first, _, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("PASS: fsdp1,resume: equal")
+    assert last.startswith("fsdp1,resume: this is the engine's own loop; with Accelerate: wrong: ")
+    assert "study verify --features fsdp1,accelerate,resume" in last
+
+
+def test_a_combination_is_reduced_to_what_it_takes(session: CombinationSession) -> None:
+    full = session.run(make_combination(["zero1", "clipping_unset", "tied", "checkpointing", "evaluation"]))
+    assert full.kind == "differs"
+    assert session.reduce(full).combination.name == "zero1,clipping_unset"
+
+
+def test_an_interrupted_matrix_goes_on(tmp_path: Path, session: CombinationSession) -> None:
+    file, lines = tmp_path / "matrix.json", list[str]()
+    levels = {"zero1", "zero2", "clipping"}
+    matrix = Matrix({"deepspeed": "installed"})
+    fill(matrix, session, minutes=0.01, report=lines.append, file=file, levels=levels)
+    resumed = Matrix.read(file)
+    assert resumed.outcomes == matrix.outcomes
+    fill(resumed, session, minutes=3, report=lines.append, file=file, levels=levels)
+    assert not resumed.open_pairs
+    assert set(resumed.outcomes) > set(matrix.outcomes)
+    assert all(result.is_equal for result in resumed.outcomes.values())

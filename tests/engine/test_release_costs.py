@@ -1,0 +1,41 @@
+"""Costs of a step, measured with the installed release."""
+
+from __future__ import annotations
+
+import pytest
+
+from study import cli
+from study.compositions.features import make_combination
+from study.config.errors import UserError
+from study.releases.costs import changed_figures, measure_costs, read_costs
+
+TABLE = read_costs()
+NEWEST = TABLE.names[-1]
+
+
+def test_the_installed_release_costs_what_is_stored() -> None:
+    names = ["zero1", "zero3,accumulation"]
+    measured = measure_costs([make_combination(name.split(",")) for name in names])
+    for name in names:
+        stored, installed = TABLE.releases[NEWEST][name], measured[name]
+        assert not set(changed_figures(stored, installed)) - {"host_time"}, (name, installed)
+
+
+def test_a_unit_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("study.releases.costs._UNIT", "zero3,muon,no_reduce_scatter,optimizer_cpu")
+    with pytest.raises(UserError, match="the unit of host time"):
+        measure_costs([make_combination(["zero1"])])
+
+
+def test_an_engine_that_refuses_says_so() -> None:
+    measured = measure_costs([make_combination(["zero3", "muon", "no_reduce_scatter", "optimizer_cpu"])])
+    (failed,) = measured.values()
+    assert not failed.is_measured
+    assert failed.says
+
+
+def test_a_measurement_is_printed_beside_the_stored_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["releases", "costs", "--measure", "--features", "zero2"]) == 0
+    rows = capsys.readouterr().out
+    assert "here" in rows
+    assert NEWEST in rows

@@ -1,0 +1,1368 @@
+"""The calculator: three commands of `study` in a browser, compared with the commands on this machine."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import math
+import random
+import re
+import shlex
+import shutil
+import threading
+import urllib.parse
+import zlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+import yaml
+
+from chromium import wait_for_page
+from drawn_questions import drawn_questions
+from firefox import find_firefox, firefox
+from study import cli
+from study.advisor import explain
+from study.config.errors import UserError
+from study.config.flags import Parser
+from study.config.text import rounded
+from study.predictor.hardware import to_box
+from tools.calculator import build
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+# A question without a stored answer, with two more fields; and its command.
+ADDRESS = "#model=gpt2-xl&gpus=2&device=4090&host_memory=64&seq_length=1024"
+WORDS = ["gpt2-xl", "--hardware", "2x4090", "--host_memory", "64", "--seq_length", "1024"]
+PYTHON_TIMEOUT_MS = 240_000
+DRAWN = 8
+# As on the page.
+FORM_ORDER = (
+    *("model", "seq_length", "nodes", "gpus", "device"),
+    *("host_memory", "host_gb_per_s", "nvme_gb_per_s", "bus_gb_per_s", "network_gb_per_s"),
+    *("global_batch_size", "micro_batch", "accumulation", "optimizer", "precision"),
+    *("peft", "lora_rank", "lora_targets", "with_reference"),
+    *("gradient_checkpointing", "attn_implementation", "loss_kernel"),
+)
+# A model of one's own.
+OWN = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "_name_or_path": "mine/1b",
+}
+# The number of the question whose answer is whole.
+ANSWERED = "body[data-done]:not([data-done=''])"
+
+
+TYPES = {
+    ".mjs": "text/javascript",
+    ".js": "text/javascript",
+    ".wasm": "application/wasm",
+    ".html": "text/html",
+    ".css": "text/css",
+    ".json": "application/json",
+    "": "application/zip",
+}
+
+
+class Files(http.server.SimpleHTTPRequestHandler):
+    """Static files, with the types that a web server gives them."""
+
+    extensions_map = TYPES
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Build the calculator and serve it; return its address."""
+    folder = tmp_path_factory.mktemp("calculator")
+    try:
+        build.fetch(build.PYODIDE)
+        build.wheels()
+    except UserError as refusal:
+        pytest.skip(f"{refusal.problem}: {refusal.fix}")
+    build.build(folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[str]:
+    """Return the addresses that pages asked for since the beginning of the test."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def errors() -> list[str]:
+    """Return the errors of pages since the beginning of the test."""
+    return []
+
+
+def open_tab(browser: Browser, requests: list[str], errors: list[str]) -> Page:
+    """Return an empty tab, 1,250 wide, whose requests and errors are noted."""
+    page = browser.new_page(viewport={"width": 1250, "height": 1000})
+    page.set_default_timeout(PYTHON_TIMEOUT_MS)
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    return page
+
+
+@pytest.fixture
+def tab(browser: Browser, requests: list[str], errors: list[str]) -> Iterator[Page]:
+    """Return a tab in which no page was opened."""
+    requests.clear()
+    errors.clear()
+    page = open_tab(browser, requests, errors)
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def python_tab(browser: Browser, site: str, requests: list[str], errors: list[str]) -> Iterator[Page]:
+    """Return a tab with the page, whose Python has started: that takes most of the time of a test."""
+    page = open_tab(browser, requests, errors)
+    page.goto(f"{site}/index.html")
+    page.wait_for_selector("body[data-started=yes]")
+    page.evaluate("import('./common.js').then((module) => module.call({}, 'releases', '[\"0.19.8\"]'))")
+    yield page
+    page.close()
+
+
+# The page as it is when it is opened without a question.
+FIRST_STATE = """
+async () => {
+  history.replaceState(null, "", location.pathname);
+  for (const id of ["file-form", "releases-form"]) {
+    const form = document.getElementById(id);
+    form.reset();
+    delete form.dataset.done;
+  }
+  document.querySelector("#file-form [name=text]").dispatchEvent(new Event("input"));
+  document.querySelector("#features").dispatchEvent(new Event("change"));
+  document.querySelectorAll("details").forEach((element) => { element.open = false; });
+  for (const id of ["explain-status", "releases-status"]) document.getElementById(id).textContent = "";
+  for (const id of ["explain-answer", "releases-answer"]) document.getElementById(id).hidden = true;
+  document.body.dataset.done = "";
+  await (await import("./page.js")).open();
+}
+"""
+
+
+@pytest.fixture
+def page(python_tab: Page, requests: list[str], errors: list[str]) -> Page:
+    """Return the tab with Python, and the page as it is when it is opened: nothing of the tests before."""
+    python_tab.set_viewport_size({"width": 1250, "height": 1000})
+    python_tab.evaluate(FIRST_STATE)
+    requests.clear()
+    errors.clear()
+    return python_tab
+
+
+def ask(page: Page) -> None:
+    page.click("#form button")
+    page.wait_for_selector(ANSWERED)
+
+
+def visit(page: Page, address: str) -> None:
+    """Follow a link within the open page, and wait for its answer."""
+    page.evaluate("(address) => { document.body.dataset.done = ''; location.hash = address; }", address)
+    page.wait_for_selector(ANSWERED)
+
+
+def rows(page: Page) -> dict[str, list[str]]:
+    """Return the cells of each row, by strategy."""
+    lines: list[list[str]] = page.evaluate(
+        "[...document.querySelectorAll('#table tbody tr')].map((row) => [...row.cells].map((cell) => cell.innerText))"
+    )
+    return {name: cells for name, *cells in lines}
+
+
+def advised(capsys: pytest.CaptureFixture[str], words: list[str]) -> Any:
+    capsys.readouterr()
+    cli.main(["advise", *words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_stored_answer_is_shown_before_python_is_asked_for(
+    tab: Page, site: str, requests: list[str], errors: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tab
+    page.goto(f"{site}/index.html")
+    page.wait_for_selector("body[data-started=yes]")
+    document = advised(capsys, ["llama-3.1-8b", "--hardware", "8xH100"])
+    assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
+    assert list(rows(page)) == [option["strategy"] for option in document["strategies"]]
+    # With its notes as printed.
+    capsys.readouterr()
+    cli.main(["advise", "llama-3.1-8b", "--hardware", "8xH100"])
+    printed = capsys.readouterr().out.splitlines()
+    notes = page.locator("#notes li").all_inner_texts()
+    assert any(note.startswith("needs DeepSpeed 0.19.6 or later") for note in notes)
+    assert {*notes} <= {line.replace("`", "") for line in printed}
+    assert not any("pyodide" in url or "study.zip" in url for url in requests)
+    assert not errors
+
+
+def test_a_stored_answer_stays_until_python_has_the_whole_one(
+    tab: Page, site: str, requests: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tab
+    page.goto(f"{site}/index.html#gpus=1&device=4090&peft=qlora")
+    page.wait_for_selector("body[data-started=yes]")
+    document = advised(capsys, ["llama-3.1-8b", "--hardware", "1x4090", "--peft", "lora", "--quantization", "4bit"])
+    answer = f"Use {document['recommended']}: {document['how_sure']}"
+    assert page.inner_text("#answer") == answer
+    assert not any("pyodide" in url for url in requests)
+    page.click("#form button")
+    assert page.inner_text("#answer") == answer
+    page.wait_for_selector(ANSWERED)
+    assert page.inner_text("#answer") == answer
+    assert page.locator("#table button").count() == len(document["strategies"])
+
+
+def test_a_link_asks_its_question_and_the_answer_is_that_of_the_command(
+    tab: Page, site: str, requests: list[str], errors: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tab
+    page.goto(f"{site}/index.html{ADDRESS}")
+    page.wait_for_selector(ANSWERED)
+    document = advised(capsys, WORDS)
+    assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
+    assert page.inner_text("#command") == f"study advise {' '.join(WORDS)}"
+    entries = page.evaluate("import('./page.js').then((module) => module.answer())")
+    assert [entry["strategy"] for entry in entries] == [entry["strategy"] for entry in document["strategies"]]
+    drawn = page.evaluate("import('./bars.js').then((module) => module.PARTS)")
+    assert all(entry["device_parts"].keys() <= {*drawn} for entry in entries)
+    for ours, theirs in zip(entries, document["strategies"], strict=True):
+        assert_same({name: ours[name] for name in theirs}, theirs)
+    # Nothing left this machine.
+    assert {url.rpartition("/")[0].removesuffix("/pyodide") for url in requests} == {site}
+    assert not errors
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Compare two documents; sum() rounds floats differently before Python 3.12, in the last digits."""
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert_same(ours[name], value)
+    elif isinstance(theirs, float) and not isinstance(ours, str):
+        assert math.isclose(ours, theirs, rel_tol=1e-12), (ours, theirs)
+    else:
+        assert ours == theirs
+
+
+def test_files_and_changes_are_those_of_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    visit(page, ADDRESS)
+    document = advised(capsys, [*WORDS, "--output", str(tmp_path)])
+    page.click(f"button[aria-label='files of {document['recommended']}']")
+    page.wait_for_selector("#files pre")
+    texts = [text.replace("\n", "") for text in page.locator("#files pre").all_inner_texts()]
+    for file in tmp_path.iterdir():
+        assert file.read_text().replace(f"{tmp_path}/", "").replace("\n", "") in texts
+    page.click("#what-if")
+    page.wait_for_selector("#what-if:enabled")
+    changes = page.locator("#changes li").all_inner_texts()
+    what_ifs = []
+    for label, hardware, flags in (
+        ("one more GPU, 66 samples per step", "3x4090", [*WORDS[3:], "--global_batch_size", "66"]),
+        ("512 tokens per sample", "2x4090", [*WORDS[3:-1], "512"]),
+    ):
+        advice = advised(capsys, [WORDS[0], "--hardware", hardware, *flags])
+        (row,) = [row for row in advice["strategies"] if row["strategy"] == advice["recommended"]]
+        checkpointing = f"{'' if row['gradient_checkpointing'] else 'no '}gradient checkpointing"
+        settings = f"micro-batch {row['micro_batch']} x accumulation {row['accumulation']}, {checkpointing}"
+        figures = f"{rounded(row['device_bytes'] / 2**30)} GiB, {rounded(row['tokens_per_s'])} tokens/s"
+        what_ifs.append(f"with {label}: {advice['recommended']} ({settings}), {figures}")
+    assert changes == [
+        *(document["changes"] or ["nothing of: more or fewer GPUs, a slower network, longer samples"]),
+        *what_ifs,
+        *([document["optimizer_on_host"]] if document["optimizer_on_host"] else []),
+    ]
+    with page.expect_download() as download:
+        page.click("#save-csv")
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert lines[0].startswith('"strategy","micro-batch"')
+    assert len(lines) == 1 + len(document["strategies"])
+    with page.expect_download() as download:
+        page.click("#save-svg")
+    assert Path(download.value.path()).read_text().startswith("<svg viewBox=")
+    with page.expect_download() as download:
+        page.click("#save-plot")
+    drawing = Path(download.value.path()).read_text()
+    assert drawing.count("<circle") == sum(option["fits"] for option in document["strategies"])
+    assert drawing.count(" tokens/s") >= drawing.count("<circle")
+
+
+# The answers of Python in the browser to questions, each a list of words: its rows and ranks, or its refusal.
+EACH = """
+async (questions) => {
+  const { call } = await import("./common.js");
+  const status = document.createElement("p");
+  const answers = [];
+  for (const words of questions) {
+    const about = await call(status, "ask", JSON.stringify(words));
+    const rows = {};
+    for (const name of about.names ?? []) rows[name] = await call(status, "best", name);
+    answers.push({ about, rows, rank: about.names ? await call(status, "rank") : null });
+  }
+  return answers;
+}
+"""
+
+
+def test_drawn_questions_have_the_answers_of_the_command(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    # The page of `study serve` is asked forty, by the same methods.
+    questions = list(drawn_questions(DRAWN))
+    for words, ours in zip(questions, page.evaluate(EACH, questions), strict=True):
+        if "refused" in ours["about"]:
+            capsys.readouterr()
+            assert cli.main(["advise", *words]) == 2
+            message = f"error: {ours['about']['refused']}. To fix it: {ours['about']['fix']}.\n"
+            assert capsys.readouterr().err == message
+            continue
+        document = advised(capsys, words)
+        assert ours["rank"]["order"] == [row["strategy"] for row in document["strategies"]], words
+        assert ours["rank"]["recommended"] == document["recommended"], words
+        for row in document["strategies"]:
+            assert_same({name: ours["rows"][row["strategy"]][name] for name in row}, row)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model": "llama-9-8b"}, "llama-9-8b"),
+        ({"global_batch_size": "7"}, "--global_batch_size 7 is not a multiple of 2 ranks"),
+        ({"config": '{"model_type": "<img src=x onerror=alert(1)>"}'}, "traced with transformers' own code"),
+        ({"model": "<img src=x onerror=alert(1)>"}, "'<img src' is not a size of a model"),
+        ({"config": "not JSON"}, "config.json"),
+        ({"config": '{"model_type": "llama", "hidden_size": 1e300}'}, "does not set its layers"),
+    ],
+)
+def test_an_impossible_question_is_refused_with_its_remedy(
+    page: Page, fields: dict[str, str], says: str, requests: list[str], site: str
+) -> None:
+    page.evaluate("document.querySelector('#form details').open = true")
+    for name in ("model", "global_batch_size", "config"):
+        page.fill(f"[name={name}]", fields.get(name, "gpt2" if name == "model" else ""))
+    page.fill("[name=gpus]", "2")
+    ask(page)
+    status = page.inner_text("#status")
+    assert says in status
+    assert "To fix it: " in status
+    assert page.is_hidden("#result")
+    assert page.locator("img").count() == 0
+    assert all(url.startswith(site) for url in requests)
+
+
+def test_a_model_of_ones_own_is_read_from_its_config(page: Page) -> None:
+    page.evaluate("document.querySelector('#form details').open = true")
+    page.fill("[name=config]", json.dumps(OWN))
+    ask(page)
+    assert "mine-1b" in page.inner_text("#status")
+    assert page.inner_text("#answer").startswith("Use ")
+
+
+def test_what_does_not_fit_has_the_changes_that_make_it_fit(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    visit(page, "#model=llama-3.1-70b&gpus=1&device=T4&host_memory=64")
+    assert page.inner_text("#answer").startswith("nothing fits")
+    document = advised(capsys, ["llama-3.1-70b", "--hardware", "1xT4", "--host_memory", "64"])
+    assert len(document["changes"]) >= 2
+    page.click("#what-if")
+    page.wait_for_selector("#what-if:enabled")
+    lines = page.locator("#changes li").all_inner_texts()
+    assert lines[: len(document["changes"])] == document["changes"]
+
+
+def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {
+        "model": "gpt2",
+        "nodes": "2",
+        "gpus": "4",
+        "device": "A10",
+        "host_memory": "64",
+        "host_gb_per_s": "20",
+        "nvme_gb_per_s": "7,3",
+        "bus_gb_per_s": "4",
+        "network_gb_per_s": "3",
+        "seq_length": "256",
+        "global_batch_size": "32",
+        "micro_batch": "2",
+        "accumulation": "2",
+        "precision": "fp16",
+        "peft": "qlora",
+        "lora_rank": "16",
+        "lora_targets": "c_attn",
+        "gradient_checkpointing": "on",
+        "attn_implementation": "eager",
+        "loss_kernel": "liger",
+    }
+    visit(page, f"#{urllib.parse.urlencode(fields)}")
+    assert page.evaluate("[...document.querySelector('#form').elements].filter((field) => field.name).length") == 23
+    command = page.inner_text("#command").split()[2:]
+    document = advised(capsys, command)
+    # The micro-batch and the accumulation are those that were asked for.
+    assert {(row["micro_batch"], row["accumulation"]) for row in document["strategies"] if row["fits"]} == {(2, 2)}
+    assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
+    assert {*fields.values()} - {"gpt2", "2", "4", "A10", "qlora"} <= {*command}
+    # A link has the version of the code; that of another version is named.
+    assert "the link is of version" not in page.inner_text("#status")
+    ask(page)
+    assert page.evaluate("[...new URLSearchParams(location.hash.slice(1))]") == [
+        *([name, value] for name, value in sorted(fields.items(), key=lambda item: FORM_ORDER.index(item[0]))),
+        [
+            "version",
+            page.evaluate("fetch('stored.json').then((answer) => answer.json()).then(({ version }) => version)"),
+        ],
+    ]
+    visit(page, "#model=gpt2&gpus=1&device=4090&optimizer=lion&with_reference=yes&version=0123abcd")
+    assert "the link is of version 0123abcd, these figures of " in page.inner_text("#status")
+    assert page.inner_text("#command") == "study advise gpt2 --hardware 1x4090 --optimizer lion --with_reference"
+
+
+# Fields hidden from questions without an effect of theirs, each with a value that changes an answer of the others.
+SOMETIMES = {
+    "host_gb_per_s": "0.5",
+    "nvme_gb_per_s": "1,0.5",
+    "bus_gb_per_s": "0.5",
+    "network_gb_per_s": "0.1",
+    "lora_rank": "64",
+    "lora_targets": "all-linear",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "optimizer", "peft"),
+    [(1, 1, "adamw", ""), (1, 2, "lion", ""), (2, 1, "adamw", ""), (2, 2, "adamw", "lora")],
+)
+def test_a_field_is_shown_and_asked_where_it_changes_the_answer(
+    page: Page, capsys: pytest.CaptureFixture[str], nodes: int, gpus: int, optimizer: str, peft: str
+) -> None:
+    page.fill("[name=model]", "gpt2")
+    page.select_option("[name=device]", "4090")
+    # All are shown, and have values.
+    page.fill("[name=nodes]", "2")
+    page.select_option("[name=peft]", "lora")
+    for name, value in SOMETIMES.items():
+        page.fill(f"[name={name}]", value)
+    page.fill("[name=nodes]", str(nodes))
+    page.fill("[name=gpus]", str(gpus))
+    page.select_option("[name=optimizer]", optimizer)
+    page.select_option("[name=peft]", peft)
+    words = ["gpt2", "--hardware", f"{nodes}x{gpus}x4090", "--optimizer", optimizer]
+    words += ["--peft", peft] if peft else []
+    usual = advised(capsys, words)["strategies"]
+    effective = set()
+    for name, value in SOMETIMES.items():
+        is_refused = name.startswith("lora") and not peft
+        if not is_refused and advised(capsys, [*words, f"--{name}", value])["strategies"] != usual:
+            effective.add(name)
+    assert {name for name in SOMETIMES if page.is_visible(f"#form [name={name}]")} == effective
+    ask(page)
+    command = page.inner_text("#command").split()
+    assert {name for name in SOMETIMES if f"--{name}" in command} == effective
+    wait_for_page(page, "location.hash.includes('gpt2')")
+    assert {name for name in SOMETIMES if f"{name}=" in page.evaluate("location.hash")} == effective
+
+
+def packed(text: bytes) -> str:
+    """Return a text as a link has it."""
+    compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    code = compressor.compress(text) + compressor.flush()
+    return base64.urlsafe_b64encode(code).decode().rstrip("=")
+
+
+# The visible parts of an answer.
+VIEW = """
+() => ["answer", "status", "command", "notes", "table", "bars"].map((id) => document.getElementById(id).textContent)
+"""
+
+
+def test_a_link_has_the_config_or_the_sizes_and_shows_the_same(page: Page, tab: Page) -> None:
+    page.evaluate("document.querySelector('#form details').open = true")
+    text = json.dumps(OWN, indent=2)
+    for name, value in (("config", text), ("gpus", "2"), ("micro_batch", "1")):
+        page.fill(f"#form [name={name}]", value)
+    ask(page)
+    wait_for_page(page, "location.hash.includes('config=')")
+    view = page.evaluate(VIEW)
+    assert view[2] == "study advise config.json --hardware 2xH100 --micro_batch 1"
+    # Another browser: tabs of these tests share nothing.
+    tab.goto(page.url)
+    tab.wait_for_selector(ANSWERED)
+    assert tab.evaluate(VIEW) == view
+    assert tab.input_value("[name=config]") == text
+    sizes = "layers=12,hidden=768,heads=12,vocabulary=50257"
+    page.fill("[name=config]", "")
+    page.fill("[name=model]", sizes)
+    ask(page)
+    wait_for_page(page, "location.hash.includes('layers')")
+    view = page.evaluate(VIEW)
+    assert view[2] == f"study advise {sizes} --hardware 2xH100 --micro_batch 1"
+    visit(tab, page.evaluate("location.hash"))
+    assert tab.evaluate(VIEW) == view
+
+
+def test_a_config_that_is_too_long_for_a_link_is_named(tab: Page, site: str, requests: list[str]) -> None:
+    tab.goto(f"{site}/index.html")
+    tab.wait_for_selector("body[data-started=yes]")
+    tab.evaluate("document.querySelector('#form details').open = true")
+    # Random text is hardly compressed; each of its bytes is two characters.
+    tab.evaluate("document.querySelector('[name=config]').value = TEXT".replace("TEXT", json.dumps(NOISE)))
+    tab.click("#copy-link")
+    wait_for_page(tab, "location.hash.includes('config=left-out')")
+    tab.wait_for_selector(
+        "#status:has-text('It is without config.json, which would make it longer than 8000 characters')"
+    )
+    # The open link names the missing file, and shows no answer about another model.
+    tab.reload()
+    tab.wait_for_selector("body[data-started=yes]")
+    assert tab.inner_text("#status") == (
+        "this link is without its config.json, which was too long for it. To fix it: paste the config.json, and press"
+        " Predict."
+    )
+    assert tab.is_hidden("#result")
+    assert tab.inner_text("#answer") == ""
+    assert not any("pyodide" in url for url in requests)
+
+
+NOISE = random.Random(1).randbytes(8_000).hex()
+DAMAGED_LINKS = {
+    "!": "is damaged",
+    "AAAA": "is damaged",
+    packed(b"{}" * 500)[:-4]: "is damaged",
+    packed(b"\xff\xfe{}"): "is damaged",
+    "A" * 8_001: "is longer than 8000 characters",
+    # A thousand times as large as its link.
+    packed(b" " * 4_000_000): "is larger than 1 MB",
+}
+
+
+def test_a_damaged_config_in_a_link_is_named_before_python_starts(
+    tab: Page, site: str, requests: list[str], errors: list[str]
+) -> None:
+    tab.goto(f"{site}/index.html")
+    tab.wait_for_selector("body[data-started=yes]")
+    for code, says in DAMAGED_LINKS.items():
+        visit(tab, f"#model=gpt2&config={code}")
+        assert says in tab.inner_text("#status"), code[:20]
+        assert tab.is_hidden("#result")
+    assert not any("pyodide" in url for url in requests)
+    assert not errors
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 100_000, "To fix it: "),
+        ('{"a":' * 5_000 + "1" + "}" * 5_000, "To fix it: "),
+        ('{"model_type": "llama", "num_hidden_layers": 1e400}', "To fix it: "),
+        (json.dumps({**OWN, "auto_map": {"AutoModel": "../evil.py--Model"}, "_name_or_path": "../../x"}), "..-..-x, "),
+        (json.dumps({**OWN, "_name_or_path": "<img src=x onerror=alert(1)>"}), "-img-src-x-onerror-alert-1-, "),
+        (json.dumps({**OWN, "num_hidden_layers": 10**9}), "To fix it: "),
+    ],
+    ids=["open", "deep", "infinite", "names", "html", "many"],
+)
+def test_a_hostile_config_in_a_link_is_text(
+    page: Page, site: str, requests: list[str], errors: list[str], text: str, says: str
+) -> None:
+    visit(page, f"#gpus=1&config={packed(text.encode())}")
+    assert says in page.inner_text("#status")
+    assert page.locator("main img, main script").count() == 0
+    assert all(url.startswith(site) for url in requests)
+    assert not errors
+
+
+def test_python_starts_with_the_first_input(tab: Page, site: str, requests: list[str]) -> None:
+    page = tab
+    page.goto(f"{site}/index.html")
+    page.wait_for_selector("body[data-started=yes]")
+    requests.clear()
+    page.fill("[name=seq_length]", "512")
+    page.fill("[name=model]", "gpt2")
+    page.wait_for_event("requestfinished", lambda request: request.url.endswith("study.zip"))
+    assert page.is_hidden("#progress")
+    page.click("#form button")
+    assert page.is_visible("#progress")
+    page.wait_for_selector(ANSWERED)
+    assert page.is_hidden("#progress")
+    assert sum(url.endswith("study.zip") for url in requests) == 1
+
+
+def test_the_texts_of_drawings_are_readable_at_any_width(page: Page) -> None:
+    for width in (400, 1400):
+        page.set_viewport_size({"width": width, "height": 900})
+        wait_for_page(page, "document.querySelector('#bars svg').getBoundingClientRect().width <= innerWidth")
+        heights = page.evaluate(
+            "[...document.querySelectorAll('#result svg text')].map((text) => text.getBoundingClientRect().height)"
+        )
+        assert min(heights) > 11
+
+
+@pytest.mark.parametrize("width", [400, 800, 1600])
+def test_no_width_scrolls_sideways(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def accessible(page: Page) -> list[dict[str, Any]]:
+    """Return role, name, ancestors and properties of each element, as chromium gives them to a screen reader."""
+    page.evaluate("document.querySelectorAll('details').forEach((element) => { element.open = true; })")
+    session = page.context.new_cdp_session(page)
+    nodes = session.send("Accessibility.getFullAXTree")["nodes"]
+    session.detach()
+    by_id = {node["nodeId"]: node for node in nodes}
+
+    def above(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        while parent := by_id.get(node.get("parentId", "")):
+            yield str(parent.get("role", {}).get("value")), str(parent.get("name", {}).get("value"))
+            node = parent
+
+    return [
+        {
+            "role": node["role"]["value"],
+            "name": node.get("name", {}).get("value", ""),
+            "above": [role for role, _ in above(node)],
+            "groups": tuple(name for role, name in above(node) if role in {"form", "group"}),
+            **{item["name"]: item["value"].get("value") for item in node.get("properties", [])},
+        }
+        for node in nodes
+        if not node["ignored"]
+    ]
+
+
+def test_a_screen_reader_has_names_headers_and_the_answer(page: Page) -> None:
+    elements = accessible(page)
+    tags = page.evaluate(
+        "[...document.querySelectorAll('input, select, textarea, button')]"
+        ".filter((field) => field.checkVisibility()).map((field) => field.tagName)"
+    )
+    fields = [item for item in elements if item["role"] in {"textbox", "spinbutton", "combobox", "button"}]
+    assert len(fields) == len(tags) > 35
+    assert [item["role"] for item in fields if not item["name"].strip()] == []
+    # With the names of its form and its group the name of a field is unique.
+    names = [(*item["groups"], item["name"]) for item in fields if item["role"] != "button"]
+    assert len({*names}) == len(names)
+    # A change of both texts is announced.
+    regions = [item for item in elements if item["role"] == "status"]
+    assert len(regions) == 4
+    assert {item["live"] for item in regions} == {"polite"}
+    texts = [item["name"] for item in elements if "status" in item["above"] and item["role"] == "StaticText"]
+    assert any(text.startswith("llama-3.1-8b, 8.03 B parameters") for text in texts)
+    assert page.inner_text("#answer") in texts
+    headers = [item["role"] for item in elements if "table" in item["above"]]
+    rows = page.locator("#table tbody tr").count()
+    assert rows > 5
+    assert (headers.count("columnheader"), headers.count("rowheader")) == (13, rows)
+    drawings = [item["name"] for item in elements if item["role"] in {"image", "img"}]
+    assert drawings[0].startswith("Predicted memory of one GPU, usable 78.8 GiB: zero1 ")
+    # A refusal is announced, and the answer that no longer holds is gone.
+    visit(page, "#model=nothing")
+    elements = accessible(page)
+    texts = [item["name"] for item in elements if "status" in item["above"] and item["role"] == "StaticText"]
+    assert any("unknown model 'nothing'" in text for text in texts)
+    assert not any(text.startswith("Use ") for text in texts)
+
+
+def test_the_keyboard_reaches_everything(page: Page) -> None:
+    assert page.evaluate("[...document.querySelectorAll('[tabindex]')].every((element) => element.tabIndex === 0)")
+
+
+def test_a_fragment_is_text(page: Page, errors: list[str]) -> None:
+    visit(page, "#model=gpt2&device=%3Cb%3E")
+    assert page.inner_text("#status").startswith("this link's device is not in the list of this page. To fix it: ")
+    visit(page, "#model=%3Cscript%3Ealert(1)%3C/script%3E&gpus=x&unknown=1")
+    assert "To fix it: " in page.inner_text("#status")
+    assert page.locator("main script").count() == 0
+    assert not errors
+
+
+ROOT = Path(__file__).parents[2]
+EXPLAINED = ["llama-3.1-8b", "--hardware", "8xH100"]
+
+
+def explained(capsys: pytest.CaptureFixture[str], words: list[str]) -> Any:
+    """Return the findings of `study explain`, or its refusal."""
+    capsys.readouterr()
+    cli.main(["explain", *words, "--json"])
+    printed = capsys.readouterr()
+    return json.loads(printed.out)["findings"] if printed.out else printed.err.removeprefix("error: ").strip()
+
+
+def ask_about(page: Page, words: list[str], *files: Path) -> Any:
+    contents = {file.name: base64.b64encode(file.read_bytes()).decode() for file in files}
+    question = "(words) => import('./common.js').then((module) => module.call({}, 'explain', ...words))"
+    answer = page.evaluate(question, [json.dumps(words), json.dumps(contents)])
+    return f"{answer['refused']}. To fix it: {answer['fix']}." if "refused" in answer else answer["findings"]
+
+
+def give(page: Page, *files: Path) -> str:
+    """Choose files on the page; return the line above the findings."""
+    page.evaluate("document.querySelector('#explain').open = true")
+    page.evaluate("delete document.querySelector('#file-form').dataset.done")
+    page.set_input_files("[name=files]", files)
+    page.wait_for_selector("#file-form[data-done]")
+    return page.inner_text("#explain-status")
+
+
+def test_files_are_explained_as_by_the_command(
+    page: Page, site: str, requests: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    entries = yaml.safe_load((ROOT / "tests/data/config_files.yaml").read_text())
+    for entry in entries:
+        (tmp_path / entry["name"]).write_text(entry["text"])
+    shutil.copytree(ROOT / "accelerate_configs", tmp_path / "accelerate_configs")
+    for file in tmp_path.glob("accelerate_configs/*.yaml"):
+        shutil.copy(file, tmp_path)
+    # A third of them, since each takes tenths of a second in the browser.
+    for file in sorted(tmp_path.glob("*.*"))[::3]:
+        # An Accelerate file is given with the JSON that it names.
+        inner_files = re.findall(r"deepspeed_config_file: (\S+\.json)", file.read_text())
+        words = [file.name, *EXPLAINED]
+        theirs = explained(capsys, words)
+        if "there is no file of that name" in theirs:
+            theirs = theirs.partition(" To fix it: ")[0] + " To fix it: choose that file, too."
+        assert ask_about(page, words, file, *map(Path, inner_files)) == theirs, words
+    # Nothing left this machine.
+    assert all(url.startswith(site) for url in requests)
+
+
+HOSTILE = {
+    "text.json": '{"a": "' + "x" * 999_000 + '"}',
+    "larger.json": " " * 1_000_001,
+    "empty.yaml": "",
+    "deep.json": "[" * 400_000,
+    "mapping.json": '{"a":' * 900 + "1" + "}" * 900,
+    "deep.yaml": "a: " + "[" * 900,
+    "wide.json": json.dumps({f"key {number}": number for number in range(2_100)}),
+    "bomb.yaml": "a: &a [1]\n" + "".join(f"{y}: &{y} [{f'*{x}, ' * 9}]\n" for x, y in pairwise("abcdefghi")),
+    "itself.yaml": "distributed_type: &a [*a]",
+    "twice.json": '{"train_batch_size": 8, "train_batch_size": 16}',
+    "comment.json": '{// Hjson\n"zero_optimization": {"stage": 2}}',
+    "number.json": '{"gradient_clipping": 1e400}',
+    "html.json": '{"<img src=x onerror=alert(1)>": 1, "zero_optimization": {"stage": "<script>alert(1)</script>"}}',
+}
+
+
+REFUSALS = {
+    "larger": "larger than 1 MB",
+    "binary": "is not readable",
+    "deep": "nested",
+    "mapping": "more than 50 levels deep",
+    "wide": "more than 2,000 keys",
+    "bomb": "after its aliases are expanded",
+    "itself": "recursive",
+    "empty": "empty",
+}
+
+
+def test_hostile_files_are_refused_or_explained_as_by_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in HOSTILE.items():
+        (tmp_path / name).write_text(text)
+    for name in ("binary.json", "binary.yaml"):
+        (tmp_path / name).write_bytes(bytes(range(256)) * 100)
+    for file in sorted(tmp_path.iterdir()):
+        words = [file.name, *EXPLAINED]
+        theirs = explained(capsys, words)
+        assert ask_about(page, words, file) == theirs, file.name
+        assert REFUSALS.get(file.stem, "") in str(theirs)
+
+
+def test_findings_are_shown_as_text_with_their_lines(
+    page: Page, errors: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "--<b>.json"
+    file.write_text(HOSTILE["html.json"].replace(": ", ":\n"))
+    page.evaluate("document.querySelector('#form details').open = true")
+    for name, value in (("config", ""), ("model", "gpt2"), ("gpus", "2")):
+        page.fill(f"[name={name}]", value)
+    page.select_option("[name=device]", "H100")
+    page.evaluate("document.querySelector('#explain').open = true")
+    page.fill("[name=world_size]", "1")
+    assert give(page, file).startswith("Refused by the engine: ")
+    assert page.inner_text("#explain-command").startswith("study explain './--<b>.json' gpt2 --hardware 2xH100")
+    assert page.locator("main img, main script, main b").count() == 0
+    page.fill("[name=world_size]", "")
+    page.click("#file-form button")
+    page.wait_for_selector("#file-form[data-done]")
+    assert page.inner_text("#explain-status").startswith("Refused by the engine: ")
+    words = page.inner_text("#explain-command").replace("'", "").split()[2:]
+    cells = "(rows) => rows.map((row) => [...row.cells].map((cell) => cell.innerText))"
+    lines: list[list[str]] = page.locator("#explained tbody tr").evaluate_all(cells)
+    cells_by_row = [[line, kind, key.partition("\n")[0], message, fix] for line, kind, key, message, fix in lines]
+    documents = explained(capsys, words)
+    assert sorted(cells_by_row) == sorted(
+        [str(item["line"]), item["id"].partition("/")[0], item["key"], item["message"], item["fix"]]
+        for item in documents
+    )
+    # A pasted text is explained, too.
+    page.fill("[name=text]", "distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
+    page.click("#file-form button")
+    page.wait_for_selector("#file-form[data-done]")
+    assert "pasted.yaml" in page.inner_text("#explain-command")
+    assert page.inner_text("#explain-status").startswith("Fits in bf16")
+    assert not errors
+
+
+def choose_features(page: Page, features: Iterable[str]) -> None:
+    """Choose the levels of a combination, its engine first: the other features are hidden before."""
+    for choice in page.locator("#features select").all():
+        names = choice.evaluate("(select) => [...select.options].map((option) => option.value)")
+        choice.select_option(next((name for name in features if name in names), names[0]))
+
+
+def drop(page: Page, *files: Path) -> None:
+    """Drag files over the page, and drop them: events of the browser itself, as of a file manager."""
+    session = page.context.new_cdp_session(page)
+    data = {"items": [], "files": [str(file) for file in files], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        session.send("Input.dispatchDragEvent", {"type": kind, "x": 200, "y": 300, "data": data})
+    session.detach()
+
+
+def test_files_that_are_dragged_onto_the_page_are_explained(
+    page: Page, site: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inner, outer = tmp_path / "zero.json", tmp_path / "accelerate.yaml"
+    inner.write_text('{"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1}, "bf16": {"enabled": true}}')
+    outer.write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: zero.json\nnum_processes: 8\n"
+    )
+    visit(page, "#model=gpt2")
+    assert page.is_hidden("#explain-status")
+    # The Accelerate file is read first, in any order.
+    drop(page, inner, outer)
+    page.wait_for_selector("#file-form[data-done]")
+    assert page.is_visible("#explain-status")
+    assert page.input_value("[name=text]") == outer.read_text()
+    words = page.inner_text("#explain-command").split()[2:]
+    assert words == ["accelerate.yaml", "gpt2", "--hardware", "8xH100"]
+    keys = page.locator("#explained tbody tr td:nth-child(3) > code:first-child").all_inner_texts()
+    assert sorted(keys) == sorted(item["key"] for item in explained(capsys, words))
+    assert any("stage3_max_live_parameters" in key for key in keys)
+    # The browser did not open the file in place of the page.
+    assert page.url.startswith(site)
+
+
+# Files that name each other, one of them with a sign outside of ASCII.
+PAIR = {
+    "accelerate.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: zero.json\n"
+    "num_processes: 2  # ✓\n",
+    "zero.json": '{"zero_optimization": {"stage": 3, "stage2_nothing": 1}, "bf16": {"enabled": true}}',
+}
+
+
+def test_a_link_has_the_explained_file_and_shows_the_same(
+    page: Page, tab: Page, requests: list[str], site: str, tmp_path: Path
+) -> None:
+    for name, text in PAIR.items():
+        (tmp_path / name).write_text(text)
+    page.fill("[name=model]", "gpt2")
+    page.fill("[name=gpus]", "2")
+    page.fill("[name=bus_gb_per_s]", "3")
+    page.evaluate("document.querySelector('#explain').open = true")
+    page.fill("[name=generated_tokens]", "64")
+    give(page, *(tmp_path / name for name in PAIR))
+    view = page.inner_text("#explain")
+    assert "stage2_nothing" in view
+    assert "What does generating 64 tokens cost?" in view
+    words = "accelerate.yaml gpt2 --hardware 2xH100 --bus_gb_per_s 3 --generated_tokens 64"
+    assert page.inner_text("#explain-command") == f"study explain {words}"
+    page.click("#copy-explain")
+    wait_for_page(page, "location.hash.includes('explain.file=')")
+    page.wait_for_selector("#explain-copied:not(:empty)")
+    page.evaluate("document.querySelector('#explain-copied').textContent = ''")
+    requests.clear()
+    tab.goto(page.url)
+    tab.wait_for_selector("#file-form[data-done]")
+    assert tab.inner_text("#explain") == view
+    assert tab.input_value("[name=text]") == PAIR["accelerate.yaml"]
+    # No request has a text of the file: browsers keep this part of an address.
+    assert all(url.startswith(site) and "zero_opt" not in url for url in requests)
+    # A pasted text, in the same tab.
+    tab.fill("[name=text]", PAIR["zero.json"])
+    tab.fill("[name=generated_tokens]", "")
+    tab.click("#file-form button")
+    tab.wait_for_selector("#file-form[data-done]")
+    view = tab.inner_text("#explain")
+    assert tab.inner_text("#explain-copied") == ""
+    tab.click("#copy-explain")
+    tab.wait_for_selector("#explain-copied:not(:empty)")
+    address = tab.evaluate("location.hash")
+    visit(page, "#model=gpt2")
+    page.evaluate("delete document.querySelector('#file-form').dataset.done")
+    visit(page, address)
+    page.wait_for_selector("#file-form[data-done]")
+    assert page.inner_text("#explain") == view
+    assert page.input_value("[name=generated_tokens]") == ""
+
+
+def test_a_file_that_no_link_has_room_for_is_named(page: Page, tab: Page, site: str, tmp_path: Path) -> None:
+    (tmp_path / "long.json").write_text(json.dumps({"nothing": NOISE}))
+    (tmp_path / "binary.json").write_bytes(b'{"a": "\xff\xfe"}')
+    page.evaluate("document.querySelector('#explain').open = true")
+    give(page, tmp_path / "long.json")
+    page.click("#copy-explain")
+    page.wait_for_selector("#explain-copied:has-text('It is without the file, which would make it longer than 8000')")
+    tab.goto(page.url)
+    tab.wait_for_selector("#file-form[data-done]")
+    message = (
+        "this link is without its file, which was too long for it. To fix it: drop the file here, or paste its text."
+    )
+    assert tab.inner_text("#explain-status") == message
+    give(page, tmp_path / "binary.json")
+    # Python refuses it, so that there is nothing to copy.
+    assert page.is_hidden("#copy-explain")
+    # A config.json and a file share the room.
+    page.evaluate("document.querySelector('#form details').open = true")
+    page.evaluate(
+        "(text) => { document.querySelector('[name=config]').value = text; }", json.dumps({**OWN, "x": NOISE[:9_000]})
+    )
+    page.fill("[name=text]", json.dumps({"x": NOISE[:9_000]}))
+    page.click("#file-form button")
+    page.wait_for_selector("#file-form[data-done]")
+    page.click("#copy-explain")
+    wait_for_page(page, "location.hash.includes('explain.file=left-out')")
+    assert "config=left-out" not in page.url
+
+
+DAMAGED_FILES = {
+    **DAMAGED_LINKS,
+    "left-out": "is without its file",
+    packed(b"[" * 100_000): "is damaged",
+    packed(b"[]"): "is damaged",
+    packed(b"null"): "is damaged",
+    packed(b'"text"'): "is damaged",
+    packed(b'["{}"]'): "is damaged",
+    packed(b'{"a.json": 1}'): "is damaged",
+    packed(b'{"a.json": "{}", "b.json": {}}'): "is damaged",
+    packed(b'{"../a.json": "{}"}'): "is damaged",
+    packed(b'{"..": "{}"}'): "is damaged",
+    packed(b'{"a\\u0000": "{}"}'): "is damaged",
+    packed(b'{"two\\nlines.json": "{}"}'): "is damaged",
+    packed(json.dumps({f"{number}.json": "{}" for number in range(9)}).encode()): "is damaged",
+}
+
+
+def test_a_damaged_file_in_a_link_is_named_before_python_starts(
+    tab: Page, site: str, requests: list[str], errors: list[str]
+) -> None:
+    for number, (code, says) in enumerate(DAMAGED_FILES.items()):
+        tab.goto(f"{site}/index.html?{number}#explain.file={code}")
+        tab.wait_for_selector("#file-form[data-done]")
+        status = tab.inner_text("#explain-status")
+        assert says in status, code[:20]
+        assert "\n" not in status
+        assert tab.is_hidden("#explain-answer")
+    assert not any("pyodide" in url for url in requests)
+    assert not errors
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "counts", "says"),
+    [
+        ("<img src=x onerror=alert(1)>.json", HOSTILE["html.json"], "", "Refused by the engine: "),
+        ("__proto__", '{"zero_optimization": {"stage": 2}}', "", "Refused by the engine: train_micro_batch"),
+        ("--help", '{"zero_optimization": {"stage": 2}}', "", "Refused by the engine: train_micro_batch"),
+        ("deep.json", HOSTILE["mapping.json"], "", "more than 50 levels deep"),
+        ("bomb.yaml", HOSTILE["bomb.yaml"], "", "after its aliases are expanded"),
+        ("usual.json", "{}", "&explain.micro_batch=-5", "To fix it: "),
+        ("usual.json", "{}", "&explain.world_size=1e9&explain.accumulation=%3Cb%3E", "To fix it: "),
+    ],
+)
+def test_a_hostile_file_in_a_link_is_text(
+    page: Page, requests: list[str], site: str, errors: list[str], name: str, text: str, counts: str, says: str
+) -> None:
+    visit(page, f"#gpus=1&model=gpt2&explain.file={packed(json.dumps({name: text}).encode())}{counts}")
+    page.wait_for_selector("#file-form[data-done]")
+    status = page.inner_text("#explain-status")
+    assert says in status
+    assert "\n" not in status
+    assert page.locator("main img, main script").count() == 0
+    assert all(url.startswith(site) for url in requests)
+    assert not errors
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"release": "0.19.5", "strategy": "zero2", "precision": "bf16"},
+        {"release": "0.10.1", "accelerate": "1.14.0"},
+        {"release": "0.19.8", "features": "zero2,muon,clipping"},
+    ],
+)
+def test_a_link_has_the_question_about_releases_and_shows_the_same(
+    page: Page, python_tab: Page, values: dict[str, str]
+) -> None:
+    page.evaluate("document.querySelector('#releases').open = true")
+    for name, value in {"accelerate": "1.15.0", "torch": "2.13.0", **values}.items():
+        if name == "features":
+            choose_features(page, value.split(","))
+        elif name in ("strategy", "precision"):
+            page.select_option(f"#releases-form [name={name}]", value)
+        else:
+            page.fill(f"#releases-form [name={name}]", value)
+    page.click("#releases-form button")
+    page.wait_for_selector("#releases-form[data-done]")
+    view = page.inner_text("#releases")
+    page.click("#copy-releases")
+    wait_for_page(page, "location.hash.includes('releases.release=')")
+    address = page.evaluate("location.hash")
+    in_link = dict(urllib.parse.parse_qsl(address.removeprefix("#")))
+    in_link = {name.removeprefix("releases."): text for name, text in in_link.items() if name != "version"}
+    usual = {"accelerate": "1.15.0", "torch": "2.13.0"} | ({} if "features" in values else {"precision": "fp32"})
+    assert in_link == usual | values
+    page.evaluate(FIRST_STATE)
+    assert page.is_hidden("#releases-status")
+    visit(page, address)
+    page.wait_for_selector("#releases-form[data-done]")
+    assert page.inner_text("#releases") == view
+
+
+@pytest.mark.parametrize(
+    ("fragment", "says"),
+    [
+        ("strategy=%3Cb%3E", "this link's strategy is not in the list of this page. To fix it: choose one, and press"),
+        ("precision=fp8", "this link's precision is not in the list of this page"),
+        ("release=0.19.8&features=nothing", "this link's features is not in the list of this page"),
+        ("release=0.19.8&features=zero2,zero3", "this link's features is not in the list of this page"),
+        ("release=0.19.8&features=muon", "this link's features is not in the list of this page"),
+        ("release=%3Cscript%3Ealert(1)%3C/script%3E", "is not a release of DeepSpeed. To fix it: "),
+        (f"release={'1' * 5_000}.1", "is not a release of DeepSpeed. To fix it: "),
+        (f"release=0.19.8&torch={'1' * 5_000}.1", "is not a release such as 1.15.0"),
+    ],
+)
+def test_a_hostile_question_about_releases_in_a_link_is_refused(
+    page: Page, errors: list[str], fragment: str, says: str
+) -> None:
+    visit(page, "#model=gpt2&gpus=1&" + "&".join(f"releases.{part}" for part in fragment.split("&")))
+    page.wait_for_selector("#releases-form[data-done]")
+    status = page.inner_text("#releases-status")
+    assert says in status
+    assert len(status) < 300
+    assert "\n" not in status
+    assert page.locator("main script, main b").count() == 0
+    assert not errors
+
+
+# Questions of people that are entered on the page as their threads have them, by their place in tests/threads.yaml.
+ASKED_THREADS = (
+    *(
+        "huggingface/open-r1#579",
+        "hiyouga/LlamaFactory#3499",
+        "deepspeedai/DeepSpeed#1635",
+        "deepspeedai/DeepSpeed#6834",
+    ),
+    *(
+        "deepspeedai/DeepSpeed#4298",
+        "huggingface/accelerate#3481",
+        "deepspeedai/DeepSpeed#5405",
+        "huggingface/trl#2062",
+    ),
+    *("deepspeedai/DeepSpeed#6666", "FlagOpen/FlagEmbedding#1487", "huggingface/trl#3858", "EleutherAI/gpt-neox#1166"),
+    "huggingface/transformers#24395",
+)
+THREADS = {thread["thread"]: thread for thread in yaml.safe_load((ROOT / "tests/threads.yaml").read_text())}
+# The findings on a file as the page has them, in the order of the command: each finding as key, message and fix.
+EXPLAINED_TEXTS = """
+() => [
+  ...["explain-status", "explain-peak", "costs", "answers"].map((id) => document.getElementById(id).innerText),
+  ...[...document.querySelectorAll("#explained tbody tr")].map(({ cells }) =>
+    `${cells[2].firstChild.innerText}: ${cells[3].innerText} ${cells[4].innerText}`),
+]
+"""
+
+
+def fill_fields(page: Page, form: str, values: dict[str, Any]) -> None:
+    """Enter the settings, each value as a person would."""
+    for name, value in values.items():
+        field = page.locator(f"{form} [name={name}]")
+        if value in (None, math.inf, ""):
+            continue
+        if field.evaluate("(field) => Boolean(field.options)"):
+            field.select_option(str(value))
+        else:
+            field.fill(f"{value:g}" if isinstance(value, float) else str(value))
+
+
+def enter_thread(page: Page, words: list[str], folder: Path) -> None:
+    """Enter the words of `study explain` in the fields of the page, and give it the files of a folder."""
+    parser = Parser(prog="study explain")
+    explain.add_arguments(parser)
+    options = parser.parse_args(words)
+    box = to_box(options.hardware or "8xH100")
+    question = {
+        "model": options.model[0],
+        "nodes": box.nodes,
+        "gpus": box.gpus_per_node,
+        "device": box.device.names[0],
+        "peft": "qlora" if options.quantization == "4bit" else options.peft.replace("none", ""),
+        "lora_targets": ",".join(options.lora_targets or ()),
+        "with_reference": "yes" if options.with_reference else "",
+        "gradient_checkpointing": "on" if options.gradient_checkpointing else "auto",
+        **{name: getattr(options, name) for name in ("seq_length", "optimizer", "host_gb_per_s", "bus_gb_per_s")},
+    }
+    fill_fields(page, "#form", question)
+    page.evaluate("document.querySelector('#explain').open = true")
+    counts = ("world_size", "micro_batch", "accumulation", "generated_tokens")
+    fill_fields(page, "#file-form", {name: getattr(options, name) for name in counts})
+    give(page, *folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ASKED_THREADS)
+def test_the_page_answers_what_people_asked(page: Page, name: str, tmp_path: Path) -> None:
+    thread = THREADS[name]
+    command, *words = shlex.split(thread["command"])
+    if command == "releases":
+        page.evaluate("document.querySelector('#releases').open = true")
+        page.fill("#releases-form [name=release]", words[0])
+        page.click("#releases-form button")
+        page.wait_for_selector("#releases-form[data-done]")
+        texts = [page.inner_text("#releases")]
+    else:
+        for file, document in thread["files"].items():
+            (tmp_path / file).write_text(json.dumps(document))
+        enter_thread(page, words, tmp_path)
+        texts = page.evaluate(EXPLAINED_TEXTS)
+    text = " ".join(" ".join(texts).split())
+    assert [phrase for phrase in thread["says"] if not re.search(phrase, text)] == [], text
+
+
+def test_the_page_says_that_the_host_is_too_small(page: Page) -> None:
+    # axolotl-ai-cloud/axolotl#1439: a 70 B model on eight A100 whose host has 1 TB.
+    visit(page, "#model=llama-3.1-70b&device=A100&host_memory=1024")
+    assert page.inner_text("#answer").startswith("Use zero3_nvme_optimizer")
+    assert re.search(r"host memory", rows(page)["zero3_cpu"][-2])
+
+
+@pytest.mark.parametrize(
+    ("release", "strategy", "flags", "says"),
+    [
+        ("0.19.8", "", {}, "Right. deepspeed 0.19.8 with accelerate 1.15.0 and torch 2.13.0, every tested strategy"),
+        ("0.19.5", "zero2", {}, "Wrong. deepspeed 0.19.5"),
+        ("0.19.5", "zero2", {"precision": "bf16"}, "Wrong. "),
+        ("0.19.8", "zero3_nvme", {}, "Not tested. "),
+        ("0.19.6", "zero1", {"accelerate": "1.14.0"}, "Not tested. "),
+        ("<b>", "", {}, "'<b>' is not a release of DeepSpeed. To fix it: "),
+        ("0.19.6", "", {"torch": "new"}, "'new' is not a release such as 1.15.0"),
+    ],
+)
+def test_a_release_is_judged_as_by_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], release: str, strategy: str, flags: dict[str, str], says: str
+) -> None:
+    page.evaluate("document.querySelector('#releases').open = true")
+    choices = {"precision": "fp32", "strategy": strategy} | flags
+    for name, value in ({"release": release, "accelerate": "1.15.0", "torch": "2.13.0"} | choices).items():
+        field = page.locator(f"#releases-form [name={name}]")
+        field.select_option(value) if name in ("precision", "strategy") else field.fill(value)
+    page.click("#releases-form button")
+    page.wait_for_selector("#releases-form[data-done]")
+    status = page.inner_text("#releases-status")
+    assert says in status
+    capsys.readouterr()
+    code = cli.main([word.strip("'") for word in page.inner_text("#releases-command").split()[1:]])
+    printed = capsys.readouterr()
+    if code == 2:
+        assert status == printed.err.removeprefix("error: ").strip()
+        return
+    first, *lines = printed.out.splitlines()
+    assert status.partition(". ")[0] == {0: "Right", 1: "Wrong", 3: "Not tested"}[code]
+    assert status.partition(". ")[2] == first
+    assert {*page.locator("#faults li").all_inner_texts()} <= {*lines}
+    assert bool(page.locator("#faults li").count()) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("release", "features", "verdict"),
+    [
+        ("0.19.8", ("zero2", "muon", "clipping"), "Wrong"),
+        ("0.19.8", ("zero2", "accumulation"), "Right"),
+        ("0.19.5", ("zero2", "accumulation"), "Wrong"),
+        ("0.14.0", ("zero3",), "Not tested"),
+        ("0.19.8", ("zero0", "fp16", "zero_init"), None),
+    ],
+)
+def test_a_combination_of_features_is_judged_as_by_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], release: str, features: tuple[str, ...], verdict: str | None
+) -> None:
+    page.evaluate("document.querySelector('#releases').open = true")
+    for name, version in (("release", release), ("accelerate", "1.15.0"), ("torch", "2.13.0")):
+        page.fill(f"#releases-form [name={name}]", version)
+    choose_features(page, features)
+    assert page.is_disabled("#releases-form [name=strategy]")
+    page.click("#releases-form button")
+    page.wait_for_selector("#releases-form[data-done]")
+    words = page.inner_text("#releases-command").split()[1:]
+    assert words[words.index("--features") + 1] == ",".join(features)
+    capsys.readouterr()
+    code = cli.main(words)
+    printed = capsys.readouterr()
+    status = page.inner_text("#releases-status")
+    if verdict is None:
+        assert (code, status) == (2, printed.err.removeprefix("error: ").strip())
+    else:
+        assert {0: "Right", 1: "Wrong", 3: "Not tested"}[code] == verdict
+        first, *lines = printed.out.splitlines()
+        assert status == f"{verdict}. {first}"
+        assert page.locator("#faults li").all_inner_texts() == lines
+    page.locator("#features select").first.select_option("")
+    assert page.is_enabled("#releases-form [name=strategy]")
+
+
+def test_the_wheels_have_the_versions_of_this_installation() -> None:
+    pinned = re.findall(r"^(\S+==\S+) --hash", build.WHEELS.read_text(), re.MULTILINE)
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    assert len(pinned) == 6
+    assert set(pinned) <= {*constraints}
+
+
+def test_another_archive_than_the_pinned_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    (tmp_path / "other.tgz").write_bytes(b"something else")
+    monkeypatch.setenv("PYODIDE", str(tmp_path / "other.tgz"))
+    monkeypatch.setattr("sys.argv", ["build.py", str(tmp_path / "site")])
+    assert build.main() == 2
+    assert "its digest is another one. To fix it: name the archive of npm's package" in capsys.readouterr().err
+
+
+AXE = build.Package(
+    "axe-core", "4.14.1", "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
+)
+GUIDELINES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+# Rules that a page broke, each with its elements.
+VIOLATIONS = """
+(tags) => axe.run({ runOnly: tags }).then(({ violations }) => violations.flatMap(
+  ({ id, nodes }) => nodes.map(({ target, failureSummary }) => `${id}: ${target.join(" ")}: ${failureSummary}`)))
+"""
+
+
+# The least contrast of a placeholder with its field, which axe-core does not check: relative luminances of WCAG 1.4.3.
+PLACEHOLDERS = """
+Math.min(...[...document.querySelectorAll("[placeholder]")].map((field) => {
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d");
+  const luminance = (color) => {
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    const [red, green, blue] = [...canvas.getImageData(0, 0, 1, 1).data].map((byte) => byte / 255)
+      .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  const text = luminance(getComputedStyle(field, "::placeholder").color);
+  const back = luminance(getComputedStyle(field).backgroundColor);
+  return (Math.max(text, back) + 0.05) / (Math.min(text, back) + 0.05);
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """Fetch axe-core, which checks the guidelines for accessibility, and return its code."""
+    try:
+        archive = build.fetch(AXE)
+    except UserError as refusal:
+        pytest.skip(f"{refusal.problem}: {refusal.fix}")
+    return build.read_member(archive, "axe.min.js").decode()
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_meets_the_guidelines_for_accessibility(
+    browser: Browser, site: str, axe: str, scheme: Literal["light", "dark"], width: int
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+
+    def violations() -> Any:
+        page.evaluate("document.querySelectorAll('details').forEach((element) => { element.open = true; })")
+        return page.evaluate(VIOLATIONS, GUIDELINES)
+
+    # With a stored answer, its table and drawings.
+    page.goto(f"{site}/index.html")
+    page.wait_for_selector("body[data-started=yes]")
+    page.evaluate(axe)
+    assert page.locator("#table tbody tr").count() > 5
+    assert violations() == []
+    assert page.evaluate(PLACEHOLDERS) >= 4.5
+    # Refused, so without a table.
+    page.evaluate("location.hash = '#config=left-out'")
+    page.wait_for_selector("#status:has-text('To fix it')")
+    assert page.is_hidden("#result")
+    assert violations() == []
+    if (scheme, width) == ("dark", 400):
+        # With everything that Python adds: buttons, changes, files, findings and faults.
+        page.evaluate("history.replaceState(null, '', location.pathname)")
+        page.fill("[name=model]", "gpt2")
+        page.click("#form button")
+        page.wait_for_selector("#table button", timeout=PYTHON_TIMEOUT_MS)
+        page.click("#what-if")
+        page.wait_for_selector("#what-if:enabled")
+        page.locator("#table button").first.click()
+        page.wait_for_selector("#files pre")
+        page.fill("[name=text]", '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "nothing": 1}')
+        page.click("#file-form button")
+        page.wait_for_selector("#file-form[data-done]", timeout=PYTHON_TIMEOUT_MS)
+        page.fill("[name=release]", "0.19.5")
+        page.click("#releases-form button")
+        page.wait_for_selector("#faults li")
+        assert violations() == []
+    page.close()
+
+
+# A question to Python as the page asks it: the rows of the table, by strategy.
+ASKED = """new Promise((done, fail) => {
+  const [worker, rows] = [new Worker("worker.js", { type: "module" }), {}];
+  worker.onerror = ({ message }) => fail(message);
+  worker.onmessage = ({ data }) => {
+    if (data.failed) fail(data.failed);
+    if (data.row) rows[data.strategy] = JSON.parse(data.row);
+    if (data.rank) done({ rows, rank: JSON.parse(data.rank) });
+  };
+  worker.postMessage({ id: 1, call: "compare", words: WORDS });
+})"""
+
+
+def test_firefox_has_the_answer_of_the_command(site: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    executable = find_firefox()
+    if executable is None:
+        pytest.skip("no Firefox is installed: apt-get install firefox-esr")
+    document = advised(capsys, WORDS)
+    with firefox(executable, tmp_path) as window:
+        window.open(f"{site}/index.html{ADDRESS}")
+        window.wait("document.body.dataset.done", 240)
+        assert "Firefox" in window.evaluate("navigator.userAgent")
+        answer = f"Use {document['recommended']}: {document['how_sure']}"
+        assert window.evaluate("document.querySelector('#answer').innerText") == answer
+        order = "[...document.querySelectorAll('#table tbody th')].map((cell) => cell.innerText)"
+        assert window.evaluate(order) == [row["strategy"] for row in document["strategies"]]
+        ours = window.evaluate(ASKED.replace("WORDS", json.dumps(WORDS)))
+        assert ours["rank"]["recommended"] == document["recommended"]
+        for row in document["strategies"]:
+            assert_same({name: ours["rows"][row["strategy"]][name] for name in row}, row)
+        # No width scrolls sideways; 500 is the least of Firefox.
+        for width in (500, 1600):
+            window.resize(width, 900)
+            assert window.evaluate("innerWidth") == width
+            assert window.evaluate("document.documentElement.scrollWidth") <= window.evaluate("innerWidth")

@@ -1,0 +1,138 @@
+"""Costs of a step under each release: the stored table, its changes and their causes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import run_without_torch
+from study import cli
+from study.compositions.features import make_combination
+from study.config.errors import UserError
+from study.releases.costs import (
+    CombinationCost,
+    CostTable,
+    changed_figures,
+    find_changes,
+    group_changes,
+    history,
+    later_changes,
+    overview,
+    read_cost_causes,
+    read_costs,
+    read_list,
+    run,
+)
+
+TABLE = read_costs()
+NEWEST = TABLE.names[-1]
+
+
+def options(**fields: Any) -> argparse.Namespace:
+    return argparse.Namespace(release="costs", strategy=None, measure=False, **fields)
+
+
+def make_table(**costs: CombinationCost) -> CostTable:
+    return CostTable({}, {f"0.1.{place}": {"zero3": cost} for place, cost in enumerate(costs.values())})
+
+
+def cost(**fields: Any) -> CombinationCost:
+    measured = CombinationCost(
+        "measured",
+        parameters=100,
+        state_bytes=1600,
+        peak_parts={"activations": 2000},
+        sent_bytes=400,
+        collectives={"all_gather": 2},
+        host_time=2.0,
+    )
+    return dataclasses.replace(measured, **fields)
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    TABLE.write(tmp_path / "costs.json")
+    assert CostTable.read(tmp_path / "costs.json") == TABLE
+
+
+def test_every_release_has_every_combination() -> None:
+    names = [make_combination(name.split(",")).name for name in read_list()]
+    assert all(list(costs) == names for costs in TABLE.releases.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "figures"),
+    [
+        ({}, []),
+        ({"sent_bytes": 402}, ["sent"]),
+        ({"peak_parts": {"activations": 2100}}, []),
+        ({"peak_parts": {"activations": 2300}}, ["peak"]),
+        ({"collectives": {"all_gather": 3}}, ["collectives"]),
+        ({"host_time": 3.5}, []),
+        ({"host_time": 4.2, "state_bytes": 1700}, ["state", "host_time"]),
+    ],
+)
+def test_a_change_is_more_than_repeated_measurements_differ(fields: dict[str, Any], figures: list[str]) -> None:
+    later = dataclasses.replace(cost(), **fields)
+    changes = list(find_changes(make_table(old=cost(), new=later)))
+    assert [change.figure for change in changes] == figures
+
+
+def test_peaks_at_different_moments_are_compared_by_the_heap() -> None:
+    later = cost(peak_moment="in the optimizer step", peak_parts={"activations": 3000}, peak_bytes=3000)
+    assert changed_figures(cost(peak_bytes=2800), later) == []
+    assert changed_figures(cost(peak_bytes=2000), later) == ["peak"]
+
+
+def test_a_release_that_fails_is_no_change() -> None:
+    failed = CombinationCost("crashes", "RuntimeError: no")
+    assert not list(find_changes(make_table(old=cost(), failed=failed, new=cost(sent_bytes=800))))
+
+
+def test_every_change_has_a_cause_and_every_cause_a_change() -> None:
+    changes = list(find_changes(TABLE))
+    assert not [change for change in changes if change.cause is None]
+    assert {change.cause for change in changes} == set(read_cost_causes())
+
+
+def test_the_page_of_a_combination_has_its_change_and_the_cause() -> None:
+    name = "zero3,accumulation"
+    text = "\n".join(str(part) for part in history(TABLE, make_combination(name.split(","))))
+    (change,) = group_changes(
+        change for change in find_changes(TABLE) if change.combination.name == name and change.figure == "sent"
+    )
+    assert change.reason in text
+    assert "sent 20.2 to 21.6" in change.text
+
+
+def test_the_overview_has_every_combination_of_the_newest_release() -> None:
+    text = "\n".join(str(part) for part in overview(TABLE))
+    assert all(name in text for name in TABLE.releases[NEWEST])
+
+
+def test_a_release_names_what_a_step_costs_in_later_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["releases", "0.18.9", "zero3"]) == 0
+    out = capsys.readouterr().out
+    assert "a step from 0.19.2 to 0.19.5: peak -12% to -9%: linear layers" in out
+    assert "a step from 0.19.2 to 0.19.5: sent 20.2 to 21.6, collectives 126 to 121: weights that" in out
+    assert later_changes(TABLE, "0.19.5", "zero3", "fp32") == []
+    (in_bf16,) = later_changes(TABLE, "0.19.2", "zero1", "bf16")
+    assert "overflow" in in_bf16
+
+
+def test_a_combination_without_figures_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(options(features=make_combination(["zero1", "tied", "schedule"]))) == 3
+    assert "study releases costs --measure --features zero1,tied,schedule" in capsys.readouterr().out
+
+
+def test_a_strategy_is_refused() -> None:
+    with pytest.raises(UserError, match="costs takes no 'zero3'"):
+        run(argparse.Namespace(release="costs", strategy="zero3", measure=False))
+
+
+def test_no_torch_is_imported_for_stored_costs() -> None:
+    result = run_without_torch("releases", "costs")
+    assert f"deepspeed {NEWEST}" in result.stdout
