@@ -1,10 +1,10 @@
-"""Count the bytes that a rank holds under stage 0 in bf16, by type, with the DeepSpeed that is imported.
+"""Count the bytes of a rank's tensors under stage 0 in bf16, by type, with the DeepSpeed that is imported.
 
     pip install --no-deps --target FOLDER deepspeed==0.17.5     # with DS_BUILD_OPS=0
     PYTHONPATH=FOLDER:. python tools/stage0_bytes.py [--ranks 8]
 
 Up to 0.17.5 stage 0 in bf16 is BF16_Optimizer, which divides its states over the ranks; in newer releases it does not.
-The bytes are those of all tensors that a rank holds at the end of its third backward pass.
+All tensors count that are alive at the end of the third backward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import spawn
 
 LAYERS, WIDTH = 8, 512
 # Smaller tensors are inputs, activations of one sample and counters.
-SMALLEST = WIDTH * WIDTH // 8
+MIN_TENSOR_BYTES = WIDTH * WIDTH // 8
 SETTINGS = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train for three steps on each rank, and print what rank 0 holds."""
+    """Train for three steps on each rank, and print the bytes of rank 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=8)
     ranks = parser.parse_args(arguments).ranks
@@ -44,17 +44,17 @@ def main(arguments: list[str] | None = None) -> int:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "held.json"
-        spawn(functools.partial(_train, ranks=ranks, port=port, found=found), nprocs=ranks)
-        held = json.loads(found.read_text(encoding="utf-8"))
-    print(f"deepspeed {held['deepspeed']}, {held['optimizer']}, {ranks} ranks, {held['parameters']:,} parameters")
-    for kind, nbytes in sorted(held["bytes"].items()):
-        print(f"{kind:<10} {nbytes / held['parameters']:6.3f} bytes per parameter")
-    print(f"{'all':<10} {sum(held['bytes'].values()) / held['parameters']:6.3f} bytes per parameter")
+        record_file = Path(folder) / "bytes.json"
+        spawn(functools.partial(_train, ranks=ranks, port=port, record_file=record_file), nprocs=ranks)
+        record = json.loads(record_file.read_text(encoding="utf-8"))
+    print(f"deepspeed {record['deepspeed']}, {record['optimizer']}, {ranks} ranks, {record['parameters']:,} parameters")
+    for kind, nbytes in sorted(record["bytes"].items()):
+        print(f"{kind:<10} {nbytes / record['parameters']:6.3f} bytes per parameter")
+    print(f"{'all':<10} {sum(record['bytes'].values()) / record['parameters']:6.3f} bytes per parameter")
     return 0
 
 
-def _train(rank: int, *, ranks: int, port: int, found: Path) -> None:
+def _train(rank: int, *, ranks: int, port: int, record_file: Path) -> None:
     import deepspeed
 
     # DeepSpeed reads it instead of the rank that it is given.
@@ -77,13 +77,13 @@ def _train(rank: int, *, ranks: int, port: int, found: Path) -> None:
         engine.step()
     _backward(engine)
     if rank == 0:
-        held = {
+        record = {
             "deepspeed": deepspeed.__version__,
             "optimizer": type(engine.optimizer).__name__,
             "parameters": parameters,
-            "bytes": _held_bytes(),
+            "bytes": _tensor_bytes(),
         }
-        found.write_text(json.dumps(held), encoding="utf-8")
+        record_file.write_text(json.dumps(record), encoding="utf-8")
     torch.distributed.barrier()
 
 
@@ -92,7 +92,7 @@ def _backward(engine: Any) -> None:
     engine.backward(engine(sample).float().pow(2).mean())
 
 
-def _held_bytes() -> Counter[str]:
+def _tensor_bytes() -> Counter[str]:
     """Return the bytes of all large tensors by type; of two views of one storage one counts."""
     storages: dict[int, tuple[str, int]] = {}
     for item in gc.get_objects():
@@ -102,12 +102,12 @@ def _held_bytes() -> Counter[str]:
         tensors = [item, item.grad] if item.is_leaf and item.grad is not None else [item]
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.nbytes() >= SMALLEST:
+            if storage.nbytes() >= MIN_TENSOR_BYTES:
                 storages[storage.data_ptr()] = (str(tensor.dtype).removeprefix("torch."), storage.nbytes())
-    held: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for kind, nbytes in storages.values():
-        held[kind] += nbytes
-    return held
+        counts[kind] += nbytes
+    return counts
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def combinations_to_repeat(stored: Matrix) -> list[Combination]:
 
 
 def combinations_over_releases(stored: Matrix) -> list[Combination]:
-    """Return what is repeated under DeepSpeed's other releases, the smallest first.
+    """Return the combinations to repeat under other releases of DeepSpeed, the smallest first.
 
     These are small equal runs, equal runs that cover the pairs of all but rare features and the triples of common ones,
     and the faults.

@@ -197,7 +197,7 @@ class CommonGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What somebody has reported of a combination."""
+    """A report of a fault in a combination, by others."""
 
     # OWNER/NAME#NUMBER
     report: str
