@@ -93,7 +93,7 @@ def main() -> int:
                     "says": after.says,
                     "found": is_found,
                     "located": located,
-                    "alarm": not before.is_equal and match_known_finding(before) is None,
+                    "alarm": not before.is_equal and match_known_finding(before, installed_stack()) is None,
                 }
             )
             print(f"{before.kind:8} {after.kind:8} {'located' if located else '-':8} {name}: {after.says}", flush=True)

@@ -68,8 +68,8 @@ class KnownFinding:
         """Whether the packages of a stack are of releases that have it."""
         from study.host.stacks import release_key
 
-        has_begun = all(release_key(stack[package] or "0") >= release_key(release) for package, release in self.since)
-        is_mended = any(release_key(stack[package] or "0") >= release_key(release) for package, release in self.before)
+        has_begun = all(release_key(stack.get(name) or "0") >= release_key(release) for name, release in self.since)
+        is_mended = any(release_key(stack.get(name) or "0") >= release_key(release) for name, release in self.before)
         return has_begun and not is_mended
 
     def is_lifted(self, levels: Set[str]) -> bool:
@@ -96,9 +96,9 @@ def read_known_findings() -> tuple[KnownFinding, ...]:
     )
 
 
-def match_known_finding(outcome: CombinationOutcome) -> KnownFinding | None:
-    """Return the first entry that explains an outcome."""
-    return next((entry for entry in read_known_findings() if entry.explains(outcome)), None)
+def match_known_finding(outcome: CombinationOutcome, stack: Mapping[str, str | None]) -> KnownFinding | None:
+    """Return the first entry of a stack's releases that explains an outcome."""
+    return next((entry for entry in read_known_findings() if entry.is_in(stack) and entry.explains(outcome)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +140,9 @@ def read_other_matrices() -> Iterator[Matrix]:
 _PRECEDENCE = ("error", "wrong", "untested", "by_design")
 
 
-def _is_lifted(finding: CombinationOutcome, combination: Combination) -> bool:
+def _is_lifted(finding: CombinationOutcome, combination: Combination, stack: Mapping[str, str | None]) -> bool:
     """Whether a larger combination has a feature with which a finding does not arise."""
-    entry = match_known_finding(finding)
+    entry = match_known_finding(finding, stack)
     return entry is not None and entry.is_lifted(combination.levels)
 
 
@@ -154,8 +154,8 @@ def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswe
     findings = sorted(matrix.findings.values(), key=lambda finding: finding.combination != combination)
     for finding in findings:
         is_part = features.issuperset(finding.combination.features)
-        if finding.combination == combination or (is_part and not _is_lifted(finding, combination)):
-            entry = match_known_finding(finding)
+        if finding.combination == combination or (is_part and not _is_lifted(finding, combination, matrix.stack)):
+            entry = match_known_finding(finding, matrix.stack)
             answers.setdefault(entry.title if entry is not None else finding.says, _finding_answer(finding, matrix))
     for fault in _find_faults(combination, matrix):
         answers.setdefault(fault.title, CombinationAnswer("wrong", _with_instead(fault.title, fault), matrix.stack))
@@ -195,7 +195,7 @@ def _find_faults(combination: Combination, matrix: Matrix) -> Iterator[KnownFind
     are left to the findings.
     """
     for entry in read_known_findings():
-        is_found = any(entry.explains(finding) for finding in matrix.findings.values())
+        is_found = entry.is_in(matrix.stack) and any(entry.explains(finding) for finding in matrix.findings.values())
         if is_found and entry.verdict == "wrong" and not entry.setting and entry.arises_with(combination.levels):
             yield entry
 
@@ -205,7 +205,7 @@ def _with_instead(text: str, entry: KnownFinding | None) -> str:
 
 
 def _finding_answer(finding: CombinationOutcome, matrix: Matrix) -> CombinationAnswer:
-    entry = match_known_finding(finding)
+    entry = match_known_finding(finding, matrix.stack)
     if entry is not None and entry.verdict == "cpu":
         text = f"{finding.combination.name} needs a GPU, and only CPUs were there ({entry.title})"
         return CombinationAnswer("untested", text, matrix.stack)

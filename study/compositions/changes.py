@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -48,7 +48,9 @@ def combinations_to_repeat(stored: Matrix) -> list[Combination]:
     The smallest are first: they name a change best, if the time is over before the others.
     """
     equal = [combination for combination, outcome in stored.outcomes.items() if outcome.is_equal]
-    findings = [combination for combination, outcome in stored.findings.items() if not _needs_a_gpu(outcome)]
+    findings = [
+        combination for combination, outcome in stored.findings.items() if not _needs_a_gpu(outcome, stored.stack)
+    ]
     return sorted([*equal, *findings], key=lambda combination: len(combination.features))
 
 
@@ -68,7 +70,7 @@ def combinations_over_releases(stored: Matrix) -> list[Combination]:
     chosen = {combination for combination in equal if len(combination.features) <= _SMALL}
     chosen.update(_covering(not_rare, list_pairs), _covering(common, list_triples))
     for combination, outcome in stored.findings.items():
-        entry = match_known_finding(outcome)
+        entry = match_known_finding(outcome, stored.stack)
         if combination.uses_deepspeed and entry is not None and entry.verdict == "wrong":
             chosen.add(combination)
     return sorted(chosen, key=lambda combination: (len(combination.features), combination.name))
@@ -88,8 +90,8 @@ def _covering(
     return chosen
 
 
-def _needs_a_gpu(outcome: CombinationOutcome) -> bool:
-    entry = match_known_finding(outcome)
+def _needs_a_gpu(outcome: CombinationOutcome, stack: Mapping[str, str | None]) -> bool:
+    entry = match_known_finding(outcome, stack)
     return entry is not None and entry.verdict == "cpu"
 
 

@@ -135,7 +135,7 @@ def _run_each(options: argparse.Namespace, stack: Mapping[str, str | None], comb
     lines: list[str | TextTable] = [f"{_answer([outcome for outcome, _ in outcomes])} ({duration})"]
     lines.append("tested: " + ", ".join(f"{name} {version}" for name, version in stack.items() if version))
     for outcome, finding in outcomes:
-        lines += _explained(outcome, finding)
+        lines += _explained(outcome, finding, stack)
         lines += _about_accelerate(outcome)
     document = lambda: {  # noqa: E731
         "stack": dict(stack),
@@ -177,13 +177,13 @@ def exit_status(outcomes: Sequence[CombinationOutcome]) -> int:
     return _PASS if kinds <= {"equal"} else _UNTESTED
 
 
-def _explained(outcome: CombinationOutcome, finding: CombinationOutcome) -> list[str]:
+def _explained(outcome: CombinationOutcome, finding: CombinationOutcome, stack: Mapping[str, str | None]) -> list[str]:
     if outcome.is_equal:
         return []
     lines = [f"{outcome.combination.name}:", f"  {outcome.says}" + f" ({outcome.line})" * bool(outcome.line)]
     if finding.combination != outcome.combination:
         lines.append(f"  it takes only {finding.combination.name}: {finding.says}")
-    if (entry := match_known_finding(finding)) is not None:
+    if (entry := match_known_finding(finding, stack)) is not None:
         lines.append(f"  known: {entry.title}" + f" ({entry.address})" * bool(entry.address))
     return lines
 
@@ -217,12 +217,12 @@ def _run_pairs(options: argparse.Namespace, stack: dict[str, str | None]) -> int
             per_engine=options.per_engine,
         )
     print_result(options.json, matrix.document, matrix_page(matrix, per_engine=options.per_engine))
-    return exit_status([finding for finding in matrix.findings.values() if _counts(finding)])
+    return exit_status([finding for finding in matrix.findings.values() if _counts(finding, stack)])
 
 
-def _counts(finding: CombinationOutcome) -> bool:
+def _counts(finding: CombinationOutcome, stack: Mapping[str, str | None]) -> bool:
     """Whether a finding is a fault, rather than a documented difference or a limit of CPUs."""
-    entry = match_known_finding(finding)
+    entry = match_known_finding(finding, stack)
     return entry is None or entry.verdict == "wrong"
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from study.compositions.answers import (
     fault_under_accelerate,
@@ -19,7 +18,7 @@ from study.compositions.features import Combination
 from study.compositions.matrix import Matrix
 from study.config.errors import UserError
 from study.config.printing import print_page
-from study.host.stacks import package_version
+from study.host.stacks import package_version, release_key
 from study.releases.causes import Cause, read_causes
 from study.releases.judge import FAULTY, UNTESTED, has_releases
 
@@ -64,11 +63,10 @@ def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
         outcome = _WORDS["error" if only_errors else "wrong"]
         source = "by the causes of `study releases`, which has their sources"
         return FAULTY, [f"{request}: {outcome}: {described}", source]
-    every_matrix = itertools.chain(matrices, read_other_matrices())
+    every_matrix = [*matrices, *read_other_matrices()]
     tested = next((matrix for matrix in every_matrix if has_releases(matrix, versions)), None)
     if tested is None:
-        answer = look_up_answer(options.features, newest)
-        nearest = f"with {_stack_text(newest)}: {_WORDS[answer.kind]}: {answer.text}"
+        nearest = _format_answer(options.features, _next_newer(every_matrix, versions, newest))
         return UNTESTED, [f"{request}: not tested; {command}", nearest, _HOW]
     answer = look_up_answer(options.features, tested)
     status = _STATUS[answer.kind]
@@ -77,6 +75,23 @@ def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
         lines += _with_accelerate(options.features, tested)
     lines += [*[command] * (status == UNTESTED), _HOW]
     return status, lines
+
+
+def _format_answer(combination: Combination, matrix: Matrix) -> str:
+    answer = look_up_answer(combination, matrix)
+    return f"with {_stack_text(matrix)}: {_WORDS[answer.kind]}: {answer.text}"
+
+
+def _next_newer(matrices: Sequence[Matrix], versions: dict[str, str | None], newest: Matrix) -> Matrix:
+    """Return the matrix of the oldest DeepSpeed that is not older than the request's; the newest if there is none."""
+    requested = release_key(versions["deepspeed"] or "0")
+    releases = {
+        release_key(matrix.stack["deepspeed"] or "0"): matrix
+        for matrix in matrices
+        if all(matrix.stack[name] == newest.stack[name] for name in _PACKAGES if name != "deepspeed")
+    }
+    newer = [release for release in releases if release >= requested]
+    return releases[min(newer)] if newer else newest
 
 
 def _with_accelerate(combination: Combination, matrix: Matrix) -> Iterator[str]:

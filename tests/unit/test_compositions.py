@@ -21,6 +21,7 @@ from study.compositions.answers import (
     read_matrices,
     read_other_matrices,
 )
+from study.compositions.changes import combinations_over_releases, combinations_to_repeat
 from study.compositions.command import exit_status, parse_features
 from study.compositions.covering import Design, list_pairs, list_triples
 from study.compositions.features import (
@@ -309,13 +310,15 @@ def test_the_exit_status_of_outcomes(kinds: list[str], status: int) -> None:
 
 def test_every_finding_of_a_stored_matrix_is_explained_and_every_explanation_is_used() -> None:
     matrices = [*read_matrices(), *read_other_matrices()]
-    findings = [finding for matrix in matrices for finding in matrix.findings.values()]
+    findings = [(finding, matrix.stack) for matrix in matrices for finding in matrix.findings.values()]
     assert findings
     unexplained = [
-        f"{finding.combination.name}: {finding.says}" for finding in findings if match_known_finding(finding) is None
+        f"{stack['deepspeed']} {finding.combination.name}: {finding.says}"
+        for finding, stack in findings
+        if match_known_finding(finding, stack) is None
     ]
     assert not unexplained
-    used = {match_known_finding(finding) for finding in findings}
+    used = {match_known_finding(finding, stack) for finding, stack in findings}
     assert [entry.title for entry in read_known_findings() if entry not in used] == []
 
 
@@ -326,11 +329,12 @@ def test_the_features_of_known_findings_exist() -> None:
 
 
 def test_a_finding_is_lifted_by_all_features_of_a_list() -> None:
-    clipping = match_known_finding(outcome("zero2,muon,clipping", "differs"))
+    stack = next(read_matrices()).stack
+    clipping = match_known_finding(outcome("zero2,muon,clipping", "differs"), stack)
     assert clipping is not None
     assert clipping.title.startswith("clipping judges by the norm of Muon")
-    assert match_known_finding(outcome("zero2,muon,fp32_accumulation,clipping", "differs")) == clipping
-    assert match_known_finding(outcome("zero1,muon,fp32_accumulation,clipping", "differs")) is None
+    assert match_known_finding(outcome("zero2,muon,fp32_accumulation,clipping", "differs"), stack) == clipping
+    assert match_known_finding(outcome("zero1,muon,fp32_accumulation,clipping", "differs"), stack) is None
 
 
 def test_a_stored_matrix_covers_nearly_every_pair_that_is_not_a_finding() -> None:
@@ -637,3 +641,32 @@ def test_each_report_is_about_a_combination_that_was_run_or_is_part_of_one() -> 
         assert look_up_answer(report.combination, next(read_matrices())).kind in {"right", "wrong", "error"}
     page = compositions.PAGE.read_text(encoding="utf-8")
     assert "(https://github.com/deepspeedai/DeepSpeed/issues/6545) | `zero2,ep` | does not arise: equal |" in page
+
+
+def test_an_untested_release_is_answered_with_the_next_newer_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["releases", "0.18.4", "--features", "zero2,muon,accumulation"]) == 3
+    printed = capsys.readouterr().out
+    assert "with deepspeed 0.18.4, accelerate 1.15.0, torch 2.13.0" in printed
+    assert "not tested; run: study verify --features zero2,muon,accumulation" in printed
+    assert (
+        "with deepspeed 0.18.6, accelerate 1.15.0, torch 2.13.0+cpu: wrong: zero2,muon: Muon steps matrices" in printed
+    )
+
+
+def test_older_releases_have_their_own_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [
+        main(["releases", release, "--features", "zero3,lora,checkpointing"]) for release in ("0.18.6", "0.19.5")
+    ]
+    assert answers == [1, 0]
+    assert "use reentrant checkpointing, or DeepSpeed 0.19.3 or newer" in capsys.readouterr().out
+
+
+def test_the_combinations_over_releases_have_the_pairs_of_common_features() -> None:
+    stored = next(read_matrices())
+    chosen = combinations_over_releases(stored)
+    assert all(combination.uses_deepspeed for combination in chosen)
+    assert len(chosen) < len(combinations_to_repeat(stored)) / 2
+    equal = [run for run, outcome in stored.outcomes.items() if outcome.is_equal and run.uses_deepspeed]
+    common = set().union(*(list_triples(run) for run in equal if rarity(run)[0] == 0))
+    assert common <= set().union(*(list_triples(run) for run in chosen))
+    assert {"zero2,muon", "zero2,muon,clipping", "zero3,lora,resume,hpz"} <= {run.name for run in chosen}

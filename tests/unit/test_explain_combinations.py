@@ -47,7 +47,7 @@ def find_in(settings: dict[str, Any], folder: Path, combination: Combination) ->
 def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_path: Path) -> None:
     certain, conditional = set[str](), set[str]()
     for outcome in MATRIX.findings.values():
-        entry = match_known_finding(outcome)
+        entry = match_known_finding(outcome, MATRIX.stack)
         combination = outcome.combination
         if entry is None or entry.verdict != "wrong" or combination.has("accelerate") or combination.stage is None:
             continue
@@ -84,7 +84,7 @@ def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_p
 def test_combinations_that_end_with_an_error_are_refused_with_their_remedy(tmp_path: Path) -> None:
     refused_titles = set[str]()
     for outcome in MATRIX.findings.values():
-        entry = match_known_finding(outcome)
+        entry = match_known_finding(outcome, MATRIX.stack)
         combination = outcome.combination
         if entry is None or entry.verdict != "refused" or combination.has("accelerate") or combination.stage is None:
             continue

@@ -20,7 +20,6 @@ from study.compositions.answers import (
 from study.compositions.changes import combinations_to_repeat, find_changes
 from study.compositions.features import Combination, rarity, read_common_groups, read_reports, read_rows
 from study.compositions.matrix import Matrix
-from study.compositions.session import CombinationOutcome
 from study.config.places import REPOSITORY
 from study.report.document import render_markdown
 
@@ -90,7 +89,8 @@ def page(matrix: Matrix, recall: dict[str, Any], matrices: Sequence[Matrix] = ()
         ],
         rows=_feature_table(),
         reports=_reports_table(matrix),
-        others=_others_table(matrix, matrices),
+        deepspeed=_deepspeed_table(matrix, [item for item in matrices if _has_other_deepspeed(matrix, item)]),
+        others=_others_table(matrix, [item for item in matrices if not _has_other_deepspeed(matrix, item)]),
         **_recall_counts(recall),
     )
 
@@ -101,25 +101,23 @@ def _stack_text(stack: Mapping[str, str | None]) -> str:
 
 def _explain_findings(matrix: Matrix, verdict: Verdict) -> list[ExplainedFindings]:
     """Return the findings of one verdict by their explanation."""
-    return _explain(matrix.findings.values(), lambda entry: entry.verdict == verdict)
+    return _explain([matrix], lambda entry: entry.verdict == verdict)
 
 
 def _explain_other_findings(newest: Matrix, matrices: Iterable[Matrix]) -> list[ExplainedFindings]:
     """Return the findings of other releases, by explanations that are of no finding of the newest."""
-    newest_entries = {match_known_finding(finding) for finding in newest.findings.values()}
-    findings = [finding for matrix in matrices for finding in matrix.findings.values()]
-    return _explain(findings, lambda entry: entry not in newest_entries)
+    newest_entries = {match_known_finding(finding, newest.stack) for finding in newest.findings.values()}
+    return _explain(matrices, lambda entry: entry not in newest_entries)
 
 
-def _explain(
-    findings: Iterable[CombinationOutcome], is_wanted: Callable[[KnownFinding], bool]
-) -> list[ExplainedFindings]:
+def _explain(matrices: Iterable[Matrix], is_wanted: Callable[[KnownFinding], bool]) -> list[ExplainedFindings]:
     """Return findings by their explanation, those of the commonest features first."""
     combinations: dict[KnownFinding, set[Combination]] = {}
-    for finding in findings:
-        entry = match_known_finding(finding)
-        if entry is not None and is_wanted(entry):
-            combinations.setdefault(entry, set()).add(finding.combination)
+    for matrix in matrices:
+        for finding in matrix.findings.values():
+            entry = match_known_finding(finding, matrix.stack)
+            if entry is not None and is_wanted(entry):
+                combinations.setdefault(entry, set()).add(finding.combination)
     explained = [
         ExplainedFindings(entry, tuple(sorted(matching, key=_by_rarity))) for entry, matching in combinations.items()
     ]
@@ -158,6 +156,35 @@ def _summary_table(explained: Iterable[ExplainedFindings]) -> pd.DataFrame:
     )
 
 
+def _has_other_deepspeed(newest: Matrix, matrix: Matrix) -> bool:
+    return matrix.stack["deepspeed"] != newest.stack["deepspeed"]
+
+
+def _deepspeed_table(newest: Matrix, matrices: Sequence[Matrix]) -> pd.DataFrame:
+    """Return the silent faults and errors of DeepSpeed's releases, those of the newest release alone left out."""
+    releases = [newest, *matrices]
+    explained = _explain(releases, lambda entry: entry.verdict in ("wrong", "refused"))
+    marks = {findings.title: [_shown_in(findings, matrix) for matrix in releases] for findings in explained}
+    return pd.DataFrame(
+        [
+            {
+                "What happens": findings.title,
+                "With": f"`{findings.combinations[0].name}`",
+                **{
+                    str(matrix.stack["deepspeed"]): "yes" if is_shown else "\N{EN DASH}"
+                    for matrix, is_shown in zip(releases, marks[findings.title], strict=True)
+                },
+            }
+            for findings in explained
+            if any(marks[findings.title][1:])
+        ]
+    )
+
+
+def _shown_in(findings: ExplainedFindings, matrix: Matrix) -> bool:
+    return any(match_known_finding(finding, matrix.stack) == findings.entry for finding in matrix.findings.values())
+
+
 def _others_table(newest: Matrix, matrices: Sequence[Matrix]) -> pd.DataFrame:
     """Return what changes with another release of torch or Accelerate."""
     return pd.DataFrame(
@@ -187,7 +214,7 @@ def _changes_text(newest: Matrix, matrix: Matrix) -> Iterator[str]:
     findings = {change.shown_by.combination: change.shown_by for change in changes if change.shown_by is not None}
     by_title: dict[str, list[str]] = {}
     for combination, finding in findings.items():
-        entry = match_known_finding(finding)
+        entry = match_known_finding(finding, matrix.stack)
         by_title.setdefault(entry.title if entry is not None else finding.says, []).append(combination.name)
     for title, names in by_title.items():
         yield f"{_names_text(names)}: {title}"
@@ -201,24 +228,24 @@ def _names_text(names: Sequence[str]) -> str:
 
 
 def _reports_table(matrix: Matrix) -> pd.DataFrame:
-    """Return the reports of others, each with what the matrix has for its combination."""
+    """Return the reports of others, each with the matrix's answer for its combination."""
     answers = [(report, look_up_answer(report.combination, matrix)) for report in read_reports()]
     return pd.DataFrame(
         [
             {
                 "Report": f"{report.says} ({report.address})",
                 "With": f"`{report.combination.name}`",
-                "Here": f"{_OUTCOMES[answer.kind]}{_of_finding(report.combination, answer.text)}",
+                "Here": f"{_OUTCOMES[answer.kind]}{_explanation(report.combination, answer.text)}",
             }
             for report, answer in answers
         ]
     )
 
 
-def _of_finding(combination: Combination, text: str) -> str:
+def _explanation(combination: Combination, text: str) -> str:
     """Return an answer's text without the combination that it repeats; nothing for equal runs."""
-    named, separator, what = text.partition(": ")
-    return f": {what}" if separator and named == combination.name else ""
+    name, separator, explanation = text.partition(": ")
+    return f": {explanation}" if separator and name == combination.name else ""
 
 
 _OUTCOMES = {
