@@ -247,7 +247,9 @@ class DeepSpeedLoop(Loop):
         if not hasattr(weight, "ds_id"):
             return weight.detach().clone()
         with deepspeed.zero.GatheredParameters([weight]):
-            return weight.detach().clone()
+            whole = weight.detach().clone()
+        # ZenFlow keeps transposed matrices at stage 3, and turns them before a layer computes.
+        return whole.t() if self.combination.has("zenflow") and whole.dim() == 2 else whole
 
     def _gradient(self, weight: torch.nn.Parameter) -> torch.Tensor | None:
         from deepspeed.utils import safe_get_full_grad
@@ -270,9 +272,9 @@ class DeepSpeedLoop(Loop):
     def _master(self, weight: torch.nn.Parameter) -> torch.Tensor | None:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        if self.combination.has("round_robin"):
-            # This function, too, returns another weight.
-            return weight.detach().clone() if self.combination.has("fp32", "autocast", "autocast_modules") else None
+        if self.combination.has("round_robin", "zenflow"):
+            # This function, too, returns another weight; of ZenFlow it cuts a matrix from a buffer of transposed ones.
+            return self._undivided(weight) if self.combination.has("fp32", "autocast", "autocast_modules") else None
         master: torch.Tensor | None = safe_get_full_fp32_param(weight)
         if master is None:
             master = self._master_of_stage_0(weight)

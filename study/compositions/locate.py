@@ -32,6 +32,8 @@ class FirstDifference:
     factor: float | None
     # Of a gradient: the weight of each micro-batch's gradient, by rank and micro-batch; 1 is right.
     weights: tuple[tuple[float, ...], ...] | None
+    # Shapes of the figure and of the reference, if they are two.
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def describe(self) -> str:
@@ -45,6 +47,8 @@ class FirstDifference:
 
     @property
     def what(self) -> str:
+        if self.shapes is not None:
+            return f"has the shape {self.shapes[0]}, the reference {self.shapes[1]}"
         if self.factor is not None:
             return f"{self.factor:.3g} times the reference"
         if self.weights is not None:
@@ -97,6 +101,7 @@ def first_difference(traces: Mapping[int, FigureTrace], reference: PlainReferenc
         len(compared_tensors),
         _factor(value, expected, reference.allowed[rank][place]),
         _weights(entries, traces[rank], reference) if place.stage == "gradient" and place.step == 1 else None,
+        (value.shape, expected.shape) if value.shape != expected.shape else None,
     )
 
 
