@@ -244,7 +244,8 @@ class Calculator:
             return {"first_line": lines[0], "status": status, "faults": lines[1:]}
         document, stack, verdict = judge_request(options)
         rows = nearest_rows(document["releases" if stack.precision == "fp32" else "bf16"], stack.deepspeed)
-        other_causes = {letter: cause for letter, cause in shown_causes(document, rows) if letter not in verdict.faults}
+        causes = shown_causes(document, rows, stack.precision)
+        other_causes = {letter: cause for letter, cause in causes if letter not in verdict.faults}
         return {
             "first_line": verdict.text,
             "status": verdict.status,

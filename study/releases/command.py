@@ -81,7 +81,7 @@ def releases_text(
         rows = nearest_rows(rows, release) if release else rows[:LATEST_RELEASES]
     printed = {row["DeepSpeed"] for row in rows}
     muon = {name: faults.replace("`", "") for name, faults in document["muon"].items() if name in printed}
-    by_letter = dict(shown_causes(document, [*rows, muon])) | dict(verdict.faults)
+    by_letter = dict(shown_causes(document, rows, stack.precision, with_muon=True)) | dict(verdict.faults)
     # These matter for one release.
     elsewhere = _faults_of_other_pairs(stack) if release or details else []
     in_bf16 = faults_in_bf16(stack)

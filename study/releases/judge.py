@@ -167,8 +167,7 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     notes = [untested] if untested else []
     if is_default and not package_version("deepspeed"):
         notes.append("not installed here, but the newest tested")
-    row: Mapping[str, str] = next((row for row in document["releases"] if row["DeepSpeed"] == stack.deepspeed), {})
-    daggered = set(re.findall(rf"(\w+)`{DAGGER}", " ".join(row.values())))
+    daggered = {row["strategy"] for row in _fault_rows(document, stack) if row["from_source"]}
     notes += _fault_notes(stack, faults, daggered)
     for cause in faults_in_bf16(stack):
         notes.append(f"in bf16 also wrong under {', '.join(cause.strategies)} ({letters[cause.id]})")
@@ -185,16 +184,32 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
         newer = tested[: tested.index(stack.deepspeed)]
         if stack.strategy and (worse := [name for name in newer if stack.known_faults(name)]):
             notes.append(f"stay, or use {newer[0]}: wrong in {worse[-1]} to {worse[0]}")
-    muon = document["muon"].get(stack.deepspeed, "not tested").replace("`", "")
-    muon = re.sub(r"(\w): ([^;]+)", r"\2 (\1)", muon).replace(";", ",")
-    if stack.deepspeed in tested and muon != "no fault":
-        notes.append(f"Muon {muon if muon == 'not tested' else f'wrong under {muon}'}")
+    if stack.deepspeed in tested:
+        notes += _muon_note(document, stack)
     notes += [f"use {tested[0]}"] * bool(faults)
     packages = f"deepspeed {stack.deepspeed} with accelerate {stack.accelerate} and torch {stack.torch}"
     text = f"{packages}, {stack.strategy or _EVERY}, {stack.short_precision}: {'; '.join(notes)}"
     text += f" ({DAGGER}: from its source, not from a run)" * (DAGGER in text)
     is_faulty = bool(faults or wrong_combinations)
     return ReleaseVerdict(text, FAULTY if is_faulty else UNTESTED if untested else 0, faults)
+
+
+def _fault_rows(document: Mapping[str, Any], stack: JudgedStack, optimizer: str = "adamw") -> list[Mapping[str, Any]]:
+    """Return the faults of a release in the tests of a precision; those of Muon are of fp32."""
+    precision = stack.precision if optimizer == "adamw" else "fp32"
+    wanted = {"release": stack.deepspeed, "optimizer": optimizer, "precision": precision}
+    return [row for row in document["faults"] if all(row[key] == value for key, value in wanted.items())]
+
+
+def _muon_note(document: Mapping[str, Any], stack: JudgedStack) -> list[str]:
+    """Return where DeepSpeed's Muon is wrong, or that it was not tested; nothing where it is right."""
+    if stack.deepspeed not in document["muon"]:
+        return ["Muon not tested"]
+    strategies: dict[str, dict[str, None]] = {}
+    for row in _fault_rows(document, stack, "muon"):
+        strategies.setdefault(row["letter"], {})[row["strategy"]] = None
+    places = [f"{', '.join(names)} ({letter})" for letter, names in strategies.items()]
+    return [f"Muon wrong under {', '.join(places)}"] if places else []
 
 
 def _flags_that_test(name: str | None) -> str:
@@ -301,9 +316,20 @@ def grid_cells(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
     return [[text.replace("`", "") for text in row.values()] for row in rows]
 
 
-def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, Cause]]:
-    """Yield the letter and the cause of each fault in these rows of the grid."""
-    letters = {match for row in rows for text in row.values() for match in re.findall(r"\b(\w): ", text)}
+def shown_causes(
+    document: Mapping[str, Any], rows: Sequence[Mapping[str, str]], precision: str = "fp32", *, with_muon: bool = False
+) -> Iterator[tuple[str, Cause]]:
+    """Yield the letter and the cause of each fault in these rows of the grid of a precision."""
+    names = {row["DeepSpeed"] for row in rows}
+    letters = {
+        row["letter"]
+        for row in document["faults"]
+        if row["release"] in names
+        and (
+            (row["optimizer"] == "adamw" and row["precision"] == precision)
+            or (row["optimizer"] == "muon" and with_muon)
+        )
+    }
     for cause in read_causes():
         if (letter := document["letters"].get(cause.id)) in letters:
             yield letter, cause

@@ -182,6 +182,11 @@ def document(records: Records) -> dict[str, Any]:
         "releases": _rows_by_release(latest_cells(records, 0)),
         "bf16": _rows_by_release(in_bf16),
         "trained": _trained(records),
+        "faults": [
+            *_fault_rows(latest_cells(records, 0), "fp32"),
+            *_fault_rows(in_bf16, "bf16-engine"),
+            *_muon_fault_rows(muon),
+        ],
         "muon": {
             name: faults_of_muon(name)
             for name in sorted({cell.release for cell in muon}, key=release_key, reverse=True)
@@ -209,6 +214,33 @@ def _rows_by_release(cells: Sequence[ReleaseCell]) -> list[dict[str, str]]:
     return [
         {"DeepSpeed": name, "no accumulation": faults(name, False), "accumulation": faults(name, True)}
         for name in sorted(set(verdicts["release"]), key=release_key, reverse=True)
+    ]
+
+
+def _fault_rows(cells: Sequence[ReleaseCell], precision: str) -> list[dict[str, Any]]:
+    """Return a row for each fault of a strategy in a release that a GPU shows."""
+    verdicts = releases.gpu_verdicts(cells)
+    faulty = verdicts[verdicts["kind"].isin(releases.FAULTS_ON_GPUS)]
+    columns = ["release", "strategy", "several", "letter", "from_source"]
+    rows = faulty[columns].rename(columns={"several": "accumulation"}).to_dict("records")
+    return [{"optimizer": "adamw", "precision": precision, **row} for row in rows]
+
+
+def _muon_fault_rows(cells: Sequence[ReleaseCell]) -> list[dict[str, Any]]:
+    """Return a row for each fault of DeepSpeed's Muon."""
+    return [
+        {
+            "optimizer": "muon",
+            "precision": cell.precision,
+            "release": cell.release,
+            "strategy": cell.strategy,
+            "accumulation": cell.micro_steps > 1,
+            "letter": letter,
+            "from_source": False,
+        }
+        for cell in cells
+        if cell.verdict.kind != "equal"
+        for letter in _letters(cell)
     ]
 
 

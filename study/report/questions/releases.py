@@ -22,6 +22,7 @@ from study.report.facts import Headline, caption, footnotes
 
 # Kinds of faults; each is a column of the table by strategy.
 _OWN, _MISMATCH, _ON_CPUS = _FAULTS = "Faults of DeepSpeed", "Mismatch of releases", "Faults on CPUs only"
+FAULTS_ON_GPUS = (_OWN, _MISMATCH)
 _IN_HALF = "Faults of DeepSpeed's bf16 alone"
 
 
@@ -154,7 +155,7 @@ def faults_in_half(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
 
 def right_releases(verdicts: pd.DataFrame) -> tuple[list[str], list[str]]:
     """Return the releases without a fault that a GPU shows, and all that run."""
-    wrong = {*verdicts["release"][verdicts["kind"].isin((_OWN, _MISMATCH))]}
+    wrong = {*verdicts["release"][verdicts["kind"].isin(FAULTS_ON_GPUS)]}
     ran = sorted({*verdicts["release"][verdicts["kind"] != NOT_RUN]}, key=release_key)
     return [release for release in ran if release not in wrong], ran
 
