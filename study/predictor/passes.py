@@ -19,6 +19,8 @@ MEASURED_OVER_PEAK = 0.80
 # Fraction of the peak that a fused attention reaches, forward and backward. FlashAttention-2 reaches 50-73 % on A100
 # (abstract of https://arxiv.org/abs/2307.08691) and 35 % on H100 (FlashAttention-3, https://arxiv.org/abs/2407.08608).
 _FUSED_ATTENTION_SHARE, _FUSED_ATTENTION_SHARE_HOPPER = 0.60, 0.35
+# Compute capability of Hopper: H100, H200, H800, H20, GH200.
+_HOPPER = 9.0
 # Its backward pass has five products, its forward pass two.
 _FUSED_BACKWARD_OVER_FORWARD = 2.5
 
@@ -186,6 +188,6 @@ def _fused_attention_s(request: Request, flops: float, rate: float) -> float:
     shape, device = request.shape, request.box.device
     causal = 0.5 if shape.family == "causal-lm" else 1.0
     peak = device.peak_tflops.get(request.precision.removesuffix("-engine"))
-    hopper = device.name.startswith(("H100", "H20", "H200", "H800", "GH200"))
-    peak_fraction = _FUSED_ATTENTION_SHARE_HOPPER if hopper else _FUSED_ATTENTION_SHARE
+    is_hopper = device.compute_capability == _HOPPER
+    peak_fraction = _FUSED_ATTENTION_SHARE_HOPPER if is_hopper else _FUSED_ATTENTION_SHARE
     return causal * flops / (peak_fraction * peak * 1e12 if peak else rate)
