@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python tools/install.py --quiet
 # Tests write the bytecode that the installation has not compiled, and pytest its own.
 TEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 
-.PHONY: install lock study test test-fast test-report test-long test-gpu quality types rules golden readme claims releases prediction reports bench site clean
+.PHONY: install lock study test test-fast test-report test-experiments test-long test-gpu quality types rules golden readme claims releases prediction reports bench site clean
 
 install: .venv/installed
 
@@ -60,6 +60,10 @@ test-fast: install
 # What people read.
 test-report: install
 	$(TEST) -m pytest tests/report $(FLAGS) -n 2 --dist loadfile
+
+# What no other code needs: study/experiments.
+test-experiments: install
+	$(TEST) -m pytest tests/experiments -m "not long" $(FLAGS) -n 2 --dist loadfile
 
 test-long: install
 	$(TEST) -m pytest -m long

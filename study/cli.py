@@ -147,7 +147,7 @@ COMMANDS = {
         "add_timed_arguments",
         "weights",
     ),
-    "autopsy": Command("measure the effect of each flaw in a published listing", "autopsy.run"),
+    "autopsy": Command("measure the effect of each flaw in a published listing", "experiments.autopsy.run"),
     "releases": Command("judge a DeepSpeed release, and print the grid of tested ones", "releases.command"),
     "receipt": Command("print where memory and time of a training script went, or compare two", "receipt.command"),
     "completion": Command(

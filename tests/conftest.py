@@ -51,6 +51,10 @@ _STARTS_RANKS = {
 }
 
 
+# Their tests may start ranks. Those of an experiment are together, so that none is needed elsewhere.
+_RANKS_FOLDERS = ("engine", "experiments")
+
+
 def starts_ranks(item: pytest.Function) -> str | None:
     """Return the first name, by the alphabet, with which a test or its module starts ranks."""
     functions = {value for value in vars(item.module).values() if inspect.isfunction(value)}
@@ -61,11 +65,13 @@ def starts_ranks(item: pytest.Function) -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = [item for item in items if isinstance(item, pytest.Function)]
     for test in tests:
-        if test.path.parent.name == "engine":
+        if test.path.parent.name in _RANKS_FOLDERS:
             test.add_marker(pytest.mark.engine)
         elif name := starts_ranks(test):
             file = test.path.relative_to(test.config.rootpath)
-            raise pytest.UsageError(f"{file}: {name} starts ranks. To fix it: move the test to tests/engine/")
+            raise pytest.UsageError(
+                f"{file}: {name} starts ranks. To fix it: move the test to tests/engine/, or tests/experiments/"
+            )
     if not can_lock(2 * GIB):
         why = pytest.mark.skip(reason="this user may not lock the memory that strategies on NVMe need (ulimit -l)")
         for test in tests:

@@ -36,8 +36,8 @@ from study.run.console import StepProgress, run_for_exit_status
 
 SCRIPTS = {
     "study": "study.train",
-    "hf_trainer": "study.baselines.hf_trainer",
-    "bare_loop": "study.baselines.bare_loop",
+    "hf_trainer": "study.experiments.baselines.hf_trainer",
+    "bare_loop": "study.experiments.baselines.bare_loop",
 }
 STEPS_PER_TURN = 5
 # More than the study's timing window excludes: at most ten steps of warm-up, and the instrumented step.

@@ -20,10 +20,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from study.autopsy import page as autopsy
-from study.autopsy.contrasts import FILE as ARMS_FILE
 from study.claims.command import dependent_claims
 from study.config.places import REPOSITORY
+from study.experiments.autopsy import page as autopsy
+from study.experiments.autopsy.contrasts import FILE as ARMS_FILE
 from study.records.frames import RUNS_FILE, read_parquet
 from study.report.site import build, command
 from study.report.site.publishing import LIST, PAGES_LIST

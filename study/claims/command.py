@@ -1,4 +1,4 @@
-"""`study claims`: the scoreboard, its claims and its page; with check-table, a table compared with arithmetic."""
+"""`study claims`: the scoreboard and its claims; with check-table, a table compared with arithmetic."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, type=kind, metavar="KIND", help=f"{says}: {quoted}")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--details", action="store_true", help="print every claim with its finding and its figure")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write all findings with plots as one HTML page")
+    parser.add_argument(
+        "--before_records",
+        action="store_true",
+        help="count the checks that were in the ledger before the records that they judge; it needs git's history",
+    )
     parser.add_argument(
         "--blind",
         type=parse_int,
@@ -81,16 +85,13 @@ def run(options: argparse.Namespace) -> int:
         with require_extra("report"):
             _read_blind(options, names)
         return 0
-    if (options.finding or options.evidence) and (options.page or _CHECK_TABLE in names):
+    if (options.finding or options.evidence) and (options.before_records or _CHECK_TABLE in names):
         raise UserError("--finding and --evidence choose claims to print", "leave them out")
-    if options.page and (names or options.json):
-        raise UserError(f"--page cannot be combined with --json, a claim or {_CHECK_TABLE}", "leave one of them out")
+    if options.before_records and (options.json or _CHECK_TABLE in names):
+        raise UserError(f"--before_records cannot be combined with --json or {_CHECK_TABLE}", "leave one of them out")
     with require_extra("report"):
-        if options.page:
-            from study.claims.page import write_page
-
-            write_page(options.page)
-            print(options.page)
+        if options.before_records:
+            _print_preregistration(names)
         elif _CHECK_TABLE in names:
             if len(names) != 2 or names[0] != _CHECK_TABLE:
                 raise UserError(f"{_CHECK_TABLE} takes one file", f"write: study claims {_CHECK_TABLE} FILE")
@@ -110,6 +111,18 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _print_preregistration(names: Sequence[str]) -> None:
+    """Print how many checks of these documents or claims are older than their records."""
+    from study.claims.evidence import Evidence
+    from study.claims.preregistration import preregistration_text
+    from study.claims.scoreboard import REPORTS, build_scoreboard
+
+    evidence = Evidence(REPORTS)
+    scoreboard = build_scoreboard(evidence=evidence)
+    chosen = {claim["id"] for claim in _select(scoreboard.document(), names)}
+    print_page(preregistration_text([item for item in scoreboard.judged if item.claim.id in chosen], evidence))
+
+
 def _read_blind(options: argparse.Namespace, names: Sequence[str]) -> None:
     """Print the form for a second reader, or compare its answers to the findings."""
     from study.claims.agreement import compare
@@ -117,7 +130,7 @@ def _read_blind(options: argparse.Namespace, names: Sequence[str]) -> None:
     from study.claims.blind import draw, form_lines
     from study.claims.scoreboard import build_scoreboard
 
-    excluded = [options.finding, options.evidence, options.page, options.details, _CHECK_TABLE in names]
+    excluded = [options.finding, options.evidence, options.before_records, options.details, _CHECK_TABLE in names]
     if (
         any(excluded)
         or (options.blind is not None and (options.compare or options.json))

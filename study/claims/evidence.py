@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from study.autopsy.contrasts import FILE as ARMS_FILE
-from study.autopsy.contrasts import read_arms
 from study.claims.verdicts import NoRecords, NotJudged
 from study.host.memory import GIB
 from study.records.fairness import differences_between
@@ -29,8 +27,8 @@ from study.virtual.summaries import figure_or_nan, kind_bytes, rank_state_bytes,
 _PRECISION = "bf16-engine"
 # Made by study/advisor/engine_keys.py, which is in the history up to 7ff8d96.
 KEYS_FILE = "keys.json"
-# Folder with the sessions of the published listing.
-AUTOPSY = "autopsy"
+# Folder with the sessions of the published listing; `study autopsy report` writes the table of their trainings.
+AUTOPSY, ARMS_FILE = "autopsy", "arms.parquet"
 _COLUMNS = {"calls": "comm_calls_per_step", "forward": "forward_holds_bytes", "parameters": "model_parameters"}
 _VIRTUAL_COLUMNS = {
     "sent": "sent_bytes_per_step",
@@ -155,10 +153,11 @@ class Evidence:
 
     @functools.cached_property
     def arms(self) -> pd.DataFrame:
-        """The table of the autopsy's arms."""
-        if not (self.root / AUTOPSY / ARMS_FILE).is_file():
+        """The trainings of the autopsy's sessions, a row each: both `arm`s of a `session`, with its `kind`."""
+        file = self.root / AUTOPSY / ARMS_FILE
+        if not file.is_file():
             raise NotJudged(f"there is no {AUTOPSY}/{ARMS_FILE}")
-        return read_arms(self.root / AUTOPSY)
+        return pd.read_parquet(file)
 
     def keys(self, report: str) -> dict[str, Any]:
         """Return the effect of each setting on the engine, by the name of the probe."""

@@ -12,15 +12,13 @@ import numpy as np
 import pandas as pd
 import pydantic
 
-from study.autopsy.contrasts import Autopsy, is_as_printed
-from study.autopsy.design import CORRECTED, RESPONSES
 from study.claims.evidence import AUTOPSY, SETTINGS, Evidence, Levels, counted_bytes, virtual_bytes
 from study.claims.verdicts import Figure, Kind, NotJudged, awaited, number
 from study.config.flags import Precision
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.state import KINDS, State, bytes_per_parameter, paper_state_bytes, paper_traffic, split_by
 from study.records.shares import CONFIDENCE
-from study.records.statistics import Interval, PairTest, interval, t_quantile
+from study.records.statistics import Interval, PairTest, interval, paired_ratio, pivot_by_seed, t_quantile
 from study.virtual.summaries import AS_SHIPPED
 
 
@@ -28,6 +26,8 @@ def _matching(*patterns: str) -> pydantic.StringConstraints:
     return pydantic.StringConstraints(pattern=f"^(?:{'|'.join(patterns)})$")
 
 
+# The cell of the autopsy whose switches are all as the listing has them.
+_AS_PRINTED = "ewpob"
 _STATE = r"(state|params|grads|optimizer)(_(device|host|nvme))?"
 _SIZE = rf"({_STATE}|sent|gathered|calls|forward)"
 _SETTING = rf"(?:{'|'.join(SETTINGS)})=\S+"
@@ -55,7 +55,7 @@ Measured = Literal[
 Along = Literal["model_parameters", "seq_length", "global_batch_size", "micro_batch_size"]
 Where = Annotated[str, _matching(f"{_SETTING}( {_SETTING})*")]
 Printed = Annotated[str, _matching(f"{_CELLS}(; {_CELLS})*")]
-SessionFigure = Annotated[str, _matching(*(response.name for response in RESPONSES))]
+SessionFigure = Literal["train_loss", "eval_loss", "whole_s"]
 
 
 class Form(NamedTuple):
@@ -409,20 +409,23 @@ def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: st
 @form("measured")
 def corrected(evidence: Evidence, *, figure: SessionFigure, least_sessions: int) -> Figure:
     """Return the ratio of the ZeRO arm to the standard one, in sessions of the listing with all switches corrected."""
-    arms = evidence.arms
-    estimate, of = Autopsy(arms).ratio(figure, "corrected", CORRECTED), f"corrected sessions with {figure}"
-    return _estimate(estimate, least_sessions, AUTOPSY, of, *_sessions(arms[arms["kind"] == "corrected"]))
+    arms = evidence.arms[evidence.arms["kind"] == "corrected"]
+    runs = arms.rename(columns={"state": "status_state"}).assign(repeat=1)
+    estimate = paired_ratio(pivot_by_seed(runs, figure), "zero", "standard")
+    return _estimate(estimate, least_sessions, AUTOPSY, f"corrected sessions with {figure}", *_sessions(arms))
 
 
 @form("measured")
 def engine_as_printed(evidence: Evidence, *, least_sessions: int) -> Figure:
     """Return the fraction of the sessions of the listing exactly as printed in which DeepSpeed was active."""
     arms = evidence.arms
-    on, of = Autopsy(arms).engine_was_on(all_as_printed=True)
-    if of < least_sessions:
-        raise NotJudged(f"{least_sessions} sessions as printed are needed, and {AUTOPSY} has {of or 'none'}")
-    records, scale = _sessions(arms[is_as_printed(arms)])
-    return Figure(on / of, n=of, records=records, note=scale)
+    printed = arms[(arms["cell"] == _AS_PRINTED) & arms["kind"].isin(["factorial", "listing"])]
+    ended_with_zero = printed[(printed["state"] == "ok") & printed["arm"].astype(str).str.startswith("zero")]
+    was_on = ended_with_zero.groupby("session")["deepspeed_enabled"].any()
+    if len(was_on) < least_sessions:
+        raise NotJudged(f"{least_sessions} sessions as printed are needed, and {AUTOPSY} has {len(was_on) or 'none'}")
+    records, scale = _sessions(printed)
+    return Figure(was_on.sum() / len(was_on), n=len(was_on), records=records, note=scale)
 
 
 @form("measured")

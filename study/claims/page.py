@@ -1,4 +1,4 @@
-"""The claims as pages: docs/claims.md of `make claims`, and the HTML page of `study claims --page`."""
+"""docs/claims.md, which `make claims` writes: every claim with its checks."""
 
 from __future__ import annotations
 
@@ -11,26 +11,21 @@ from pathlib import Path
 from typing import get_args
 
 import pandas as pd
-from markupsafe import Markup
 
 from study.claims import gpu_checks
 from study.claims.agreement import stored_comparison
 from study.claims.agreement_page import reading_tables
 from study.claims.command import VERDICTS as VERDICTS_FILE
 from study.claims.command import first_line
-from study.claims.evidence import KEYS_FILE, Evidence
 from study.claims.ledger import CLAIM_ID
-from study.claims.provenance import NOT_OF_RUNS, provenance
 from study.claims.published import published_tables
-from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
-from study.claims.verdicts import CheckResult, Figure, FindingKind, number
-from study.config.errors import UserError
+from study.claims.scoreboard import JudgedClaim, Scoreboard, build_scoreboard
+from study.claims.verdicts import Figure, FindingKind, number
 from study.config.places import REPOSITORY
 from study.config.text import percent
 from study.records.shares import CONFIDENCE
 from study.records.statistics import POWER, t_quantile
-from study.report.canvas import VERDICTS
-from study.report.document import Link, PageSection, code_html, link_html, page_html, paragraphs, render_markdown
+from study.report.document import Link, PageSection, paragraphs, render_markdown
 
 PAGE = REPOSITORY / "docs" / "claims.md"
 FINDINGS: tuple[str, ...] = get_args(FindingKind)
@@ -41,11 +36,8 @@ _READINGS = (
 )
 
 
-def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_from: str = "") -> Iterator[PageSection]:
-    """Yield the sections of the page; with evidence also derivations, records and provenance, for HTML.
-
-    `links_from` is the folder that links to reports are relative to; without it there are no links.
-    """
+def sections(scoreboard: Scoreboard) -> Iterator[PageSection]:
+    """Yield the sections of the page."""
     legend = scoreboard.ledger.legend
     *reading, check_table, reading_tables = paragraphs("claims_about.j2")
     yield PageSection(
@@ -77,7 +69,7 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
         )
         for judged in scoreboard.judged:
             if judged.claim.document == code:
-                yield _claim(judged, scoreboard, evidence, links_from)
+                yield _claim(judged, scoreboard)
     corrections = [
         (item.date, Link(item.claim, f"#{item.claim.lower()}"), item.what, item.why)
         for item in scoreboard.ledger.corrections
@@ -112,28 +104,22 @@ def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.Data
     return pd.DataFrame(list(rows.items() if isinstance(rows, Mapping) else rows), columns=list(columns))
 
 
-def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
+def _claim(judged: JudgedClaim, scoreboard: Scoreboard) -> PageSection:
     claim, finding = judged.claim, judged.finding
     notes = paragraphs(
         "claim_notes.j2",
         claim=claim,
         results=judged.results,
         contradictions=scoreboard.find_contradictions(claim.id),
-        provenance=provenance(judged, evidence) if evidence else (),
         sizes=_sizes,
     )
-    if evidence:
-        first = 2 + bool(claim.readings) + len(claim.rejected) + bool(claim.untestable)
-        for place, result in enumerate(judged.results, first):
-            if result.figure:
-                notes[place] = code_html(notes[place]) + _below(result, result.figure, evidence.root, links_from)
     rest = finding.text.removeprefix("undecided: ") if finding.text != finding.kind else ""
     basis, parts = ", ".join(finding.basis), f" {rest[:1].upper()}{rest[1:]}." * bool(rest)
     return PageSection(
         claim.id,
         claim.says,
         finding.kind,
-        f"{judged.sentence}{parts}{'' if evidence else f' Evidence: {basis}.'}",
+        f"{judged.sentence}{parts} Evidence: {basis}.",
         notes=notes,
         level=3,
         anchor=claim.id.lower(),
@@ -150,30 +136,6 @@ def _sizes(figure: Figure) -> list[str]:
     return [number(size) if figure.is_slope else percent(math.expm1(size)) for size in sizes]
 
 
-def _below(result: CheckResult, figure: Figure, reports: Path, links_from: str) -> Markup:
-    """Return the derivation of a figure, or links to its records."""
-    items = [link_html(name, _address(name, reports, links_from)) for name in figure.records]
-    value = f"{figure.derivation} = {number(figure.value, result.check.unit)}"
-    html = Markup('<code class="derivation">{}</code>').format(value) if figure.derivation else Markup("")
-    if items:
-        fold = '<details><summary>{} record{}</summary><p class="records">{}</p></details>'
-        html += Markup(fold).format(len(items), "s" * (len(items) > 1), Markup(", ").join(items))
-    return html
-
-
-def _address(record: str, reports: Path, links_from: str) -> str:
-    """Return a relative link to the runs of a record's report, or to its file; empty if there is none."""
-    report = record.split("/")[0]
-    folder = reports / report
-    # The page with all runs is there after `make reports`, the summary always.
-    files = (REPOSITORY / record, folder / "index.html", folder / "summary.md", folder / KEYS_FILE)
-    file = next((file for file in files if file.is_file()), None)
-    if not links_from or file is None:
-        return ""
-    path = os.path.relpath(file.resolve(), (REPOSITORY / links_from).resolve())
-    return f"{path}#runs" if file.name == "index.html" and report not in NOT_OF_RUNS else path
-
-
 def page(claims: Scoreboard) -> str:
     """Return docs/claims.md as text."""
     rows = [
@@ -187,34 +149,6 @@ def page(claims: Scoreboard) -> str:
         sections=sections(claims),
         counts=_table(rows, "document", *FINDINGS, "claims"),
     )
-
-
-def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
-    """Write the HTML page of `study claims --page`; raise UserError rather than replace another file."""
-    marker = "made from the ledger of claims and the committed records"
-    if file.is_dir() or not file.parent.is_dir():
-        raise UserError(f"--page {file} is not a path for a file", "name a file in an existing folder")
-    if file.exists() and marker not in file.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"--page {file} exists, but is not a page of claims", "name another file, or remove it")
-    evidence = Evidence(reports_dir)
-    claims = build_scoreboard(reports_dir, evidence=evidence)
-    inside = file.resolve().is_relative_to(REPOSITORY.resolve())
-    links_from = os.path.relpath(file.resolve().parent, REPOSITORY.resolve()) if inside else ""
-    text = page_html(
-        "claims.html.j2",
-        "claims",
-        {file.stem: _TITLE},
-        file.stem,
-        findings=VERDICTS,
-        marker=marker,
-        lead=f"{first_line(claims.document())}.",
-        counts=claims.counts(),
-        legend=claims.ledger.legend,
-        documents={item.code: item.title for item in claims.ledger.documents} | {"all": ""},
-        all_reports=links_from and os.path.relpath(REPORTS, (REPOSITORY / links_from).resolve()),
-        sections=[*sections(claims, evidence, links_from)],
-    )
-    file.write_text(text, encoding="utf-8")
 
 
 def address(claim: str, folder: Path) -> str:

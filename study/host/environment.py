@@ -117,7 +117,6 @@ COMMIT_VARIABLE = "ZERO_STUDY_COMMIT"
 # Subpackages that no run imports.
 _NOT_RUN = (
     "advisor",
-    "autopsy",
     "benchmark",
     "claims",
     "cli.py",

@@ -109,13 +109,6 @@ RELEASES = {
     "not installable": Fill("#f6f5f1"),
     "not judged": Fill("#f6f5f1", "xxxx"),
 }
-VERDICTS = {
-    "holds": Fill("#1f5a94"),
-    "holds in part": Fill("#79b1e5"),
-    "does not hold": Fill("#b3401a"),
-    "contradicts itself": Fill("#4a1030"),
-    "undecided": Fill("#c9ced5"),
-}
 OTHER = Fill("#b0b6bd")
 INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"
 # A reference line.

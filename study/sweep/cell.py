@@ -18,8 +18,8 @@ from study.host.slurm import Job, current_job, job_resources, node_address
 Trainer = Literal["study", "hf_trainer", "bare_loop"]
 _SCRIPTS: dict[Trainer, str] = {
     "study": "train.py",
-    "hf_trainer": "baselines/hf_trainer.py",
-    "bare_loop": "baselines/bare_loop.py",
+    "hf_trainer": "experiments/baselines/hf_trainer.py",
+    "bare_loop": "experiments/baselines/bare_loop.py",
 }
 
 

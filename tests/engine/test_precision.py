@@ -108,12 +108,14 @@ def test_a_resumed_run_continues_with_its_loss_scale(get_run, strategy, precisio
 @pytest.mark.parametrize("trainer", ["hf_trainer", "bare_loop"])
 def test_other_loops_skip_the_same_steps(get_run: RunFactory, trainer: str, tmp_path: Path) -> None:
     study = get_run("single", *GPT, *FP16, *OVERFLOWS, *SAVES)
-    run = trained("single", tmp_path / "run", *GPT, *FP16, *OVERFLOWS, script=f"study/baselines/{trainer}.py")
+    run = trained(
+        "single", tmp_path / "run", *GPT, *FP16, *OVERFLOWS, script=f"study/experiments/baselines/{trainer}.py"
+    )
     assert skipped(run)[:2] == skipped(study)[:2] == [2, 3]
     assert [row["lr"] for row in run.steps][:4] == pytest.approx([row["lr"] for row in study.steps][:4])
 
 
-@pytest.mark.parametrize("trainer", ["study/train.py", "study/baselines/hf_trainer.py"])
+@pytest.mark.parametrize("trainer", ["study/train.py", "study/experiments/baselines/hf_trainer.py"])
 def test_fp32_is_not_tf32_if_another_program_has_enabled_it(trainer: str, tmp_path: Path) -> None:
     """Accelerate enables TF32 when it compiles, regardless of the Trainer's setting; NVIDIA's containers always enable
     it.

@@ -63,7 +63,7 @@ def test_two_ranks_have_collectives_and_leave_out_the_same_steps(get_run: RunFac
 
 def test_the_other_trainer_has_the_same_profile(get_run: RunFactory, tmp_path: Path) -> None:
     flags = (*FLAGS, *ASKED)
-    theirs = trained("single", tmp_path / "run", *flags, script="study/baselines/hf_trainer.py").profile
+    theirs = trained("single", tmp_path / "run", *flags, script="study/experiments/baselines/hf_trainer.py").profile
     ours = get_run("single", *flags).profile
     assert theirs["steps"] == ours["steps"]
     products = [

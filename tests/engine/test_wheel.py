@@ -162,7 +162,7 @@ def test_the_doctor_counts_missing_packages_and_names_few(study: Command) -> Non
 
 
 EXTRAS = {
-    "report": ("report laptop", "claims --page claims.html", "autopsy report"),
+    "report": ("report laptop", "claims --before_records", "autopsy report"),
     "train": (
         "virtual --strategy zero3 --world_size 8 --model_name_or_path gpt2",
         "run laptop",

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import shutil
+import typing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +16,15 @@ import pytest
 import torch
 from scipy import stats
 
-from study.autopsy.contrasts import FILE, Autopsy, read_arms
-from study.autopsy.design import AA, CORRECTED, FACTORIAL, LETTERS, PRINTED, RESPONSES, SCALES, SEEDS, plan
-from study.autopsy.page import build
-from study.autopsy.run import MARK, SESSIONS, missing, open_folder
+from study.claims import forms
+from study.claims.evidence import Evidence
 from study.cli import main
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
+from study.experiments.autopsy.contrasts import FILE, Autopsy, read_arms
+from study.experiments.autopsy.design import AA, CORRECTED, FACTORIAL, LETTERS, PRINTED, RESPONSES, SCALES, SEEDS, plan
+from study.experiments.autopsy.page import build
+from study.experiments.autopsy.run import MARK, SESSIONS, missing, open_folder
 
 COMMITTED = REPOSITORY / "reports" / "autopsy"
 TINY = dataclasses.replace(
@@ -91,6 +94,19 @@ def test_planted_effects_are_found_and_separate_from_the_order() -> None:
     # The shares lead from the listing to the corrected protocol in both orders.
     assert fit.printed().mean() + sum(shares.values()) == pytest.approx(fit.corrected().mean())
     assert fit.printed() == pytest.approx(synthetic(planted).cell_gaps("eval_loss", "factorial", PRINTED))
+
+
+@pytest.mark.parametrize("figure", typing.get_args(forms.SessionFigure))
+def test_claims_compute_the_same_from_the_table(figure: str) -> None:
+    """Claims import nothing of experiments."""
+    study, evidence = Autopsy(read_arms(COMMITTED)), Evidence(COMMITTED.parent)
+    ours = study.ratio(figure, "corrected", CORRECTED)
+    theirs = forms.corrected(evidence, figure=figure, least_sessions=8)
+    assert theirs.n == ours.n == len(SEEDS)
+    assert (theirs.value, theirs.low, theirs.high) == pytest.approx((ours.center, ours.low, ours.high), rel=1e-12)
+    on, sessions = study.engine_was_on(all_as_printed=True)
+    as_printed = forms.engine_as_printed(evidence, least_sessions=16)
+    assert (as_printed.value, as_printed.n) == (on / sessions, sessions)
 
 
 def test_an_effect_whose_corrected_p_is_not_significant_has_no_sign() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from study.autopsy.contrasts import Autopsy, read_sessions
-from study.autopsy.design import AA, CORRECTED, SCALES, plan
-from study.autopsy.run import SESSIONS, open_folder, run_sessions
+from study.experiments.autopsy.contrasts import Autopsy, read_sessions
+from study.experiments.autopsy.design import AA, CORRECTED, SCALES, plan
+from study.experiments.autopsy.run import SESSIONS, open_folder, run_sessions
 
 TINY = dataclasses.replace(
     SCALES["laptop"], train_samples=96, eval_samples=8, wide_samples=16, eval_steps=3, logging_steps=3, limit_s=120

@@ -14,7 +14,7 @@ from study.config.errors import RunFailed
 from study.config.strategies import read_strategy
 from tools import bench
 
-HF_TRAINER, BARE_LOOP = "study/baselines/hf_trainer.py", "study/baselines/bare_loop.py"
+HF_TRAINER, BARE_LOOP = "study/experiments/baselines/hf_trainer.py", "study/experiments/baselines/bare_loop.py"
 BERT, GPT = "bert-imdb", "gpt-wikitext"
 
 

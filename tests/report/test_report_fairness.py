@@ -95,7 +95,7 @@ def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(tmp_path, m
 
 def test_the_digest_is_of_the_rooms_that_a_run_imports() -> None:
     graph = grimp.build_graph("study", cache_dir=None)
-    trainers = ("study.train", "study.baselines.hf_trainer", "study.baselines.bare_loop")
+    trainers = ("study.train", "study.experiments.baselines.hf_trainer", "study.experiments.baselines.bare_loop")
     modules = {module for trainer in trainers for module in (trainer, *graph.find_upstream_modules(trainer))}
     rooms_of_a_run = {module.split(".")[1] for module in modules - {"study"}}
     rooms = {room.split(".")[1] for room in graph.find_children("study")}

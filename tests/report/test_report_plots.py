@@ -88,7 +88,7 @@ def to_oklab(colour: str, sight: str) -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("sight", SIGHT)
-@pytest.mark.parametrize("styles", ["STRATEGIES", "RELEASES", "STATE", "TRAFFIC", "PROFILE", "VERDICTS"])
+@pytest.mark.parametrize("styles", ["STRATEGIES", "RELEASES", "STATE", "TRAFFIC", "PROFILE"])
 def test_no_two_styles_look_alike(sight, styles):
     for (first_name, first), (second_name, second) in itertools.combinations(getattr(canvas, styles).items(), 2):
         distance = np.linalg.norm(to_oklab(first.colour, sight) - to_oklab(second.colour, sight))

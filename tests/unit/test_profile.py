@@ -14,12 +14,12 @@ import yaml
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, and not declared so
 
 from report_folders import figures
-from study.baselines.bare_loop import check_request
 from study.config.errors import UserError
 from study.config.flags import RunConfig, check_virtual_run_flags, resolve_config
 from study.config.launch_context import Launch
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
+from study.experiments.baselines.bare_loop import check_request
 from study.metrics import Meters
 from study.metrics.profiling import categorize, profile_document
 from study.records.frames import read_records

@@ -149,7 +149,11 @@ def test_a_virtual_rank_is_launched_alone_and_divides_its_batch_over_the_ranks_i
 
 
 def test_each_trainer_has_its_own_script_and_the_flags_of_a_cell_ask_for_exactly_that_run(tmp_path):
-    trainers = {"study": "train.py", "hf_trainer": "baselines/hf_trainer.py", "bare_loop": "baselines/bare_loop.py"}
+    trainers = {
+        "study": "train.py",
+        "hf_trainer": "experiments/baselines/hf_trainer.py",
+        "bare_loop": "experiments/baselines/bare_loop.py",
+    }
     cells = plan(write_suite(tmp_path, {"strategy": "single", "trainer": list(trainers)}))
     assert len({cell.id for cell in cells}) == 3
     for cell in cells:

@@ -1,7 +1,7 @@
 """Analysis of the sessions: one row per arm, one effect per switch and seed, and the tests of each effect.
 
 A response is log(ZeRO arm / standard arm) of a figure in one session; pages show it in percent. Null margins are in
-study/autopsy/design.py, committed before the first session.
+study/experiments/autopsy/design.py, committed before the first session.
 """
 
 from __future__ import annotations
@@ -17,10 +17,20 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from study.autopsy.design import AA, AA_DEVIATIONS, EXPECTED, FACTORIAL, LETTERS, PRINTED, RESPONSES, Kind, Response
-from study.autopsy.run import SESSIONS
 from study.config.errors import UserError
 from study.config.text import percent
+from study.experiments.autopsy.design import (
+    AA,
+    AA_DEVIATIONS,
+    EXPECTED,
+    FACTORIAL,
+    LETTERS,
+    PRINTED,
+    RESPONSES,
+    Kind,
+    Response,
+)
+from study.experiments.autopsy.run import SESSIONS
 from study.records.directory import read_json
 from study.records.shares import CONFIDENCE
 from study.records.statistics import POWER, SIGNIFICANCE, Interval, apply_holm, interval, t_quantile

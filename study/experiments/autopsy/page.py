@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from study.autopsy.contrasts import FILE, Autopsy, Effect, read_arms, read_sessions, share_text
-from study.autopsy.design import AA, CORRECTED, GATES, LETTERS, PRINTED, PUBLISHED, SCALES, SWITCHES, Kind
-from study.autopsy.run import MARK
 from study.config.errors import UserError
 from study.config.text import percent
+from study.experiments.autopsy.contrasts import FILE, Autopsy, Effect, read_arms, read_sessions, share_text
+from study.experiments.autopsy.design import AA, CORRECTED, GATES, LETTERS, PRINTED, PUBLISHED, SCALES, SWITCHES, Kind
+from study.experiments.autopsy.run import MARK
 from study.records.statistics import NOT_SIGNIFICANT, equivalence_test
 from study.report.document import PageSection, change_text, format_or_dash, page_html, page_markdown, paragraphs
 from study.report.site.build import NOTEBOOKS, TIME_LIMIT_S, run_notebooks, take_figures, write_figures

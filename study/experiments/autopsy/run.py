@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.autopsy.design import OPERATORS_OF, RESULT, SCALES, Scale, Session, plan
 from study.config.errors import UserError, require_extra
 from study.config.places import IMPORT_ROOT
+from study.experiments.autopsy.design import OPERATORS_OF, RESULT, SCALES, Scale, Session, plan
 from study.host.folders import folder_argument
 from study.host.machine import detect_machine
 from study.host.stacks import check_training_packages
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     """Run `study autopsy`, and return the exit status."""
     if options.action == "report":
         with require_extra("report"):
-            from study.autopsy.page import build
+            from study.experiments.autopsy.page import build
         print(build(options.runs or RUNS, options.output, runs_named=options.runs is not None))
         return 0
     scale = SCALES[options.scale]

@@ -1,6 +1,6 @@
 """One process of a session, which trains its arms in order as the listing does and writes their figures.
 
-python study/autopsy/session.py TASK.json
+python study/experiments/autopsy/session.py TASK.json
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from study.autopsy.design import OPERATORS_OF, RESULT, AutopsyArm, Scale
 from study.config.flags import RunConfig, resolve_config
 from study.config.strategies import read_strategy
+from study.experiments.autopsy.design import OPERATORS_OF, RESULT, AutopsyArm, Scale
 from study.host.environment import describe_environment
 from study.host.folders import cache_directory
 from study.host.operators import build_operators

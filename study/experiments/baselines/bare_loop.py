@@ -1,6 +1,6 @@
 """The same run with a bare PyTorch loop and no measurement inside the steps: an upper bound for speed.
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml study/baselines/bare_loop.py
+    accelerate launch --config_file accelerate_configs/ddp.yaml study/experiments/baselines/bare_loop.py
 
 It supports a single process and DDP. Accelerate only sets up the processes and gathers figures between steps: model,
 optimizer and schedule are not prepared, and no step calls Accelerate.
@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from study.baselines import check_baseline_flags
 from study.config import errors, flags, launch_context
+from study.experiments.baselines import check_baseline_flags
 from study.run.console import run_for_exit_status
 from study.run.open import open_run
 
@@ -28,7 +28,7 @@ def check_request(config: flags.RunConfig, launch: launch_context.Launch) -> Non
     if config.profile_steps:
         raise errors.UserError(
             "bare_loop does not support --profile_steps, because it does not measure inside the steps",
-            "leave --profile_steps out, or use study/train.py or study/baselines/hf_trainer.py",
+            "leave --profile_steps out, or use study/train.py or study/experiments/baselines/hf_trainer.py",
         )
     if launch.strategy.name not in ("single", "ddp"):
         raise errors.UserError(

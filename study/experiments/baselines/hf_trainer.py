@@ -1,6 +1,6 @@
 """The same run with transformers' Trainer: its loop, accumulation and engine setup, with the study's record.
 
-accelerate launch --config_file accelerate_configs/zero3.yaml study/baselines/hf_trainer.py
+accelerate launch --config_file accelerate_configs/zero3.yaml study/experiments/baselines/hf_trainer.py
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from study.baselines import check_baseline_flags
 from study.config import errors, flags, launch_context
+from study.experiments.baselines import check_baseline_flags
 from study.run.console import run_for_exit_status
 from study.run.open import open_run
 
@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
         from transformers import set_seed
 
-        from study.baselines.recorded_trainer import RecordedTrainer, training_arguments
         from study.engine import setup as engine
         from study.engine.audit import audit_end, check_compute_dtype
+        from study.experiments.baselines.recorded_trainer import RecordedTrainer, training_arguments
         from study.metrics import Meters
         from study.workloads.initial import load_initial_model
 

@@ -1,0 +1,1 @@
+"""Experiments on the study's code: nothing outside of this folder imports them."""
