@@ -247,9 +247,9 @@ class DeepSpeedLoop(Loop):
         if not hasattr(weight, "ds_id"):
             return weight.detach().clone()
         with deepspeed.zero.GatheredParameters([weight]):
-            whole = weight.detach().clone()
+            full = weight.detach().clone()
         # ZenFlow keeps transposed matrices at stage 3, and turns them before a layer computes.
-        return whole.t() if self.combination.has("zenflow") and whole.dim() == 2 else whole
+        return full.t() if self.combination.has("zenflow") and full.dim() == 2 else full
 
     def _gradient(self, weight: torch.nn.Parameter) -> torch.Tensor | None:
         from deepspeed.utils import safe_get_full_grad

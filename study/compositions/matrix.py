@@ -12,6 +12,7 @@ from typing import Any
 from study.compositions.covering import Design, list_pairs
 from study.compositions.features import Combination, make_combination, read_chosen
 from study.compositions.session import CombinationOutcome, CombinationSession
+from study.records.directory import json_by_row
 
 # DeepSpeed's messages for features that no CPU has.
 _NEEDS_A_GPU = (
@@ -62,16 +63,8 @@ class Matrix:
 
     def write(self, file: Path) -> None:
         """Write it with one run a line, so that a change of one run is a change of one line."""
-        document = self.document()
-        lines = []
-        for key, value in document.items():
-            if isinstance(value, list):
-                entries = ",\n  ".join(json.dumps(entry) for entry in value)
-                lines.append(f' "{key}": [\n  {entries}\n ]' if value else f' "{key}": []')
-            else:
-                lines.append(f' "{key}": {json.dumps(value)}')
         new = file.with_suffix(".new")
-        new.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        new.write_text(json_by_row(self.document()), encoding="utf-8")
         new.replace(file)
 
     @classmethod

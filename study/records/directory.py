@@ -37,6 +37,18 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     _replace(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
+def json_by_row(document: Mapping[str, Any]) -> str:
+    """Return a document as JSON with a line for each entry of a list: a change of one is a change of one line."""
+    lines = []
+    for key, value in document.items():
+        if isinstance(value, list) and value:
+            entries = ",\n  ".join(json.dumps(entry) for entry in value)
+            lines.append(f' "{key}": [\n  {entries}\n ]')
+        else:
+            lines.append(f' "{key}": {json.dumps(value)}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def _replace(path: Path, text: str) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

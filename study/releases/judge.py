@@ -167,7 +167,7 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     notes = [untested] if untested else []
     if is_default and not package_version("deepspeed"):
         notes.append("not installed here, but the newest tested")
-    daggered = {row["strategy"] for row in _fault_rows(document, stack) if row["from_source"]}
+    daggered = {name for row in _fault_rows(document, stack) for name in row["from_source"]}
     notes += _fault_notes(stack, faults, daggered)
     for cause in faults_in_bf16(stack):
         notes.append(f"in bf16 also wrong under {', '.join(cause.strategies)} ({letters[cause.id]})")
@@ -197,18 +197,16 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
 def _fault_rows(document: Mapping[str, Any], stack: JudgedStack, optimizer: str = "adamw") -> list[Mapping[str, Any]]:
     """Return the faults of a release in the tests of a precision; those of Muon are of fp32."""
     precision = stack.precision if optimizer == "adamw" else "fp32"
-    wanted = {"release": stack.deepspeed, "optimizer": optimizer, "precision": precision}
-    return [row for row in document["faults"] if all(row[key] == value for key, value in wanted.items())]
+    stack_keys = {"release": stack.deepspeed, "optimizer": optimizer, "precision": precision}
+    return [row for row in document["faults"] if all(row[key] == value for key, value in stack_keys.items())]
 
 
 def _muon_note(document: Mapping[str, Any], stack: JudgedStack) -> list[str]:
-    """Return where DeepSpeed's Muon is wrong, or that it was not tested; nothing where it is right."""
+    """Return under which strategies DeepSpeed's Muon is wrong, or that it was not tested; nothing if it is right."""
     if stack.deepspeed not in document["muon"]:
         return ["Muon not tested"]
-    strategies: dict[str, dict[str, None]] = {}
-    for row in _fault_rows(document, stack, "muon"):
-        strategies.setdefault(row["letter"], {})[row["strategy"]] = None
-    places = [f"{', '.join(names)} ({letter})" for letter, names in strategies.items()]
+    faults = _fault_rows(document, stack, "muon")
+    places = [f"{', '.join(row['strategies'])} ({row['letter']})" for row in faults]
     return [f"Muon wrong under {', '.join(places)}"] if places else []
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 
 from study.config.places import REPOSITORY
 from study.host.stacks import is_of_today, release_key
+from study.records.directory import json_by_row
 from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import GRID, PACKAGES
@@ -218,29 +219,39 @@ def _rows_by_release(cells: Sequence[ReleaseCell]) -> list[dict[str, str]]:
 
 
 def _fault_rows(cells: Sequence[ReleaseCell], precision: str) -> list[dict[str, Any]]:
-    """Return a row for each fault of a strategy in a release that a GPU shows."""
+    """Return a row for each fault of a release that a GPU shows, with its strategies, and with those by the source."""
     verdicts = releases.gpu_verdicts(cells)
     faulty = verdicts[verdicts["kind"].isin(releases.FAULTS_ON_GPUS)]
-    columns = ["release", "strategy", "several", "letter", "from_source"]
-    rows = faulty[columns].rename(columns={"several": "accumulation"}).to_dict("records")
-    return [{"optimizer": "adamw", "precision": precision, **row} for row in rows]
+    return [
+        {
+            "optimizer": "adamw",
+            "precision": precision,
+            "release": release,
+            "letter": letter,
+            "strategies": list(dict.fromkeys(rows["strategy"])),
+            "from_source": list(dict.fromkeys(rows["strategy"][rows["from_source"]])),
+        }
+        for (release, letter), rows in faulty.groupby(["release", "letter"], sort=False)
+    ]
 
 
 def _muon_fault_rows(cells: Sequence[ReleaseCell]) -> list[dict[str, Any]]:
-    """Return a row for each fault of DeepSpeed's Muon."""
+    """Return a row for each fault of DeepSpeed's Muon in a release."""
+    strategies: dict[tuple[str, str, str], dict[str, None]] = {}
+    for cell in cells:
+        if cell.verdict.kind != "equal":
+            for letter in _letters(cell):
+                strategies.setdefault((cell.precision, cell.release, letter), {})[cell.strategy] = None
     return [
         {
             "optimizer": "muon",
-            "precision": cell.precision,
-            "release": cell.release,
-            "strategy": cell.strategy,
-            "accumulation": cell.micro_steps > 1,
+            "precision": precision,
+            "release": release,
             "letter": letter,
-            "from_source": False,
+            "strategies": list(names),
+            "from_source": [],
         }
-        for cell in cells
-        if cell.verdict.kind != "equal"
-        for letter in _letters(cell)
+        for (precision, release, letter), names in strategies.items()
     ]
 
 
@@ -349,7 +360,7 @@ def _stopped(cells: Sequence[ReleaseCell]) -> pd.DataFrame:
 def main() -> None:
     """Write both pages, and the document of `study releases`."""
     records = read_parquet(REPORT)
-    GRID.write_text(json.dumps(document(records), indent=1) + "\n", encoding="utf-8")
+    GRID.write_text(json_by_row(document(records)), encoding="utf-8")
     PAGE.write_text(page(records), encoding="utf-8")
     DETAILS.write_text(details(records, read_control()), encoding="utf-8")
 

@@ -1,7 +1,7 @@
 """The questions that a report answers, by subject, in the order of its pages.
 
-A new question is a `Question` in the file of its subject, its name in `QUESTIONS`, its words in captions.yaml and, if it
-has figures, a notebook named as its page.
+A new question is a `Question` in the file of its subject, its name in `QUESTIONS`, its words in captions.yaml and, if
+it has figures, a notebook named as its page.
 """
 
 from __future__ import annotations
