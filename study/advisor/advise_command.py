@@ -273,7 +273,7 @@ def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
 def _global_batch(options: argparse.Namespace, box: Hardware) -> int:
     """Return the samples of an optimizer step; raise UserError if ranks and the flags of a rank do not divide it."""
     fixed = {name: getattr(options, name) for name in ("micro_batch", "accumulation") if getattr(options, name)}
-    unit = box.ranks * math.prod(fixed.values())
+    unit: int = box.ranks * math.prod(fixed.values())
     batch: int | None = options.global_batch_size
     if len(fixed) == 2:
         # Both leave nothing open.

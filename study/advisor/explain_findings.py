@@ -297,7 +297,7 @@ def _holds(condition: str, facts: Mapping[str, Any]) -> bool:
     fact, text = facts.get(name), str(facts.get(name)).lower()
     if sign in _COMPARE:
         # "auto" is neither more nor less than a number.
-        return _COMPARE[sign](fact if isinstance(fact, int | float) else math.nan, float(value[0]))
+        return bool(_COMPARE[sign](fact if isinstance(fact, int | float) else math.nan, float(value[0])))
     return (text in value[0].split("|")) == (sign != "!=")
 
 

@@ -45,7 +45,7 @@ def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes:
         full = links * _interpolated(_TABLES["pcie"], cards)
         # A call takes as much longer than its bytes as on the node of the table, however slow the links are.
         overhead = 1 / _interpolated(table, payload_bytes) - 1 / max(table.values())
-        node_rate = 1 / (1 / full + overhead)
+        node_rate: float = 1 / (1 / full + overhead)
     else:
         # The table of the most similar NVLink.
         name = "H200" if (box.device.nvlink_gb_per_s or 0) >= _LINKS_OF_TABLE["H200"] else "A100"
@@ -59,7 +59,7 @@ def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes:
     # Measured on nodes of eight GPUs with a network card each; with fewer GPUs a card carries more.
     size, filled = _TABLES["by_nodes_payload"], min(1.0, box.gpus_per_node / 8)
     grown = _interpolated(_TABLES["four_nodes"], payload_bytes / filled) / _interpolated(_TABLES["four_nodes"], size)
-    network = box.network_gb_per_s / _TABLES["by_nodes_network_gb_per_s"]
+    network: float = box.network_gb_per_s / _TABLES["by_nodes_network_gb_per_s"]
     return min(node_rate, _interpolated(_TABLES["by_nodes"], box.nodes) * grown * network * filled)
 
 

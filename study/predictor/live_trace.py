@@ -526,7 +526,7 @@ class Meter(TorchDispatchMode):
     value_widths: ClassVar[dict[int, int]] = {}
 
     def __init__(self, outside: Iterable[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch declares no types
         self.now = self.peak = 0
         self.known: dict[int, Any] = {}
         for value in outside:

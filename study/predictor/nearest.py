@@ -41,7 +41,7 @@ def distance(first: Request, second: Request) -> float:
         for request in (first, second)
     )
     different = sum(kind != second_kind for kind, second_kind in zip(*kinds, strict=True))
-    return sizes + different + 0.3 * (tokens + (first.gradient_checkpointing != second.gradient_checkpointing))
+    return float(sizes + different) + 0.3 * (tokens + (first.gradient_checkpointing != second.gradient_checkpointing))
 
 
 def describe_nearest(request: Request) -> Iterator[str]:

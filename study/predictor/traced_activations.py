@@ -137,7 +137,7 @@ class _TwoPasses:
     def flops(self, figure: str) -> float:
         """Return the FLOPs of a micro-batch, with all layers for those that were traced."""
         traced = sum(layer[figure] for layer in self.first["layers"].values() if layer)
-        return self.batch * (self.first[figure] - traced + self.total(figure, self.first, recomputed=False))
+        return float(self.batch * (self.first[figure] - traced + self.total(figure, self.first, recomputed=False)))
 
 
 class _TracedLayers:

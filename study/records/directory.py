@@ -221,7 +221,8 @@ class Run:
 
     @property
     def state(self) -> State:
-        return self.status["state"]
+        state: State = self.status["state"]
+        return state
 
 
 def read_status(path: Path) -> dict[str, Any]:

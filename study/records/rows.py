@@ -57,7 +57,8 @@ def matmul_tflops(notes: dict[str, Any], precision: str | None) -> float | None:
     """Return the measured matmul rate in TFLOP/s; None without a GPU or a measurement."""
     attempts = notes.get("attempts") or [{}]
     rates = attempts[-1].get("matmul_rates", {}).get("tflops", {})
-    return rates.get((precision or "").removesuffix("-engine"))
+    rate: float | None = rates.get((precision or "").removesuffix("-engine"))
+    return rate
 
 
 MEMORY_COLUMNS = {

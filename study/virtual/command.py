@@ -60,11 +60,13 @@ class VirtualRequest:
     box: Machine
 
     def cell(self, strategy: str, model: str | None = None) -> Cell:
+        # Of PRECISIONS, which has a name more than a run.
+        asked: str = self.config.precision
         precision = self.config.precision
-        if precision == "bf16":
+        if asked == "bf16":
             # Without DeepSpeed bf16 is always autocast.
             precision = "bf16-engine" if read_strategy(strategy).deepspeed else "bf16"
-        elif precision == "bf16-autocast":
+        elif asked == "bf16-autocast":
             precision = "bf16"
         name = model or self.config.model_name_or_path
         requested = dataclasses.replace(self.config, precision=precision, model_name_or_path=name)

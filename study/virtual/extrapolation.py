@@ -220,7 +220,7 @@ def _largest_phases(line: dict[str, float], not_linear: set[str]) -> None:
 
 
 def _on_line(values: Sequence[Any], depths: tuple[int, int], layers: int) -> float:
-    value = values[0] + (values[1] - values[0]) / (depths[1] - depths[0]) * (layers - depths[0])
+    value: float = values[0] + (values[1] - values[0]) / (depths[1] - depths[0]) * (layers - depths[0])
     return round(value) if isinstance(values[0], int) and isinstance(values[1], int) else value
 
 

@@ -33,6 +33,7 @@ def session() -> Iterator[CombinationSession]:
         "zero1,ep",
         "zero3,accelerate,autotp",
         "zero3,ulysses",
+        "zero3,cpu_adam,optimizer_cpu,zenflow",
         "fsdp2,tp",
         "fsdp2,cp",
     ],

@@ -209,6 +209,17 @@ def test_a_figure_that_is_not_finite_is_a_difference(reference: PlainReference) 
     assert "not finite" in mismatch.describe
 
 
+def test_a_transposed_figure_is_not_called_infinite(reference: PlainReference) -> None:
+    name, value = next(
+        (place.tensor, value)
+        for place, value in reference.traces[0].figures.items()
+        if place.stage == "update" and value.ndim == 2 and value.shape[0] != value.shape[1]
+    )
+    mismatch = first_difference(changed(reference, "update", {name: value.T}), reference)
+    assert mismatch is not None
+    assert mismatch.what == f"has the shape {value.T.shape}, the reference {value.shape}"
+
+
 def test_what_changes_no_figure_shares_a_reference() -> None:
     plain = reference_key(make_combination(["zero2", "accumulation"]))
     for features in (["fsdp2", "no_sync"], ["zero3", "accumulation", "checkpointing", "evaluation", "hpz"]):

@@ -242,5 +242,6 @@ def _step_s(row: Mapping[str, Any], request: Request) -> float | None:
     if "mfu" in row:
         peak = request.box.device.peak_tflops[request.precision.removesuffix("-engine")]
         assert peak is not None
-        return model_flops(request) / (row["mfu"] * peak * 1e12)
-    return row.get("step_s")
+        return float(model_flops(request) / (row["mfu"] * peak * 1e12))
+    seconds: float | None = row.get("step_s")
+    return seconds
