@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pandas as pd
 from markupsafe import Markup
@@ -231,7 +232,15 @@ def main() -> None:
     gpu_checks.PAGE.write_text(gpu_checks.page(scoreboard), encoding="utf-8")
     # CPUs differ in the last digits.
     rounded = json.loads(json.dumps(scoreboard.document()), parse_float=lambda figure: float(f"{float(figure):.10g}"))
-    VERDICTS_FILE.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
+    VERDICTS_FILE.write_text(findings_text(rounded), encoding="utf-8")
+
+
+def findings_text(document: Mapping[str, Any]) -> str:
+    """Return the scoreboard's document as JSON with a line per claim."""
+    dump = functools.partial(json.dumps, separators=(",", ":"))
+    head = dump({key: value for key, value in document.items() if key != "claims"})
+    claims = ",\n".join(map(dump, document["claims"]))
+    return f'{head[:-1]},"claims":[\n{claims}\n]}}\n'
 
 
 if __name__ == "__main__":

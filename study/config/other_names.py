@@ -88,6 +88,26 @@ _WITHOUT_EFFECT = (
 _NOT_MODELLED = ("load_in_8bit", "compile", "torch_compile", "fp8", "dora", "use_dora", "tp", "pp", "ep", "pipeline")
 
 
+# Families of tuned models by the family whose sizes they have.
+_FAMILIES = _by_name(
+    {
+        "llama": "alpaca koala",
+        "llama-2": "vicuna wizardlm orca-2",
+        "llama-3.1": "deepseek-r1-distill-llama",
+        "mistral": "zephyr openhermes",
+        "qwen2.5": "deepseek-r1-distill-qwen",
+    }
+)
+# Other packages of a training, whose releases people ask for in the place of DeepSpeed's.
+PACKAGES = ("accelerate", "transformers", "trl", "peft", "torch", "lightning", "pytorch-lightning", "bitsandbytes")
+
+
+def find_family(name: str) -> tuple[str, str]:
+    """Return the family of a tuned model, such as vicuna, and the one whose sizes it has; both empty for any other."""
+    tuned = next((family for family in _FAMILIES if re.match(rf"{family}(?![a-z])", name.lower())), "")
+    return (tuned, _FAMILIES[tuned][0]) if tuned else ("", "")
+
+
 def find_flag(flag: str, flags: Mapping[str, object]) -> str:
     """Return the flag of a command, with a value, that has the meaning of another program's; empty without one."""
     meant = FLAGS.get(flag.removeprefix("--"), ())
