@@ -131,6 +131,10 @@ def run(options: argparse.Namespace) -> int:
     for flag, is_given in (("--output_format", options.output_format), ("--skip_others", options.skip_others)):
         if is_given:
             raise UserError(f"{flag} is for --strict", f"add --strict, or leave {flag} out")
+    if not options.model and not resolve_path(options.config).exists() and find_preset(options.config) is not None:
+        command = shlex.join(["study", "explain", "ds.json", options.config])
+        strategies = shlex.join(["study", "predict", options.config, "--strategy", "zero3"])
+        raise UserError(f"{options.config} is a model, and no file is named", f"{command}; of a strategy: {strategies}")
     if len(options.model) != 1:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
         example = shlex.join(["study", "explain", options.config, "llama-3.1-8b"])

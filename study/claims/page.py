@@ -18,7 +18,7 @@ from study.claims import gpu_checks
 from study.claims.agreement import stored_comparison
 from study.claims.agreement_page import reading_tables
 from study.claims.command import VERDICTS as VERDICTS_FILE
-from study.claims.command import first_line
+from study.claims.command import first_line, records_digest
 from study.claims.evidence import KEYS_FILE, Evidence
 from study.claims.ledger import CLAIM_ID
 from study.claims.provenance import NOT_OF_RUNS, provenance
@@ -226,13 +226,13 @@ def address(claim: str, folder: Path) -> str:
 
 
 def main() -> None:
-    """Write docs/claims.md, docs/gpu_checks.md and the findings file, which installations that lack pandas print."""
+    """Write docs/claims.md, docs/gpu_checks.md and the findings file, which is printed while its records stay."""
     scoreboard = build_scoreboard()
     PAGE.write_text(page(scoreboard), encoding="utf-8")
     gpu_checks.PAGE.write_text(gpu_checks.page(scoreboard), encoding="utf-8")
     # CPUs differ in the last digits.
     rounded = json.loads(json.dumps(scoreboard.document()), parse_float=lambda figure: float(f"{float(figure):.10g}"))
-    VERDICTS_FILE.write_text(findings_text(rounded), encoding="utf-8")
+    VERDICTS_FILE.write_text(findings_text({"records_sha256": records_digest(), **rounded}), encoding="utf-8")
 
 
 def findings_text(document: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def test_a_page_without_details_ends_at_line_25_of_a_terminal(monkeypatch: pytes
     ],
 )
 def test_a_command_shows_that_it_works_after_a_second_and_only_on_a_terminal(command, monkeypatch, capsys):
-    def stand_for_long_work(*_):
+    def stand_for_long_work(*_, **__):
         time.sleep(0.3)
         raise UserError("the work took longer", "nothing")
 

@@ -480,6 +480,25 @@ def test_the_config_of_a_model_is_not_read_as_a_file_of_deepspeed(key: str, kind
         make_case(tmp_path, {key: "llama"})
 
 
+TRAINER = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 1, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("document", "fix"),
+    [
+        (TRAINER | {"deepspeed": "ds.json"}, "explain the file that it names: ds.json"),
+        (TRAINER | {"deepspeed": {"zero_optimization": {"stage": 3}}}, "with its section deepspeed alone"),
+        (TRAINER | {"fsdp": "full_shard auto_wrap"}, "an Accelerate YAML with distributed_type: FSDP"),
+        ({"base_model": "gpt2", "fsdp_config": {"fsdp_version": 2}}, "an Accelerate YAML with distributed_type: FSDP"),
+        (TRAINER, "study predict MODEL --strategy ddp"),
+    ],
+)
+def test_a_trainer_s_file_is_not_read_as_one_of_deepspeed(document: dict[str, Any], fix: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is the file of a trainer, not of an engine") as refusal:
+        make_case(tmp_path, document)
+    assert fix in refusal.value.fix
+
+
 def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> None:
     from accelerate.utils import DistributedType
 

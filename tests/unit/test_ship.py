@@ -130,14 +130,15 @@ def test_a_strict_check_reads_nothing_outside_of_the_repository(place, checkout,
 def test_a_strict_check_without_a_repository_reads_only_the_folder_of_the_file(tmp_path, monkeypatch, capsys):
     folder, secret = tmp_path / "checked", tmp_path / "secret.json"
     folder.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
     secret.write_text(json.dumps({"train_batch_size": "SECRET3"}))
     (folder / "linked.json").symlink_to(secret)
     for path in ("../secret.json", str(secret), "linked.json"):
         section = {"deepspeed_config_file": path}
         document = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": section}
         (folder / "outer.yaml").write_text(yaml.safe_dump(document))
-        # From the folder, from the one above it, which has the secret, and from elsewhere.
-        for place in (folder, Path("/")):
+        # From the folder, from elsewhere, and from the home, which has the secret.
+        for place in (folder, Path("/"), tmp_path):
             monkeypatch.chdir(place)
             status, printed = check_one(str(folder / "outer.yaml"), capsys=capsys)
             assert (status, "SECRET" in printed, "which is outside of the checked rep" in printed) == (1, False, True)
