@@ -192,8 +192,13 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     }
     if file.deepspeed is None:
         settings = file.fsdp or {}
+        saved_gib = case.request.stored.parameters * case.request.weight_bytes / GIB
         return facts | {
             **settings,
+            "saves_whole": _saves_whole(settings),
+            # peft saves adapters alone.
+            "saved_gib": 0.0 if shape.lora_rank else saved_gib,
+            "saved": f"{rounded(saved_gib)} GiB",
             "set": set(settings),
             "version": str(settings.get("fsdp_version", 1))[:60],
             "shown_version": clip(settings.get("fsdp_version", 1)),
@@ -232,6 +237,12 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         "twice_parameters": 2 * shape.parameters,
         "max_in_cpu": (case.offload("offload_param") or {}).get("max_in_cpu"),
     }
+
+
+def _saves_whole(settings: Mapping[str, Any]) -> bool:
+    """Whether FSDP saves the weights of all ranks as one, as version 1 does by default (set_state_dict_type)."""
+    usual = "full_state_dict" if str(settings.get("fsdp_version", 1)) == "1" else "sharded_state_dict"
+    return str(settings.get("fsdp_state_dict_type") or usual).lower() in ("full_state_dict", "1")
 
 
 def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -> Iterator[Finding]:
