@@ -20,7 +20,7 @@ from study.predictor.families import FAMILIES, OTHER_FAMILIES
 from study.predictor.live import live_shape
 from study.predictor.shape import ModelShape
 from study.predictor.table_shape import SIZE_KEYS, shape_of_architecture
-from study.workloads.presets import PRESETS, find_base, find_preset, hub_id, load_from, without_tuning
+from study.workloads.presets import NO_NETWORK, PRESETS, find_base, find_preset, hub_id, load_from, without_tuning
 
 # A size as a word of a name, such as 8b, 0.5b and 135m.
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -77,7 +77,13 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         def download(repo_id: str, *, trust_remote_code: bool, **options: Any) -> dict[str, Any]:
             return _read(Path(hf_hub_download(repo_id, "config.json", **options)))
 
-        return shape_of_document(load_from(name, download, "config"), name)
+        try:
+            document = load_from(name, download, "config")
+        except UserError as refusal:
+            # A prediction loads no weights.
+            fix = "give a folder with its config.json, or its sizes" if refusal.fix == NO_NETWORK else refusal.fix
+            raise UserError(refusal.problem, f"{_suggest(name)}{fix}") from None
+        return shape_of_document(document, name)
     raise _no_model(name, path)
 
 
@@ -89,14 +95,11 @@ def _no_model(name: str, path: Path) -> UserError:
         return UserError(f"there is no config.json in {name}", "name the folder with the model's config.json")
     if path.is_absolute() or name.startswith("."):
         return UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
-    # An architecture that is not modelled, or a mixture of experts (8x7b, 30b-a3b).
     plain, is_id = name.rpartition("/")[2].lower(), name.count("/") == 1
-    has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain)
-    suggestion = _suggest_base(plain)
-    if not suggestion and (has_experts or _letters(plain).startswith(OTHER_FAMILIES)):
+    suggestion = _suggest(name)
+    if not suggestion and _has_no_preset(plain):
         fix = f"give the folder of its config.json, or {'add --hub' if is_id else 'OWNER/NAME with --hub'}"
         return UserError(f"{name!r} is of a family without presets", fix)
-    suggestion = suggestion or _suggest_preset(plain)
     hint = "add --hub to ask the hub for it, or " if is_id else "OWNER/NAME with --hub asks the hub; or "
     return UserError(
         f"unknown model {clip(name)}",
@@ -117,6 +120,18 @@ def _letters(name: str) -> str:
 
 def _parse_size(word: str) -> float:
     return float(word[:-1]) * _UNITS[word[-1]]
+
+
+def _has_no_preset(plain: str) -> bool:
+    """Whether a name is of an architecture without presets, or of a mixture of experts (8x7b, 30b-a3b)."""
+    has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain)
+    return bool(has_experts) or _letters(plain).startswith(OTHER_FAMILIES)
+
+
+def _suggest(name: str) -> str:
+    """Return the presets that a name may mean, to put before the other ways to name a model; empty without any."""
+    plain = name.rpartition("/")[2].lower()
+    return _suggest_base(plain) or ("" if _has_no_preset(plain) else _suggest_preset(plain))
 
 
 def _suggest_base(name: str) -> str:

@@ -245,7 +245,7 @@ def test_the_committed_findings_are_those_of_the_records_and_are_printed_while_t
     def texts(claims: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
         return [(claim["id"], claim["finding_text"], claim["sentence"], claim["evidence"]) for claim in claims]
 
-    judged = full_board.document()
+    judged = json.loads(json.dumps(full_board.document()))
     assert texts(committed["claims"]) == texts(judged["claims"])
     assert {key: committed[key] for key in ("findings", "evidence", "counts")} == {
         key: judged[key] for key in ("findings", "evidence", "counts")
