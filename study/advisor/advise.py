@@ -66,6 +66,8 @@ _FEWEST_TOKENS = 128
 _MACHINES = (2, 4, 8, 16, 32, 64)
 # Strategies without an engine: they train the loaded weights.
 PLAIN = ("single", "ddp")
+# Flags of adapters on weights in 16 and 4 bits.
+_ADAPTER_FLAGS = {"--peft lora": "none", "--peft lora --quantization 4bit": "4bit"}
 IN_16_BITS = "bf16 weights and no fp32 masters"
 _PARTS_OF_A_STEP = {
     "compute": "compute",
@@ -750,6 +752,28 @@ def _with_adapters(question: AdviceRequest, quantization: str) -> AdviceRequest:
         peft="lora", quantization=quantization, with_reference=False, lora_rank=None, lora_targets=None
     )
     return dataclasses.replace(question, shape=apply_lora_options(question.shape, options), reference_model=False)
+
+
+def adapters_lines(advice: Advice) -> Iterator[str]:
+    """Yield what adapters need without an offload, if the recommended full training has one and adapters that certainly
+    fit have none."""
+    question, best, texts = advice.question, advice.best, list[str]()
+    if best is None or not best.request.strategy.offloads or question.shape.lora_rank is not None:
+        return
+    for flags, quantization in _ADAPTER_FLAGS.items():
+        # Not every class has layers that peft gives adapters by default.
+        with contextlib.suppress(UserError):
+            scenario = dataclasses.replace(_with_adapters(question, quantization), quantized=quantization == "4bit")
+            names = [name for name in candidates(scenario) if not read_strategy(name).offloads]
+            adapted = advise_without_losers(scenario, names)
+            option = adapted.best if adapted is not None else None
+            if option is not None and option.is_safe:
+                memory = option.memory
+                peak, bound = (rounded(timing.device_bytes(memory, at_upper=upper) / GIB) for upper in (False, True))
+                figures = f"{peak} GiB, 90 % bound {bound}, {rounded(option.tokens_per_s)} tokens/s"
+                texts.append(f"{flags} under {option.name}: {figures}")
+    if texts:
+        yield f"adapters need no offload: {'; '.join(texts)}"
 
 
 def what_if_lines(question: AdviceRequest) -> Iterator[str]:

@@ -12,7 +12,6 @@ import json
 import math
 import shlex
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from study.advisor.advise import Advice, Option
 from study.advisor.explain_findings import request_notes
 from study.advisor.fitted import fit_settings
 from study.config.errors import UserError
-from study.config.printing import TextTable, print_result
+from study.config.printing import TextTable, print_result, progress_line
 from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, Strategy, read_strategy, read_yaml
 from study.config.text import format_parameters, rounded
 from study.host.folders import folder_argument
@@ -91,7 +90,6 @@ _WITHOUT_MASTERS = (
     " Trainer"
 )
 _WIDTH = 120
-_SILENT_S = 1.0
 # Flags that `study predict` has, too, by their names in the options; those that are not at their default are repeated.
 _SHARED_FLAGS = (
     "seq_length",
@@ -165,7 +163,7 @@ def run(
     `nearest` yields lines about the nearest measurements, and `read_run` reads the files of --calibrate.
     """
     # The first question about a class outside the table traces it, before anything is compared.
-    with _progress(), _without_collections():
+    with progress_line("comparing strategies, micro-batches and settings ..."), _without_collections():
         question = build_advice_request(options)
         runs = measured.collect_runs(options, functools.partial(_measured_request, question), read_run)
         question = _corrected(question, runs)
@@ -215,31 +213,6 @@ def _corrected(question: advise.AdviceRequest, runs: Sequence[PredictedRun]) -> 
     # Of any strategy: the setup is what all have in common.
     example = question.configuration(runs[0].run.request.strategy, 1, 1, False)
     return dataclasses.replace(question, correction=measured.correct(example, runs))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[None]:
-    """Show a line on a terminal's stderr while the work takes longer than a second."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    message = "comparing strategies, micro-batches and settings ..."
-    is_shown = threading.Event()
-
-    def show() -> None:
-        is_shown.set()
-        print(message, end="", file=sys.stderr, flush=True)
-
-    timer = threading.Timer(_SILENT_S, show)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        if is_shown.is_set():
-            print(f"\r{' ' * len(message)}\r", end="", file=sys.stderr, flush=True)
 
 
 def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
@@ -316,7 +289,7 @@ def _document(
         "how_sure": advise.explain_best(advice),
         "faster_if_it_fits": riskier and entry(riskier),
         "plain_in_16_bits": plain and entry(plain),
-        "changes": what_ifs,
+        "changes": [*advise.adapters_lines(advice), *what_ifs],
         "optimizer_on_host": advise.offload_line(advice),
         "nearest": similar,
         "measured": [run_document(run) for run in runs],
@@ -444,6 +417,8 @@ def _speed_range(option: Option) -> str:
 
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
     yield f"why {best.name}: {advise.explain_best(advice)}"
+    # Before other notes: a screen may cut the last ones.
+    yield from advise.adapters_lines(advice)
     yield from advice_notes(advice, best, riskier)
 
 

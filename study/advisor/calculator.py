@@ -174,7 +174,7 @@ class Calculator:
         if self.advice is None:
             raise self._missing_question()
         return {
-            "changes": list(advise.sensitivity_lines(self.advice)),
+            "changes": [*advise.adapters_lines(self.advice), *advise.sensitivity_lines(self.advice)],
             "optimizer_on_host": advise.offload_line(self.advice),
         }
 

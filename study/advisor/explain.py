@@ -21,7 +21,7 @@ from study.advisor.explain_findings import findings
 from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
 from study.config.errors import UserError, clip
-from study.config.printing import TextTable, print_result
+from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_number, rounded, rounded_seconds
 from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
@@ -131,6 +131,10 @@ def run(options: argparse.Namespace) -> int:
     for flag, is_given in (("--output_format", options.output_format), ("--skip_others", options.skip_others)):
         if is_given:
             raise UserError(f"{flag} is for --strict", f"add --strict, or leave {flag} out")
+    if not options.model and not resolve_path(options.config).exists() and find_preset(options.config) is not None:
+        command = shlex.join(["study", "explain", "ds.json", options.config])
+        strategies = shlex.join(["study", "predict", options.config, "--strategy", "zero3"])
+        raise UserError(f"{options.config} is a model, and no file is named", f"{command}; of a strategy: {strategies}")
     if len(options.model) != 1:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
         example = shlex.join(["study", "explain", options.config, "llama-3.1-8b"])
@@ -139,8 +143,10 @@ def run(options: argparse.Namespace) -> int:
     if not resolve_path(config).exists() and resolve_path(model).is_file() and find_preset(config) is not None:
         command = shlex.join(["study", "explain", model, config])
         raise UserError(f"{config} is a model and {model} a file", f"name the file first: {command}")
-    case = read_case(options)
-    print_result(options.json, lambda: _document(case), _page(case, options.details), options.details)
+    with progress_line("reading the file and predicting its settings ..."):
+        case = read_case(options)
+        page = [] if options.json else list(_page(case, options.details))
+    print_result(options.json, lambda: _document(case), page, options.details)
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 
@@ -362,7 +368,7 @@ def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
     yield ", ".join(counted) or "every setting takes effect"
     if listed:
         listed.sort(key=lambda finding: [*_FINDINGS].index(finding.kind))
-        yield TextTable(("", ""), [(finding.kind, f"{finding.key}: {finding.says}") for finding in listed], indent=2)
+        yield TextTable(("", ""), finding_rows(listed), indent=2)
     if setting_costs := costs(case):
         legend = "" if all(cost.is_said for cost in setting_costs) else "; * a default, not in your file"
         yield f"\nmemory of a rank by setting (- none{legend}{'' if details else '; --details has the reasons'})"
@@ -372,6 +378,14 @@ def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
     for answer in find_answers(case):
         yield f"\n{answer.question}\n  {answer.short}" if details else f"{answer.question} {answer.short}"
         yield from (f"  - {line}" for line in answer.because if details)
+
+
+def finding_rows(listed: Sequence[Finding]) -> list[tuple[str, str]]:
+    """Return a row per finding; settings with the same text, such as those that are "auto", are one row."""
+    keys: dict[tuple[str, str], list[str]] = {}
+    for finding in listed:
+        keys.setdefault((finding.kind, finding.says), []).append(finding.key)
+    return [(kind, f"{', '.join(names)}: {says}") for (kind, says), names in keys.items()]
 
 
 def peak_line(case: ConfigCase) -> str:

@@ -20,7 +20,7 @@ from study.advisor.explain_findings import findings
 from study.advisor.user_settings import Finding
 from study.config.errors import UserError
 from study.config.yaml_sections import Section, read_document
-from study.host.folders import resolve_path
+from study.host.folders import home_folder, resolve_path
 from study.predictor.hardware import MAX_JOB_GPUS
 from study.predictor.models import model_shape
 from study.predictor.shape import ModelShape
@@ -41,13 +41,15 @@ _NUMBER = re.compile(r"\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*")
 
 def checked_tree(name: str) -> Path:
     """Return the folder that limits the files a check reads: the file's repository; without one the working directory,
-    or the file's own folder if that is elsewhere."""
+    or the file's own folder if that is elsewhere or the working directory has the user's home in it."""
     # Links are not followed: one that leads out of a repository belongs to it.
     folder = resolve_path(name).absolute().parent
     repository = next((place for place in (folder, *folder.parents) if (place / ".git").exists()), None)
     if repository is not None:
         return repository
-    return Path.cwd() if folder.is_relative_to(Path.cwd()) else folder
+    working, home = Path.cwd(), home_folder()
+    has_home = home is not None and home.is_relative_to(working)
+    return working if folder.is_relative_to(working) and not has_home else folder
 
 
 def is_config(name: str) -> bool:

@@ -62,19 +62,24 @@ def findings(case: ConfigCase) -> list[Finding]:
 
 def _loaded_weights(request: Request) -> Iterator[Finding]:
     """Yield that fp32 weights are counted in plain training, whose file does not set the type that a program loads."""
-    rates = request.box.device.peak_tflops
-    is_plain = request.strategy.deepspeed is None and not request.strategy.is_fsdp and not request.shape.lora_rank
-    if not is_plain or request.precision not in ("fp32", "bf16") or rates.get("bf16", 0.0) is None:
+    rates, strategy = request.box.device.peak_tflops, request.strategy
+    # Under FSDP Accelerate makes trained weights fp32 in mixed precision (fsdp2_prepare_model).
+    precisions = ("fp32",) if strategy.is_fsdp else ("fp32", "bf16")
+    is_plain = strategy.deepspeed is None and not request.shape.lora_rank
+    if not is_plain or request.precision not in precisions or rates.get("bf16", 0.0) is None:
         return
     # Weights, gradients and two moments of half the bytes.
-    if 8 * request.shape.parameters < _WORTH_NOTING:
+    if 8 * request.shape.parameters / (request.fsdp_ranks if strategy.is_fsdp else 1) < _WORTH_NOTING:
         return
     in_16_bits = predict_memory(dataclasses.replace(request, precision="bf16-engine", pure=True, autocast=False))
     message = (
         "counted in fp32; transformers 5 loads a bf16 checkpoint in bf16 and trains it without fp32 masters, a peak of"
         f" {rounded(device_bytes(in_16_bits) / GIB)} GiB"
     )
-    yield Finding("noted", "weights", message, "dtype=torch.float32 loads fp32", rule="fp32-weights")
+    fix = "dtype=torch.float32 loads fp32"
+    if strategy.is_fsdp:
+        fix += ", and in mixed precision Accelerate makes trained weights fp32"
+    yield Finding("noted", "weights", message, fix, rule="fp32-weights")
 
 
 def _ineffective(case: ConfigCase, facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -187,8 +192,13 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     }
     if file.deepspeed is None:
         settings = file.fsdp or {}
+        saved_gib = case.request.stored.parameters * case.request.weight_bytes / GIB
         return facts | {
             **settings,
+            "saves_whole": _saves_whole(settings),
+            # peft saves adapters alone.
+            "saved_gib": 0.0 if shape.lora_rank else saved_gib,
+            "saved": f"{rounded(saved_gib)} GiB",
             "set": set(settings),
             "version": str(settings.get("fsdp_version", 1))[:60],
             "shown_version": clip(settings.get("fsdp_version", 1)),
@@ -227,6 +237,12 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         "twice_parameters": 2 * shape.parameters,
         "max_in_cpu": (case.offload("offload_param") or {}).get("max_in_cpu"),
     }
+
+
+def _saves_whole(settings: Mapping[str, Any]) -> bool:
+    """Whether FSDP saves the weights of all ranks as one, as version 1 does by default (set_state_dict_type)."""
+    usual = "full_state_dict" if str(settings.get("fsdp_version", 1)) == "1" else "sharded_state_dict"
+    return str(settings.get("fsdp_state_dict_type") or usual).lower() in ("full_state_dict", "1")
 
 
 def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -> Iterator[Finding]:

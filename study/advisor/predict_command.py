@@ -17,7 +17,7 @@ from study.advisor.user_settings import UserFile, check_deepspeed
 from study.config import strategies
 from study.config.errors import UserError, require_extra
 from study.config.flags import Precision, RunConfig
-from study.config.printing import TextTable, print_result
+from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_parameters, rounded, rounded_seconds
 from study.host.memory import GIB
 from study.predictor import adapter_options as adapters
@@ -167,16 +167,18 @@ def known_optimizer(text: str) -> str:
 
 def run(options: argparse.Namespace, read_run: measured.ReadRun | None = None) -> int:
     """Print the prediction, and return 0; `read_run` reads the files of --calibrate."""
-    request = _request(options)
-    runs = measured.collect_runs(options, functools.partial(_measured_request, options), read_run)
-    request = dataclasses.replace(request, correction=measured.correct(request, runs))
-    memory, traced = predict_memory(request), None
-    time = predict_time(request, memory)
-    if options.traced:
-        with require_extra("train"):
-            from study.predictor.traced_request import trace_activations
+    # A class outside the table is traced, on tensors without data.
+    with progress_line("predicting memory and time ..."):
+        request = _request(options)
+        runs = measured.collect_runs(options, functools.partial(_measured_request, options), read_run)
+        request = dataclasses.replace(request, correction=measured.correct(request, runs))
+        memory, traced = predict_memory(request), None
+        time = predict_time(request, memory)
+        if options.traced:
+            with require_extra("train"):
+                from study.predictor.traced_request import trace_activations
 
-            traced = trace_activations(request).saved_bytes
+                traced = trace_activations(request).saved_bytes
     page = _page(request, memory, time, traced, options.details, runs)
     print_result(options.json, lambda: _document(request, memory, time, traced, runs), page, options.details)
     return 0

@@ -27,6 +27,12 @@ _MAX_NESTING = 50
 _MAX_KEYS = 2_000
 _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
 ZERO = "zero_optimization"
+# Keys of the files of TrainingArguments, TRL, LlamaFactory and axolotl; and of a DeepSpeed file.
+_OF_A_TRAINER = {
+    *("per_device_train_batch_size", "model_name_or_path", "base_model", "output_dir", "dataset_name", "dataset"),
+    *("datasets", "learning_rate", "num_train_epochs", "num_epochs", "bf16", "fsdp", "fsdp_config", "use_peft"),
+}
+_OF_DEEPSPEED = {ZERO, "train_batch_size", "train_micro_batch_size_per_gpu"}
 OFFLOADS = ("offload_optimizer", "offload_param")
 SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
 _MESH_PREFIX = "parallelism_config_"
@@ -168,8 +174,8 @@ def read_user_file(name: str, findings: list[Finding] | None = None, tree: Path 
     is_accelerate = isinstance(section, dict) and not names.keys().isdisjoint(section)
     if is_accelerate or "distributed_type" in document or "compute_environment" in document:
         return _accelerate(name, document, findings, tree)
-    if isinstance(path := document.get("deepspeed"), str):
-        raise UserError(f"{name} is the file of a trainer, not of an engine", f"explain the file that it names: {path}")
+    if isinstance(document.get("deepspeed"), str) or _is_of_a_trainer(document):
+        raise UserError(f"{name} is the file of a trainer, not of an engine", _engine_of_a_trainer(document))
     if isinstance(section, dict) and not section_entries("top").keys().isdisjoint(section):
         problem = f"{name} has its settings under deepspeed_config, where DeepSpeed reads none"
         raise UserError(problem, "write them at the top level of the file")
@@ -184,6 +190,22 @@ def read_user_file(name: str, findings: list[Finding] | None = None, tree: Path 
     file = UserFile(name, "deepspeed", "DEEPSPEED", document, _explicit_keys(document), findings=findings)
     check_deepspeed(file)
     return file
+
+
+def _is_of_a_trainer(document: Mapping[str, Any]) -> bool:
+    """Whether a mapping has keys of TrainingArguments, LlamaFactory or axolotl, and no batch or stage of DeepSpeed."""
+    return len(_OF_A_TRAINER & document.keys()) > 1 and _OF_DEEPSPEED.isdisjoint(document)
+
+
+def _engine_of_a_trainer(document: Mapping[str, Any]) -> str:
+    """Return the place of the engine's settings in a trainer's file, as a fix."""
+    if isinstance(path := document.get("deepspeed"), str):
+        return f"explain the file that it names: {path}"
+    if isinstance(document.get("deepspeed"), dict):
+        return "explain a file with its section deepspeed alone"
+    if document.get("fsdp") or document.get("fsdp_config"):
+        return "explain an Accelerate YAML with distributed_type: FSDP, and its settings of FSDP under fsdp_config"
+    return "it names no engine, so explain the file of accelerate launch, or: study predict MODEL --strategy ddp"
 
 
 def _refused(key: str, problem: str, fix: str, rule: str = "wrong-value") -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import hashlib
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from study.claims.verdicts import Basis
 from study.config.errors import UserError, did_you_mean, require_extra
-from study.config.places import install_command
+from study.config.places import REPOSITORY, install_command
 from study.config.printing import TextTable, print_page
 from study.predictor.hardware import parse_int
 
@@ -170,12 +171,24 @@ def _print_table(file: Path, as_json: bool) -> None:
         print(f"line {row.line}: {result.plausibility}: {training}: {result.why}")
 
 
+def records_digest(reports: Path = REPOSITORY / "reports") -> str:
+    """Return the SHA-256 of the ledger and of the records that judge its claims."""
+    digest = hashlib.sha256()
+    records = sorted([*reports.glob("*/*.parquet"), *reports.glob("*/keys.json")])
+    for file in (Path(__file__).with_name("ledger.yaml"), *records):
+        digest.update(f"{file.parent.name}/{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()
+
+
 def _judged(names: Sequence[str]) -> dict[str, Any]:
-    """Return the scoreboard judged by the records; if pandas is missing, the one that `make claims` wrote."""
+    """Return the scoreboard judged by the records: the one that `make claims` wrote if they are those of it, or if
+    pandas is missing."""
+    document = dict(json.loads(VERDICTS.read_text(encoding="utf-8")))
+    if document.pop("records_sha256") == records_digest():
+        return document
     try:
         from study.claims.scoreboard import build_scoreboard
     except ModuleNotFoundError as error:
-        document = dict(json.loads(VERDICTS.read_text(encoding="utf-8")))
         _select(document, names)  # A wrong name ends the command before the notice.
         print(
             f"notice: findings of this release; {error.name} is not installed, so the records were not read."

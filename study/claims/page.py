@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pandas as pd
 
@@ -16,7 +17,7 @@ from study.claims import gpu_checks
 from study.claims.agreement import stored_comparison
 from study.claims.agreement_page import reading_tables
 from study.claims.command import VERDICTS as VERDICTS_FILE
-from study.claims.command import first_line
+from study.claims.command import first_line, records_digest
 from study.claims.ledger import CLAIM_ID
 from study.claims.published import published_tables
 from study.claims.scoreboard import JudgedClaim, Scoreboard, build_scoreboard
@@ -159,13 +160,21 @@ def address(claim: str, folder: Path) -> str:
 
 
 def main() -> None:
-    """Write docs/claims.md, docs/gpu_checks.md and the findings file, which installations that lack pandas print."""
+    """Write docs/claims.md, docs/gpu_checks.md and the findings file, which is printed while its records stay."""
     scoreboard = build_scoreboard()
     PAGE.write_text(page(scoreboard), encoding="utf-8")
     gpu_checks.PAGE.write_text(gpu_checks.page(scoreboard), encoding="utf-8")
     # CPUs differ in the last digits.
     rounded = json.loads(json.dumps(scoreboard.document()), parse_float=lambda figure: float(f"{float(figure):.10g}"))
-    VERDICTS_FILE.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
+    VERDICTS_FILE.write_text(findings_text({"records_sha256": records_digest(), **rounded}), encoding="utf-8")
+
+
+def findings_text(document: Mapping[str, Any]) -> str:
+    """Return the scoreboard's document as JSON with a line per claim."""
+    dump = functools.partial(json.dumps, separators=(",", ":"))
+    head = dump({key: value for key, value in document.items() if key != "claims"})
+    claims = ",\n".join(map(dump, document["claims"]))
+    return f'{head[:-1]},"claims":[\n{claims}\n]}}\n'
 
 
 if __name__ == "__main__":

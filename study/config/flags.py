@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -371,17 +372,28 @@ class Parser(argparse.ArgumentParser):
         similar = did_you_mean(first, inside or flags, cutoff=0.3 if inside else 0.72)
         if same := other_names.find_flag(first, self._option_string_actions):
             similar = f"it is {same} here; "
-        elif placed := self._place_words():
+        elif placed := self._place_words() or self._place_spaced_hardware(words):
             similar = f"write {placed}; "
         elif first[:2] == "--":
             judged = other_names.judge_flag(first, self._option_string_actions)
-            similar = judged or similar or self.find_elsewhere(first)
+            # A flag with the meaning goes before one with a similar spelling.
+            is_known = first.removeprefix("--") in other_names.FLAGS
+            similar = judged or ("" if is_known else similar) or self.find_elsewhere(first) or similar
         raise UserError(f"unrecognized arguments: {' '.join(words)}", f"{similar}{self.prog} --help lists the options")
 
     def _place_words(self) -> str:
         """Return the words that were written without a flag, each with the flag that takes it; empty without any."""
         alone = [word for before, word in zip(["", *self._words], self._words, strict=False) if before[:2] != "--"]
         return " ".join(f"{flag} {word}" for word in alone if (flag := self._find_flag(word)) is not None)
+
+    def _place_spaced_hardware(self, unknown: Sequence[str]) -> str:
+        """Return the flag with hardware that was written with spaces and without quotes; empty for other words."""
+        place = self._words.index("--hardware") + 1 if "--hardware" in self._words else None
+        spaced = self._words[place:] if place else unknown
+        name = [*itertools.takewhile(lambda word: word[:1] != "-", spaced)]
+        is_spaced = len(name) > 1 and re.fullmatch("[0-9]+x?", name[0])
+        joined = "".join(name)
+        return f"--hardware {joined}" if is_spaced and self._find_flag(joined) else ""
 
     def _find_flag(self, word: str) -> str | None:
         """Return the flag that takes a word which was written without one: a strategy, or hardware such as 8xH100."""

@@ -26,6 +26,8 @@ FLAGS = _by_name(
         "--hardware 4x8xH100": "nodes num_nodes nnodes num_machines",
         "--strategy zero3": "zero_stage stage zero",
         "--strategy zero2_cpu": "cpu_offload offload offload_optimizer zero_offload",
+        "--strategy fsdp2": "fsdp use_fsdp",
+        "--optimizer": "optim",
         "--precision bf16": "bf16 dtype torch_dtype",
         "--precision fp16": "fp16",
         "--peft lora": "lora use_peft use_lora",
@@ -85,7 +87,29 @@ _WITHOUT_EFFECT = (
     *("lora_alpha", "lr", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed", "max_steps"),
     *("epochs", "num_train_epochs", "logging_steps", "packing"),
 )
+# They name a file of an engine.
+_FILES = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config", "config_file", "fsdp_config")
 _NOT_MODELLED = ("load_in_8bit", "compile", "torch_compile", "fp8", "dora", "use_dora", "tp", "pp", "ep", "pipeline")
+
+
+# Families of tuned models by the family whose sizes they have.
+_FAMILIES = _by_name(
+    {
+        "llama": "alpaca koala",
+        "llama-2": "vicuna wizardlm orca-2",
+        "llama-3.1": "deepseek-r1-distill-llama",
+        "mistral": "zephyr openhermes",
+        "qwen2.5": "deepseek-r1-distill-qwen",
+    }
+)
+# Other packages of a training, whose releases people ask for in the place of DeepSpeed's.
+PACKAGES = ("accelerate", "transformers", "trl", "peft", "torch", "lightning", "pytorch-lightning", "bitsandbytes")
+
+
+def find_family(name: str) -> tuple[str, str]:
+    """Return the family of a tuned model, such as vicuna, and the one whose sizes it has; both empty for any other."""
+    tuned = next((family for family in _FAMILIES if re.match(rf"{family}(?![a-z])", name.lower())), "")
+    return (tuned, _FAMILIES[tuned][0]) if tuned else ("", "")
 
 
 def find_flag(flag: str, flags: Mapping[str, object]) -> str:
@@ -101,6 +125,8 @@ def judge_flag(flag: str, flags: Mapping[str, object]) -> str:
     name = flag.removeprefix("--")
     if name in _WITHOUT_EFFECT:
         return "memory and time do not depend on it: leave it out; "
+    if name in _FILES:
+        return "a file of DeepSpeed or Accelerate is read by study explain FILE MODEL; "
     return "it is not modelled; " if name in _NOT_MODELLED else ""
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
@@ -14,6 +16,7 @@ from study.config.errors import replace_unprintable
 
 _MAX_WIDTH = 120
 _SCREEN = 25
+_SILENT_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,30 @@ def print_result(
         if len(lines) > _SCREEN:
             lines[_SCREEN - 1 :] = [f"and {len(lines) - _SCREEN + 1} more lines; --details prints all"]
         print("\n".join(lines))
+
+
+@contextlib.contextmanager
+def progress_line(message: str) -> Iterator[None]:
+    """Show a line on a terminal's stderr while the work takes longer than a second."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    is_shown = threading.Event()
+
+    def show() -> None:
+        is_shown.set()
+        print(message, end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(_SILENT_S, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if is_shown.is_set():
+            print(f"\r{' ' * len(message)}\r", end="", file=sys.stderr, flush=True)
 
 
 def print_page(page: Iterable[str | TextTable], file: TextIO | None = None) -> None:

@@ -355,6 +355,7 @@ def _spelled(text: str) -> str:
     """Normalize a device name: `a100-80gb` is A100-80, `H100 SXM5` is H100, and `GeForce RTX_4090` is 4090."""
     spelled = re.sub(r"[ _]+", "-", text.upper())
     spelled = re.sub(r"^(NVIDIA-)?(TESLA-)?(GEFORCE-)?(RTX-?)?|-GENERATION$", "", spelled)
+    spelled = re.sub(r"-(BLACKWELL|HOPPER|AMPERE|TURING|VOLTA)$", "", spelled)
     return re.sub(r"-SXM\d?(?=-|$)|(?<=-\d\d)-?GI?B?$|(?<=-\d\d\d)-?GI?B?$", "", spelled)
 
 
@@ -375,7 +376,7 @@ def _unknown(name: str) -> UserError:
     if _OTHER_KINDS.search(spelled):
         problem = f"{clip(name)} is not in the table of GPUs, and no TPU, NPU or other accelerator is modelled"
         return UserError(problem, f"for a GPU like it {_FIGURES_FORM} (data sheet, without sparsity)")
-    number = _NUMBERED.fullmatch(device)
+    number = _NUMBERED.fullmatch(re.sub(r"-[0-9]{1,3}(GI?B?)?$", "", device))
     is_typo = number is not None and any(sorted(number[1]) == sorted(re.sub(r"\D", "", box)) for box in BOX_NAMES)
     if _OTHER_CARDS.search(spelled) or (number is not None and not is_typo):
         return UserError(f"{clip(name)} is not in the table of GPUs", f"{_FIGURES_FORM} (data sheet, without sparsity)")

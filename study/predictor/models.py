@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from study.config.errors import UserError, clip, did_you_mean, first_line, require_extra
+from study.config.other_names import find_family
 from study.host.folders import resolve_path
 from study.predictor.families import FAMILIES, OTHER_FAMILIES
 from study.predictor.live import live_shape
 from study.predictor.shape import ModelShape
 from study.predictor.table_shape import SIZE_KEYS, shape_of_architecture
-from study.workloads.presets import PRESETS, find_base, find_preset, hub_id, load_from, without_tuning
+from study.workloads.presets import NO_NETWORK, PRESETS, find_base, find_preset, hub_id, load_from, without_tuning
 
 # A size as a word of a name, such as 8b, 0.5b and 135m.
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -76,7 +77,13 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         def download(repo_id: str, *, trust_remote_code: bool, **options: Any) -> dict[str, Any]:
             return _read(Path(hf_hub_download(repo_id, "config.json", **options)))
 
-        return shape_of_document(load_from(name, download, "config"), name)
+        try:
+            document = load_from(name, download, "config")
+        except UserError as refusal:
+            # A prediction loads no weights.
+            fix = "give a folder with its config.json, or its sizes" if refusal.fix == NO_NETWORK else refusal.fix
+            raise UserError(refusal.problem, f"{_suggest(name)}{fix}") from None
+        return shape_of_document(document, name)
     raise _no_model(name, path)
 
 
@@ -88,16 +95,15 @@ def _no_model(name: str, path: Path) -> UserError:
         return UserError(f"there is no config.json in {name}", "name the folder with the model's config.json")
     if path.is_absolute() or name.startswith("."):
         return UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
-    # An architecture that is not modelled, or a mixture of experts (8x7b, 30b-a3b).
     plain, is_id = name.rpartition("/")[2].lower(), name.count("/") == 1
-    has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain)
-    if has_experts or _letters(plain).startswith(OTHER_FAMILIES):
+    suggestion = _suggest(name)
+    if not suggestion and _has_no_preset(plain):
         fix = f"give the folder of its config.json, or {'add --hub' if is_id else 'OWNER/NAME with --hub'}"
         return UserError(f"{name!r} is of a family without presets", fix)
     hint = "add --hub to ask the hub for it, or " if is_id else "OWNER/NAME with --hub asks the hub; or "
     return UserError(
         f"unknown model {clip(name)}",
-        f"{_suggest_preset(plain)}{hint}give a preset (`study predict --help` lists them), a folder with config.json,"
+        f"{suggestion}{hint}give a preset (`study predict --help` lists them), a folder with config.json,"
         " or sizes: layers=32,hidden=4096,heads=32,key_value_heads=8,vocabulary=128256,inner=14336 (without inner: a"
         " GPT-2)",
     )
@@ -116,11 +122,31 @@ def _parse_size(word: str) -> float:
     return float(word[:-1]) * _UNITS[word[-1]]
 
 
+def _has_no_preset(plain: str) -> bool:
+    """Whether a name is of an architecture without presets, or of a mixture of experts (8x7b, 30b-a3b)."""
+    has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain)
+    return bool(has_experts) or _letters(plain).startswith(OTHER_FAMILIES)
+
+
+def _suggest(name: str) -> str:
+    """Return the presets that a name may mean, to put before the other ways to name a model; empty without any."""
+    plain = name.rpartition("/")[2].lower()
+    return _suggest_base(plain) or ("" if _has_no_preset(plain) else _suggest_preset(plain))
+
+
+def _suggest_base(name: str) -> str:
+    """Return the preset whose sizes a model of a tuned family has, to put before a fix; empty for another family."""
+    tuned, family = find_family(name)
+    size = next((word for word in _words(name.removeprefix(tuned)) if re.fullmatch(_SIZE, word)), "")
+    base = find_base(f"{family}-{size}") if tuned and size else None
+    return "" if base is None else f"the nearest preset is {base.name}, of the family that {tuned} is tuned from; "
+
+
 def _suggest_preset(name: str) -> str:
     """Return the presets that a name may mean, to put before the other ways to name a model; empty without any.
 
     In this order: of another spelling; with more words than a preset; of another size; without a size; of
-    a size alone; misspelt.
+    a size alone; with a preset's words after its own; misspelt; of another version.
     """
     presets = {preset: _words(preset) for preset in PRESETS if not _MADE_UP.search(preset)}
     untuned = without_tuning(name)
@@ -157,7 +183,24 @@ def _suggest_preset(name: str) -> str:
         return _alternatives(started)
     if sizes == words and (equal := [preset for preset in presets if sizes[0] in presets[preset]]):
         return _alternatives(equal)
-    return did_you_mean(without_tuning(name), PRESETS, cutoff=0.85)
+    after = [preset for preset, preset_words in presets.items() if len(preset_words) > 1 and _ends(words, preset_words)]
+    if after:
+        nearest = max(after, key=lambda preset: len(presets[preset]))
+        return _nearest_text(nearest, [untuned.rpartition(presets[nearest][0])[0].strip("-_")])
+    misspelt = did_you_mean(untuned, PRESETS, cutoff=0.85)
+    likely = re.findall(r"[\w.-]+(?= or |\?)", misspelt)
+    if likely and all(_numbers(preset) != _numbers(untuned) for preset in likely):
+        return f"the nearest preset is {likely[0]}, another version: its sizes and vocabulary may differ; "
+    return misspelt
+
+
+def _ends(words: Sequence[str], preset_words: Sequence[str]) -> bool:
+    """Whether a name has the words of a preset after others."""
+    return [*words[-len(preset_words) :]] == [*preset_words]
+
+
+def _numbers(name: str) -> list[str]:
+    return re.findall(r"[0-9]+", name)
 
 
 def _alternatives(presets: Sequence[str]) -> str:

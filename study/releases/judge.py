@@ -13,6 +13,7 @@ from study.compositions.answers import look_up_answer, read_matrices
 from study.compositions.features import make_combination, name_with_engine, read_rows
 from study.compositions.matrix import Matrix
 from study.config.errors import UserError, clip
+from study.config.other_names import PACKAGES as OTHER_PACKAGES
 from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
 from study.host.stacks import package_version, release_key
 from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_causes
@@ -108,7 +109,10 @@ def judge_request(options: argparse.Namespace) -> tuple[dict[str, Any], JudgedSt
             raise UserError(problem, f"name one, and that of {package} as a flag: {command}")
         if package in ("latest", "newest", "main", "master"):
             raise UserError(problem, f"the newest tested one is {newest}: study releases {newest}")
-        raise UserError(problem, "write a release such as 0.18.9; study releases --details prints the tested ones")
+        fix = "write a release such as 0.18.9 (`pip show deepspeed`); study releases --details prints the tested ones"
+        if package in OTHER_PACKAGES:
+            fix += f"; study explain FILE MODEL names the releases of {package} that a file depends on"
+        raise UserError(problem, fix)
     if options.strategy:
         _check_strategy(options)
     document = json.loads(GRID.read_text(encoding="utf-8"))

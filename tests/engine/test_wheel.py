@@ -137,9 +137,10 @@ def test_explain_accepts_every_written_config(study: Command, tmp_path: Path) ->
     assert result.returncode == 0, result.stderr + result.stdout
 
 
-def test_claims_without_pandas_are_the_recorded_findings(study: Command, wheel: Path, full_board: Scoreboard) -> None:
+def test_claims_without_pandas_are_the_recorded_findings(study: Command, full_board: Scoreboard) -> None:
     result, anew = study("claims", "--json"), full_board.judged
-    assert result.stderr.count(f"pip install '{wheel}[report]'") == 1
+    # The wheel has the records that were judged.
+    assert result.stderr == ""
     claims = [(claim["id"], claim["finding_text"], claim["sentence"]) for claim in json.loads(result.stdout)["claims"]]
     assert claims == [(judged.claim.id, judged.finding.text, judged.sentence) for judged in anew]
     assert f"{len(anew)} claims: " in study("claims").stdout

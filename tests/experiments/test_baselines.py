@@ -102,6 +102,17 @@ def test_a_box_that_slows_down_changes_speeds_and_no_ratio() -> None:
     assert result["missed"] == result["undecided"] == []
 
 
+def test_a_command_that_takes_longer_than_its_limit_misses_its_target() -> None:
+    limits = {"study fast": 1.0, "study slow": 1.0, "study either": 1.0}
+    timed = {"study fast": [0.5, 0.6, 1.2], "study slow": [1.1, 1.2, 1.3], "study either": [0.9, 1.1, 1.2]}
+    assert bench.judge_start_up(timed, limits) == {
+        "missed": ["study slow: 1.20 s of CPU (1.10 to 1.30), target at most 1"],
+        "undecided": ["study either: 1.10 s of CPU (0.90 to 1.20), target at most 1"],
+    }
+    assert {most for command, most in bench.COMMANDS.items() if bench.TRACED not in command} == {1.0}
+    assert {most for command, most in bench.COMMANDS.items() if bench.TRACED in command} == {2.0}
+
+
 def test_loops_with_different_losses_are_not_compared(get_run: RunFactory) -> None:
     same = by_one_rank(get_run, "bert-imdb")
     different = by_one_rank(get_run, "gpt-wikitext")
@@ -119,7 +130,9 @@ def test_the_bench_times_all_three_in_turns(capsys, monkeypatch):
     finally:
         os.sched_setaffinity(0, cores)
     printed = capsys.readouterr()
-    (case,) = json.loads(printed.out)["cases"]
+    document = json.loads(printed.out)
+    (case,) = document["cases"]
     assert case["tokens_per_s"].keys() == bench.SCRIPTS.keys()
     assert all(speed > 0 for (speed,) in case["tokens_per_s"].values())
-    assert status == (1 if case["missed"] else 0)
+    assert document["start_up"].keys() == bench.LIMITS.keys()
+    assert status == (1 if case["missed"] or document["start_up_targets"]["missed"] else 0)

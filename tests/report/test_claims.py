@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from study.claims.command import VERDICTS, records_digest
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
 from study.claims.ledger import ClaimCheck, ReadingRule, read_ledger
@@ -233,6 +234,43 @@ def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
 
 def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Scoreboard) -> None:
     assert PAGE.read_text(encoding="utf-8") == page(full_board), "run `make claims`"
+
+
+def test_the_committed_findings_are_those_of_the_records_and_are_printed_while_these_stay(
+    full_board: Scoreboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    committed = json.loads(VERDICTS.read_text(encoding="utf-8"))
+    assert committed["records_sha256"] == records_digest(), "run `make claims`"
+
+    def texts(claims: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        return [(claim["id"], claim["finding_text"], claim["sentence"], claim["evidence"]) for claim in claims]
+
+    judged = json.loads(json.dumps(full_board.document()))
+    assert texts(committed["claims"]) == texts(judged["claims"])
+    assert {key: committed[key] for key in ("findings", "evidence", "counts")} == {
+        key: judged[key] for key in ("findings", "evidence", "counts")
+    }
+    code = "import sys; from study.cli import main; main(['claims', 'S1']); assert 'pandas' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
+    # One record changes: it is judged again.
+    (tmp_path / "laptop").mkdir()
+    (tmp_path / "laptop" / "runs.parquet").write_bytes(b"changed")
+    before = records_digest(tmp_path)
+    (tmp_path / "laptop" / "runs.parquet").write_bytes(b"changes")
+    assert records_digest(tmp_path) != before
+    changed = tmp_path / "verdicts.json"
+    changed.write_text(json.dumps(committed | {"records_sha256": before, "claims": []}))
+    monkeypatch.setattr("study.claims.command.VERDICTS", changed)
+    monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
+    assert main(["claims", "S1-04"]) == 0
+    assert capsys.readouterr().out.startswith("S1-04 ")
+    # Without pandas the committed ones are printed, with a notice.
+    changed.write_text(json.dumps(committed | {"records_sha256": before}))
+    monkeypatch.setitem(sys.modules, "study.claims.scoreboard", None)
+    assert main(["claims", "S1-04"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("S1-04 ")
+    assert "so the records were not read" in printed.err
 
 
 def test_the_command_prints_the_counts_first_and_the_claims_that_are_named(full_board, monkeypatch, capsys):

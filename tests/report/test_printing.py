@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 
 import pytest
 
 from engines import Terminal, print_screen
-from study.advisor import doctor
+from study.advisor import advise_command, doctor, explain, predict_command
+from study.cli import main
+from study.config import printing
+from study.config.errors import UserError
 from study.config.printing import TextTable, print_page, print_result
 
 PAGE: list[str | TextTable] = [
@@ -37,6 +41,35 @@ def test_a_page_without_details_ends_at_line_25_of_a_terminal(monkeypatch: pytes
         print_result(False, dict, [f"line {number}" for number in range(30)], details)
         lines = out.getvalue().splitlines()
         assert (len(lines), lines[-1]) == (30 if details else 25, last)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "advise gpt2 --hardware 8xH100",
+        "predict gpt2 --strategy zero3 --hardware 8xH100",
+        "explain accelerate_configs/zero3.yaml gpt2 --hardware 8xH100",
+    ],
+)
+def test_a_command_shows_that_it_works_after_a_second_and_only_on_a_terminal(command, monkeypatch, capsys):
+    def stand_for_long_work(*_, **__):
+        time.sleep(0.3)
+        raise UserError("the work took longer", "nothing")
+
+    for module in (advise_command, predict_command, explain):
+        monkeypatch.setattr(module, "model_shape", stand_for_long_work)
+    starts = []
+    for silent_s, out in ((0.1, Terminal()), (1.0, Terminal()), (0.1, io.StringIO())):
+        monkeypatch.setattr(printing, "_SILENT_S", silent_s)
+        monkeypatch.setattr(sys, "stderr", out)
+        assert main(command.split()) == 2
+        starts.append(out.getvalue().partition("error: ")[0])
+    line, *silent = starts
+    message = line.partition("\r")[0]
+    assert message.endswith(" ...")
+    # The line is erased before the answer.
+    assert line == f"{message}\r{' ' * len(message)}\r"
+    assert silent == ["", ""]
 
 
 @pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("200", 120)])

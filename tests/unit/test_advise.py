@@ -47,6 +47,7 @@ from study.config.errors import UserError
 from study.config.flags import parse_command_line, resolve_config
 from study.config.strategies import WITH_REPLICAS, read_strategy, read_yaml
 from study.config.text import rounded, rounded_seconds
+from study.host.memory import GIB
 from study.predictor import time as intervals
 from study.predictor.hardware import CPU_CORE, to_box
 from study.predictor.memory import least_device_bytes, predict_memory
@@ -560,6 +561,36 @@ def test_a_model_that_no_number_of_machines_fits_is_asked_with_the_most_alone(mo
     for times in rules._MACHINES:
         assert list(ask(f"{times} such machines", rules._resized(question, nodes=times))) == []
     assert lines == ["with 1024 tokens per sample it would be zero3_cpu"]
+
+
+ADAPTERS = (("--peft", "lora"), ("--peft", "lora", "--quantization", "4bit"))
+
+
+@pytest.mark.parametrize(
+    ("model", "box", "fitting"),
+    [("llama-3.1-8b", "4090", (0, 1)), ("qwen2.5-7b", "RTX3090", (0, 1)), ("qwen2.5-14b", "4090", (1,))],
+)
+def test_where_full_training_needs_an_offload_the_page_has_the_figures_of_adapters(model, box, fitting) -> None:
+    """They are those of the advice with these flags, which holds every limit."""
+    host = ("--host_memory", "128")
+    page = print_page(model, box, *host)
+    (line,) = [line for line in page.splitlines() if line.startswith("adapters need no offload: ")]
+    parts = dict(part.split(" under ") for part in line.partition(": ")[2].split("; "))
+    assert list(parts) == [" ".join(ADAPTERS[place]) for place in fitting]
+    for flags, says in parts.items():
+        best = ask(model, box, *flags.split(), *host).best
+        assert best is not None
+        assert best.is_safe
+        assert not best.request.strategy.offloads
+        sizes = (device_bytes(best.memory, at_upper=upper) / GIB for upper in (False, True))
+        peak, bound = map(rounded, sizes)
+        assert says == f"{best.name}: {peak} GiB, 90 % bound {bound}, {rounded(best.tokens_per_s)} tokens/s"
+    assert read_json("advise", model, box, *host)["changes"][0] == line
+
+
+@pytest.mark.parametrize(("box", "flags"), [("8xH100", ()), ("4090", ADAPTERS[0])])
+def test_adapters_are_not_named_where_full_training_fits_or_they_are_asked_for(box, flags) -> None:
+    assert "adapters need no offload" not in print_page("llama-3.1-8b", box, *flags)
 
 
 def test_if_nothing_fits_it_prints_what_would_help() -> None:

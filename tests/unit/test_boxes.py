@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from types import SimpleNamespace
 
 import pynvml
@@ -12,10 +13,11 @@ import torch
 from study.config.errors import Unsupported
 from study.engine.setup import replace_available_memory
 from study.host.environment import check_torch_supports_gpus, torch_for_driver
-from study.host.machine import detect_machine, free_gpu_bytes
-from study.host.memory import available_cores
+from study.host.machine import detect_machine, free_gpu_bytes, matmul_rates
+from study.host.memory import available_cores, host_memory
 from study.metrics.clock import find_nvml_handle
 from study.metrics.memory import MemoryMeter
+from study.predictor.hardware import to_box
 from sweeps import write_files
 
 GIB = 2**30
@@ -97,6 +99,18 @@ def test_deepspeed_gets_the_free_memory_of_a_gpu_by_any_name_and_within_the_cap(
             accelerator.available_memory(0)
     replace_available_memory(accelerator, cap_gib)
     assert accelerator.available_memory(0) == expected_gib * GIB
+
+
+def test_gpus_of_this_machine_are_predicted_without_torch(two_gpus, monkeypatch):
+    """The process that measures their matrix products fails, as it does without torch: the table's rates are taken."""
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    matmul_rates.cache_clear()
+    local, listed = to_box("this"), to_box("2xH100")
+    matmul_rates.cache_clear()
+    assert (local.gpus_per_node, local.device.memory_gib) == (2, 80.0)
+    assert (local.device.name, local.device.matmul_tflops) == (listed.device.name, listed.device.matmul_tflops)
+    assert local.host_gib_per_node == pytest.approx(host_memory().total_gib, rel=0.01)
 
 
 def test_gpus_that_this_torch_cannot_use_are_refused_with_the_build_for_their_driver(two_gpus, monkeypatch):

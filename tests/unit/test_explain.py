@@ -447,10 +447,56 @@ def test_plain_training_counts_fp32_weights_and_says_what_a_bf16_checkpoint_need
     assert "fp32-weights" not in {finding.rule for finding in findings(make_case(tmp_path, plain, "gpt2"))}
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_fsdp_without_mixed_precision_keeps_the_type_of_a_bf16_checkpoint(version: int, tmp_path: Path, capsys) -> None:
+    """Accelerate makes trained weights fp32 in mixed precision alone."""
+    words = ["llama-3.1-8b", "--hardware", "8xH100"]
+    main(["predict", *words, "--strategy", "fsdp2", "--pure_bf16", "--fsdp_version", str(version)])
+    peak = re.search(r"([0-9.]+) of 78.8 GiB", capsys.readouterr().out)
+    assert peak is not None
+    for precision, is_said in (("no", True), ("bf16", False)):
+        document = fsdp(fsdp_version=version, fsdp_reshard_after_forward=True) | {"mixed_precision": precision}
+        (tmp_path / "user.yaml").write_text(json.dumps(document | {"num_processes": 8}))
+        main(["explain", str(tmp_path / "user.yaml"), *words])
+        page = capsys.readouterr().out
+        assert (f"without fp32 masters, a peak of {peak[1]} GiB" in page) == is_said
+
+
+def test_settings_with_the_same_finding_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    params = {"lr": "auto", "betas": "auto", "eps": "auto"}
+    document = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": params}}
+    (tmp_path / "user.json").write_text(json.dumps(document))
+    main(["explain", str(tmp_path / "user.json"), "gpt2", "--world_size", "1"])
+    page = capsys.readouterr().out
+    keys = ", ".join(f"optimizer.params.{name}" for name in params)
+    assert f"noted  {keys}: auto: the Trainer fills it in" in page
+    assert page.count("the Trainer fills it in") == 1
+    assert "5 settings noted" in page
+
+
 @pytest.mark.parametrize(("key", "kind"), [("peft_type", "adapters"), ("model_type", "a model")])
 def test_the_config_of_a_model_is_not_read_as_a_file_of_deepspeed(key: str, kind: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"is the config of {kind}, not of an engine"):
         make_case(tmp_path, {key: "llama"})
+
+
+TRAINER = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 1, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("document", "fix"),
+    [
+        (TRAINER | {"deepspeed": "ds.json"}, "explain the file that it names: ds.json"),
+        (TRAINER | {"deepspeed": {"zero_optimization": {"stage": 3}}}, "with its section deepspeed alone"),
+        (TRAINER | {"fsdp": "full_shard auto_wrap"}, "an Accelerate YAML with distributed_type: FSDP"),
+        ({"base_model": "gpt2", "fsdp_config": {"fsdp_version": 2}}, "an Accelerate YAML with distributed_type: FSDP"),
+        (TRAINER, "study predict MODEL --strategy ddp"),
+    ],
+)
+def test_a_trainer_s_file_is_not_read_as_one_of_deepspeed(document: dict[str, Any], fix: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is the file of a trainer, not of an engine") as refusal:
+        make_case(tmp_path, document)
+    assert fix in refusal.value.fix
 
 
 def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from study.config.errors import UserError
 from study.config.flags import RunConfig, Task, resolve_config
 from study.config.places import REPOSITORY
 from study.engine import setup as engine
+from study.predictor.models import model_shape
 from study.workloads.architecture import build_model, load_tokenizer, model_config, model_size
 from study.workloads.initial import RECORD_NAME, InitialWeights, load_initial_model, materialize_initial_weights
 from study.workloads.presets import DROPOUT_FIELDS, PRESETS
@@ -364,6 +365,9 @@ def test_refusals_of_the_hub_are_reported_and_so_is_an_unreachable_one_within_se
     small_hub.shutdown()
     small_hub.server_close()
     refuses("the hub cannot be reached.*--weights random", model_config, "owner/name")
+    # A prediction loads no weights, and names the preset that is meant.
+    with pytest.raises(UserError, match=r"cannot be reached.*mistral-7b-v0.3, another version.*a folder with"):
+        model_shape("owner/Mistral-7B-v0.1", ask_hub=True)
     refuses("the hub cannot be reached.*--tokenizer_name", load_tokenizer, "bert-base-uncased", "bert-imdb")
     refuses("the hub cannot be reached.*--weights random", draw, "gpt2", weights="pretrained")
     assert not [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]

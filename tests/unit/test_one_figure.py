@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import random
 import re
@@ -14,10 +15,11 @@ from typing import NamedTuple
 import pytest
 
 from study.advisor import advise_command, explain, predict_command
-from study.advisor.advise import Option, advise, candidates
+from study.advisor.advise import AdviceRequest, Option, advise, candidates
 from study.advisor.explain_case import ConfigCase, resolve
 from study.advisor.user_settings import read_user_file
 from study.cli import main
+from study.config.errors import UserError
 from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, WITH_GROUPS
 from study.predictor.adapter_options import apply_lora_options
 from study.predictor.hardware import box_from_args, to_box
@@ -81,6 +83,29 @@ def explained(file: Path, model: str, flags: Sequence[str]) -> ConfigCase:
     return resolve(read_user_file(str(file)), shape, options.world_size, settings, box_from_args(options))
 
 
+# Flags of a request that change a prediction, one choice of each kind, mostly none.
+KINDS: tuple[tuple[str, ...], ...] = (
+    ("--precision bf16", "--precision fp16", "--precision fp32"),
+    (
+        "--peft lora",
+        "--peft lora --lora_rank 64 --lora_targets all-linear",
+        "--peft lora --lora_dropout 0.05",
+        "--peft lora --quantization 4bit",
+        "--peft lora --quantization 4bit --double_quant",
+        "--peft lora --fsdp_version 1",
+        "--peft lora --fsdp_version 1 --reentrant_units",
+        "--fsdp_version 1",
+        "--with_reference",
+        "--peft lora --with_reference",
+    ),
+    ("--optimizer adamw_8bit", "--optimizer paged_adamw_8bit", "--optimizer lion", "--optimizer adafactor"),
+    ("--chunked_loss", "--loss_kernel same_type", "--loss_kernel flash", "--loss_kernel cut"),
+    ("--attn_implementation eager", "--attn_implementation flash_attention_2"),
+    ("--host_memory 512", "--host_memory 64"),
+    ("--network_gb_per_s 3", "--bus_gb_per_s 5", "--host_gb_per_s 20", "--nvme_gb_per_s 3,2"),
+)
+
+
 def draws() -> Iterator[tuple[str, list[str], random.Random]]:
     """Yield models and flags of drawn requests, the same in each run."""
     draw = random.Random(20)
@@ -89,8 +114,23 @@ def draws() -> Iterator[tuple[str, list[str], random.Random]]:
         flags = ["--hardware", draw.choice(BOXES)]
         positions = model_shape(model).positions or 4096
         flags += ["--seq_length", str(min(positions, draw.choice((128, 512, 1024, 2048, 4096))))]
-        flags += draw.choice(([], [], ["--peft", "lora"], ["--chunked_loss"], ["--host_memory", "512"]))
+        for kind in KINDS:
+            if draw.random() < 0.3:
+                flags += draw.choice(kind).split()
         yield model, flags, draw
+
+
+def questions() -> Iterator[tuple[str, list[str], str, argparse.Namespace, AdviceRequest]]:
+    """Yield drawn requests that `study advise` accepts, each with a strategy that it tries."""
+    for model, flags, draw in draws():
+        batch = draw.choice((1, 2, 4, 8)) * to_box(flags[1]).ranks
+        words = [model, *flags, "--global_batch_size", str(batch)]
+        words += draw.choice(([], [], ["--gradient_checkpointing", "on"], ["--gradient_checkpointing", "off"]))
+        options = parse(advise_command, words)
+        # A GPU without bf16, or an optimizer that an engine does not take.
+        with contextlib.suppress(UserError):
+            question = advise_command.build_advice_request(options)
+            yield model, flags, draw.choice(candidates(question)), options, question
 
 
 def work_flags(request: Request) -> list[str]:
@@ -103,45 +143,65 @@ def predicted(words: Sequence[str]) -> Request:
     return predict_command._request(parse(predict_command, words))
 
 
-def figures_of_advised_files(option: Option, model: str, flags: list[str], folder: Path) -> dict[str, Figures]:
-    """Return each command's figures of the settings that are advised."""
+def flags_of_file(flags: Sequence[str], option: Option) -> list[str]:
+    """Return the flags of `study explain` for the file of an option, which has the precision and the engine itself."""
+    left_out = ("--precision",) if option.request.strategy.is_fsdp else ("--precision", "--fsdp_version")
+    flags_of_engine = list[str]()
+    for before, word in zip(["", *flags], flags, strict=False):
+        is_switch = word == "--reentrant_units" and not option.request.strategy.is_fsdp
+        if not is_switch and word not in left_out and before not in left_out:
+            flags_of_engine.append(word)
+    return flags_of_engine
+
+
+def figures_of_advised_files(
+    option: Option, model: str, flags: list[str], options: argparse.Namespace, folder: Path
+) -> dict[str, Figures]:
+    """Return each command's figures of the settings that are advised: of the printed command and the written files."""
     work = work_flags(option.request)
     files = advise_command.write_files(option, folder, "nvme", model)
+    command = shlex.split(advise_command.predict_words(option.request, options))
     return {
         "advise": figures(option.request),
-        "predict": figures(predicted([model, *flags, "--strategy", option.name, "--fitted", *work])),
-        "explain": figures(explained(files.accelerate, model, [*flags, *work]).request),
+        "predict": figures(predicted(command[2:])),
+        "explain": figures(explained(files.accelerate, model, [*flags_of_file(flags, option), *work]).request),
     }
 
 
 def figures_of_shipped_file(option: Option, model: str, flags: list[str]) -> dict[str, Figures]:
     """Return the figures of the strategy's file in accelerate_configs/, which is predicted without --fitted."""
-    work = work_flags(option.request)
-    stock = predicted([model, *flags, "--strategy", option.name, *work])
+    work, engine_flags = work_flags(option.request), flags_of_file(flags, option)
+    precision = option.request.precision.removesuffix("-engine")
+    stock = predicted([model, *engine_flags, "--precision", precision, "--strategy", option.name, *work])
     # study/train.py adapts these two settings of its files at the launch; a page of `predict` names them.
     if [*predict_command._adapted_notes(stock)]:
         return {"predict": figures(stock)}
-    half = ["--precision", option.request.precision.removesuffix("-engine")]
+    half = ["--precision", "no" if precision == "fp32" else precision]
     ranks = ["--world_size", str(stock.box.ranks)]
-    case = explained(STRATEGY_DIRECTORY / f"{option.name}.yaml", model, [*flags, *work, *half, *ranks])
+    file = STRATEGY_DIRECTORY / f"{option.name}.yaml"
+    case = explained(file, model, [*engine_flags, *work, *half, *ranks])
     return {"predict": figures(stock), "explain": figures(case.request)}
 
 
 def test_two_hundred_requests_have_one_figure_in_every_command(tmp_path: Path) -> None:
-    different, drawn_names = [], set()
-    for number, (model, flags, draw) in enumerate(itertools.islice(draws(), COUNT)):
-        batch = draw.choice((1, 2, 4, 8)) * to_box(flags[1]).ranks
-        options = parse(advise_command, [model, *flags, "--global_batch_size", str(batch)])
-        question = advise_command.build_advice_request(options)
-        name = draw.choice(candidates(question))
+    different, drawn_names, drawn_flags, drawn_work = [], set(), set(), set()
+    for number, (model, flags, name, options, question) in enumerate(itertools.islice(questions(), COUNT)):
         (option,) = advise(question, [name]).options
-        advised = figures_of_advised_files(option, model, flags, tmp_path / str(number))
-        for by_command in (advised, figures_of_shipped_file(option, model, flags)):
+        advised = figures_of_advised_files(option, model, flags, options, tmp_path / str(number))
+        by_file = [advised]
+        if option.request.fsdp_version == 2:
+            # The file of FSDP is one of version 2.
+            by_file.append(figures_of_shipped_file(option, model, flags))
+        for by_command in by_file:
             if len(set(by_command.values())) > 1:
                 different.append((model, flags, name, work_flags(option.request), by_command))
         drawn_names.add(name)
+        drawn_flags.update(flags)
+        drawn_work.add((option.request.accumulation > 1, option.request.gradient_checkpointing))
     assert different == []
     assert drawn_names >= {*STOCK, "hsdp", "zero3_hpz", "single"}
+    assert drawn_work == set(itertools.product((False, True), repeat=2))
+    assert drawn_flags >= {word for kind in KINDS for flag in kind for word in flag.split()}
 
 
 @pytest.mark.parametrize(

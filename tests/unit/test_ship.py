@@ -127,6 +127,23 @@ def test_a_strict_check_reads_nothing_outside_of_the_repository(place, checkout,
         assert "SECRET3" in capsys.readouterr().out
 
 
+def test_a_strict_check_without_a_repository_reads_only_the_folder_of_the_file(tmp_path, monkeypatch, capsys):
+    folder, secret = tmp_path / "checked", tmp_path / "secret.json"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    secret.write_text(json.dumps({"train_batch_size": "SECRET3"}))
+    (folder / "linked.json").symlink_to(secret)
+    for path in ("../secret.json", str(secret), "linked.json"):
+        section = {"deepspeed_config_file": path}
+        document = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": section}
+        (folder / "outer.yaml").write_text(yaml.safe_dump(document))
+        # From the folder, from elsewhere, and from the home, which has the secret.
+        for place in (folder, Path("/"), tmp_path):
+            monkeypatch.chdir(place)
+            status, printed = check_one(str(folder / "outer.yaml"), capsys=capsys)
+            assert (status, "SECRET" in printed, "which is outside of the checked rep" in printed) == (1, False, True)
+
+
 def test_texts_of_a_file_that_are_no_words_of_a_setting_are_not_repeated(tmp_path, capsys):
     """A workflow may have written credentials next to the files that a pull request names."""
     section = {"stage": "9", "offload_optimizer": {"device": "SECRET_A"}, "overlap_comm": "SECRET_B"}
