@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from study.config.text import rounded_seconds
 from study.receipt.changes import change_lines
 from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ForecastRow, ReceiptDocument
+from study.receipt.failures import WRONG_USE
 
 WIDTH, HEIGHT = 100, 40
 _BAR = 30
@@ -37,7 +38,8 @@ def _wrapped(line: str) -> list[str]:
 
 
 def _lines(receipt: ReceiptDocument, name: str) -> Iterator[str]:
-    yield f"receipt of {describe(receipt)}"
+    # Before the last measured step the engine is not read.
+    yield f"receipt of {describe(receipt)}" if receipt.model.parameters else "receipt without a measured step"
     yield _work_text(receipt, name)
     for fault in receipt.faults[:_MAX_FAULTS]:
         yield f"FAULT {fault.says}. To fix it: {fault.fix}"
@@ -53,7 +55,7 @@ def _lines(receipt: ReceiptDocument, name: str) -> Iterator[str]:
     if receipt.unavailable:
         yield f"not available: {'; '.join(receipt.unavailable)}"
     for failure in receipt.failures[:_MAX_FAILURES]:
-        yield f"failed inside the receipt: {failure}"
+        yield failure if failure.startswith(WRONG_USE) else f"failed inside the receipt: {failure}"
     if len(receipt.failures) > _MAX_FAILURES:
         yield f"and {len(receipt.failures) - _MAX_FAILURES} more failures"
     yield from _cost(receipt)

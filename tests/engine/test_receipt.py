@@ -336,7 +336,9 @@ def test_a_run_of_few_steps_says_that_nothing_was_measured(tmp_path: Path) -> No
     train_in_process(tmp_path / "receipt.json", steps=4)
     receipt = read_receipt(str(tmp_path))
     assert (receipt.state, receipt.memory, receipt.work.steps) == ("too_short", None, 4)
-    assert receipt.unavailable == ("memory, communication and parts of time: the run ended after 4 steps",)
+    assert receipt.unavailable[0].startswith(
+        "memory, communication and parts of time: the run ended after 4 steps, and"
+    )
 
 
 @functools.cache
@@ -406,7 +408,7 @@ def test_a_wrong_use_ends_in_one_line_and_the_loop_goes_on(
     assert printed.err.count("\n") == 1
     assert "the model is a str; give Receipt the model that is trained" in printed.err
     assert read_receipt("receipt.json").failures == (
-        "setting up: TypeError: the model is a str; give Receipt the model that is trained",
+        "wrong use: the model is a str; give Receipt the model that is trained",
     )
     layer = torch.nn.Linear(2, 2)
     for wrong in ({"after": "five"}, {"path": tmp_path / "receipt.json" / "inside_a_file"}):
