@@ -87,6 +87,9 @@ class ModelFacts(Part):
     # config.json of a transformers model.
     config: dict[str, object] | None = None
     lora_rank: int | None = None
+    # Weights in 4 bits of bitsandbytes, and whether their scales are quantized, too.
+    quantized: bool = False
+    double_quantized: bool = False
     attention: str | None = None
 
 

@@ -74,6 +74,7 @@ def describe(receipt: ReceiptDocument) -> str:
     precision = computes if computes == engine.param_dtype else f"{computes} over {engine.param_dtype} weights"
     extras = ["gradient checkpointing"] * engine.gradient_checkpointing + ["compiled"] * engine.compiled
     extras += [f"LoRA of rank {model.lora_rank}"] if model.lora_rank else []
+    extras += ["4-bit weights"] * model.quantized
     device = "CPU" if engine.device == "cpu" else engine.device
     ranks = f"{engine.ranks} rank{'s' if engine.ranks > 1 else ''} on {device}"
     groups = (("a layer", engine.tensor_parallel), ("a sequence", engine.sequence_parallel))
