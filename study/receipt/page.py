@@ -16,7 +16,7 @@ _MAX_FAULTS, _MAX_FAILURES = 5, 2
 # Fraction of the memory or of a step from which a part has a line.
 SHOWN_FRACTION = 0.001
 _ENGINES = {"deepspeed": "DeepSpeed", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP", "none": "no engine"}
-NAMES = {"other_tensors": "other tensors", "data": "waiting for data", "rest": "the rest"}
+NAMES = {"other_tensors": "other tensors", "offload": "host and NVMe", "data": "waiting for data", "rest": "the rest"}
 
 
 def receipt_lines(receipt: ReceiptDocument, name: str) -> list[str]:
@@ -131,15 +131,14 @@ def _time(receipt: ReceiptDocument) -> Iterator[str]:
     if not total:
         return
     for part in TIME_PARTS:
-        seconds = times.parts[part]
+        seconds = times.parts.get(part, 0.0)
         if seconds >= SHOWN_FRACTION * total:
-            extra = ""
-            if part == "communication":
-                rows = [
-                    f"{kind} {rounded_seconds(row.exposed_s)} of {rounded_seconds(row.in_flight_s)}"
-                    for kind, row in sorted(times.collectives.items(), key=lambda item: -item[1].exposed_s)
-                ]
-                extra = f"  exposed of in flight: {', '.join(rows)}" if rows else ""
+            transfers = {"communication": times.collectives, "offload": times.offload}.get(part, {})
+            rows = [
+                f"{kind} {rounded_seconds(row.exposed_s)} of {rounded_seconds(row.in_flight_s)}"
+                for kind, row in sorted(transfers.items(), key=lambda item: -item[1].exposed_s)
+            ]
+            extra = f"  exposed of in flight: {', '.join(rows)}" if rows else ""
             fraction = f"{seconds / total:.0%}"
             bar = "" if extra else _bar(seconds, total)
             yield f"  {NAMES.get(part, part):<16}{rounded_seconds(seconds):>12} {fraction:>4}  {bar}{extra}".rstrip()

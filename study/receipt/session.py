@@ -48,7 +48,7 @@ from study.receipt.document import (
     write_receipt,
 )
 from study.receipt.exchange import Exchange
-from study.receipt.exposure import Exposure, ExposureProfiler
+from study.receipt.exposure import OFFLOAD_KINDS, Exposure, ExposureProfiler
 from study.receipt.failures import Failures, WrongUse, print_notice
 from study.receipt.faults import find_faults
 from study.receipt.figures import list_figures
@@ -484,15 +484,23 @@ class Receipt:
         parts: dict[str, float] = timer.parts if timer is not None else {}
         if parts:
             parts["communication"] = 0.0
-        collectives: dict[str, CollectiveTime] = {}
+        exposed: dict[str, CollectiveTime] = {}
         if exposure is not None and self._profiled is not None and parts:
-            collectives = self._collective_times(exposure, parts)
+            exposed = self._exposed_times(exposure, parts)
+        offload = {kind: row for kind, row in exposed.items() if kind in OFFLOAD_KINDS}
+        if timer is not None and timer.nvme.waited_s:
+            waited_s = sum(timer.nvme.waited_s.values())
+            offload["nvme"] = CollectiveTime(in_flight_s=timer.nvme.in_flight_s, exposed_s=waited_s)
         return TimeFacts(
-            step_s=statistics.median(times) if times else None, steps=len(times), parts=parts, collectives=collectives
+            step_s=statistics.median(times) if times else None,
+            steps=len(times),
+            parts=parts,
+            collectives={kind: row for kind, row in exposed.items() if kind not in OFFLOAD_KINDS},
+            offload=offload,
         )
 
-    def _collective_times(self, exposure: Exposure, parts: dict[str, float]) -> dict[str, CollectiveTime]:
-        """Move the exposed communication out of the other parts: fractions of the profiled step's parts."""
+    def _exposed_times(self, exposure: Exposure, parts: dict[str, float]) -> dict[str, CollectiveTime]:
+        """Move exposed communication and copies out of the other parts: fractions of the profiled step's parts."""
         assert self._profiled is not None
         profiled, timed = self._profiled.parts, dict(parts)
         exposed: defaultdict[str, float] = defaultdict(float)
@@ -501,7 +509,7 @@ class Receipt:
             fraction = min(1.0, seconds / profiled[part]) if profiled.get(part) else 0.0
             moved = min(parts[part], fraction * timed[part])
             parts[part] -= moved
-            parts["communication"] += moved
+            parts["offload" if kind in OFFLOAD_KINDS else "communication"] += moved
             exposed[kind] += moved
             profiled_exposed[kind] += seconds
         times = {}
@@ -515,7 +523,7 @@ class Receipt:
         time_facts = self._time()
         busy = None
         if time_facts.parts:
-            waits = time_facts.parts["communication"] + time_facts.parts["data"]
+            waits = sum(time_facts.parts[part] for part in ("communication", "offload", "data"))
             busy = sum(time_facts.parts.values()) - waits
         assert self._exchange is not None
         return RankFacts(
@@ -631,6 +639,8 @@ class Receipt:
             yield "the allocator's slack: malloc's free blocks are not counted on a CPU"
         elif receipt.memory is not None and receipt.memory.outside_torch_bytes is None:
             yield "memory outside of torch: NVML does not answer here"
+        if receipt.engine.device == "cpu" and "cpu" in (receipt.engine.offload_optimizer, receipt.engine.offload_param):
+            yield "time of host traffic: on CPU ranks the offloaded state is in the memory that computes"
         if receipt.engine.compiled:
             yield "single operations of code that is compiled into one kernel: its activations and FLOPs"
         if receipt.work.micro_batches is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runs import trained
-from study.config.strategies import STRATEGY_NAMES
+from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.receipt.document import read_receipt
 
 # Those that run in each build, the state of one of them being in three places.
@@ -31,6 +31,8 @@ def test_the_state_of_a_receipt_is_that_of_the_record_to_the_byte(strategy: str,
     assert all(total.values())
     # A row of the table in docs/receipt.md.
     print(f"| `{strategy}` |", *(f"{total[kind]:,} |" for kind in ("params", "grads", "optimizer")))
+    # Parameters that are swapped wait in the passes, the optimizer's state in its step.
+    assert (receipt.time.parts["offload"] > 0) == read_strategy(strategy).uses_nvme
     assert receipt.memory is not None
     # At the peak, whose gradients are those of its moment.
     if not any(places["nvme"] for places in recorded["state_bytes"].values()):
