@@ -71,6 +71,11 @@ def test_what_the_program_has_made_of_the_model_is_seen() -> None:
     assert offloads["zero1"] == (None, None)
 
 
+def test_host_traffic_that_no_core_can_show_is_named() -> None:
+    line = "time of host traffic: on CPU ranks the offloaded state is in the memory that computes"
+    assert {case for case in CASES if line in read_case(case).unavailable} == {"zero2_cpu", "zero3_cpu"}
+
+
 def test_weights_in_4_bits_are_parameters_with_their_scales() -> None:
     pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes, which no extra of this project installs")
     for rank in cases("qlora"):

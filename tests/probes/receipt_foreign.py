@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from study.host import folders, operators
+
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- foreign programs -->", "<!-- /foreign programs -->"
 WORDS = [f"w{number}" for number in range(200)]
@@ -307,6 +309,8 @@ def main() -> None:
     parser.add_argument("--document", type=Path)
     parser.add_argument("--keep", action="store_true", help="do not run again the programs with an output in FOLDER")
     options = parser.parse_args()
+    # Programs of DeepSpeed find its operators.
+    operators.configure_build_environment(folders.cache_directory())
     screens = []
     for name in options.programs or PROGRAMS:
         if not (options.keep and (options.folder / name / "output.txt").exists()):

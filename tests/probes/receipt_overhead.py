@@ -50,7 +50,7 @@ def make(engine: str) -> tuple[Any, Any]:
 
 
 def measure(engine: str, pairs: int) -> dict[str, Any]:
-    import receipt_strategies as strategies  # type: ignore[import-not-found]  # found beside this file
+    import receipt_strategies as strategies
 
     from study import Receipt
 
