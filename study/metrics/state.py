@@ -80,8 +80,17 @@ def claim_model_state(model: Any, optimizer: Any, device: torch.device, *, in_st
         else:
             _claim_mixed_precision_wrapper(inventory, engine)
         model = engine.module
+    scales = [vars(state) for state in find_quant_states(model)]
+    # Those of double quantization are in a second state.
+    inventory.claim("params", "scales", [scales, [vars(it["state2"]) for it in scales if it.get("state2") is not None]])
     inventory.claim("buffers", MODEL_BUFFERS, list(model.buffers()))
     return inventory
+
+
+def find_quant_states(model: nn.Module) -> list[Any]:
+    """Return shape, scales and code of each 4-bit weight of bitsandbytes."""
+    states = [getattr(parameter, "quant_state", None) for parameter in model.parameters()]
+    return [state for state in states if state is not None]
 
 
 def _claim_gathered_fsdp(inventory: Inventory, model: nn.Module) -> None:

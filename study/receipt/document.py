@@ -19,8 +19,9 @@ MEMORY_PARTS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "
 _OFFLOADED_FRACTION = 0.001
 # Short names of the types of matrix products, as hardware.yaml has them.
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# Parts of a step's time. Communication is the part in which nothing is computed.
-TIME_PARTS = ("forward", "backward", "communication", "optimizer", "data", "rest")
+# Parts of a step's time. Communication is the part in which nothing is computed. Offload is waiting for NVMe, and a
+# GPU's copies to and from the host while it computes nothing.
+TIME_PARTS = ("forward", "backward", "communication", "offload", "optimizer", "data", "rest")
 # DeepSpeed, two versions of FSDP, DDP, or a model on one rank.
 Engine = Literal["deepspeed", "fsdp2", "fsdp1", "ddp", "none"]
 State = Literal["complete", "too_short", "interrupted"]
@@ -87,6 +88,9 @@ class ModelFacts(Part):
     # config.json of a transformers model.
     config: dict[str, object] | None = None
     lora_rank: int | None = None
+    # Weights in 4 bits of bitsandbytes, and whether their scales are quantized, too.
+    quantized: bool = False
+    double_quantized: bool = False
     attention: str | None = None
 
 
@@ -171,7 +175,7 @@ class CollectiveTraffic(Part):
 
 
 class CollectiveTime(Part):
-    # Time with at least one such collective in flight, and of that the time in which nothing else ran.
+    # Time with at least one such collective or transfer in flight, and of that the time in which nothing else ran.
     in_flight_s: float
     exposed_s: float
 
@@ -183,6 +187,8 @@ class TimeFacts(Part):
     # Of one measured step, that with the median time.
     parts: dict[str, float] = {}
     collectives: dict[str, CollectiveTime] = {}
+    # Traffic of the host and NVMe, of the same kind: nvme, to_device, to_host.
+    offload: dict[str, CollectiveTime] = {}
 
 
 class SpeedFacts(Part):

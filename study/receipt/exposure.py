@@ -1,4 +1,5 @@
-"""Time of collectives in one profiled step: in flight, and exposed, when nothing is computed meanwhile."""
+"""Time of collectives and of copies from and to the host in one profiled step: in flight, and exposed, when nothing is
+computed meanwhile."""
 
 from __future__ import annotations
 
@@ -27,6 +28,9 @@ _KINDS = {
 }
 # On a CPU; autograd's own events also span the collectives of its hooks.
 _COMPUTES = ("aten::", "fsdp::")
+# Of a GPU: copies between its memory and the host's, as torch's profiler names them.
+_HOST_COPIES = {"to_device": re.compile(r"^Memcpy HtoD"), "to_host": re.compile(r"^Memcpy DtoH")}
+OFFLOAD_KINDS = (*_HOST_COPIES,)
 _IN_FLIGHT = {"cpu": re.compile(r"^gloo:(?!barrier)"), "cuda": re.compile(r"^nccl")}
 
 
@@ -54,7 +58,11 @@ def read_exposure(events: Iterable[Any], device: str) -> Exposure:
     host: list[Any] = []
     kernels: list[Any] = []
     for event in events:
-        (host if event.device_type() == DeviceType.CPU else kernels).append(event)
+        if event.device_type() == DeviceType.CPU:
+            host.append(event)
+        elif not event.is_user_annotation():
+            # A range of this file is one on the GPU, too, over all kernels of a part.
+            kernels.append(event)
     parts = sorted(
         (event.start_ns(), event.end_ns(), event.name().removeprefix(RANGE))
         for event in host
@@ -66,8 +74,7 @@ def read_exposure(events: Iterable[Any], device: str) -> Exposure:
     computing: Intervals = []
     for event in kernels if device == "cuda" else host:
         name, interval = event.name(), (event.start_ns(), event.end_ns())
-        if _IN_FLIGHT[device].search(name):
-            kind = next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), "other")
+        if (kind := _find_kind(name, device)) is not None:
             collectives[kind].append(interval)
             # A kernel belongs to the part in which the host launched it.
             began = launched.get(event.linked_correlation_id(), interval[0]) if device == "cuda" else interval[0]
@@ -85,6 +92,15 @@ def read_exposure(events: Iterable[Any], device: str) -> Exposure:
             exposed[part, kind] += (end - begin - _covered(busy, begin, end)) * 1e-9
     in_flight = {kind: sum(end - begin for begin, end in _union(rows)) * 1e-9 for kind, rows in collectives.items()}
     return Exposure(in_flight, dict(exposed))
+
+
+def _find_kind(name: str, device: str) -> str | None:
+    """Return the kind of a collective or of a copy between a GPU and the host; None for anything else."""
+    if _IN_FLIGHT[device].search(name):
+        return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), "other")
+    if device != "cuda":
+        return None
+    return next((kind for kind, pattern in _HOST_COPIES.items() if pattern.search(name)), None)
 
 
 def _part_at(parts: Sequence[tuple[int, int, str]], time: int) -> str:

@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from study.config.errors import first_line, replace_unprintable
 
 _MAX_FAILURES = 20
+WRONG_USE = "wrong use"
+
+
+class WrongUse(Exception):
+    """A use of the receipt that prevents its measurement; the text has the cause and the remedy."""
 
 
 class Failures:
@@ -25,10 +30,16 @@ class Failures:
         except Exception as error:
             self.note(doing, error)
 
-    def note(self, doing: str, error: BaseException) -> None:
-        text = replace_unprintable(f"{doing}: {type(error).__name__}: {first_line(error)}"[:300])
-        if text not in self.texts and len(self.texts) < _MAX_FAILURES:
-            self.texts.append(text)
+    def note(self, doing: str, error: BaseException) -> bool:
+        """Note an error, and return whether it is a new one."""
+        cause = f"{doing}: {type(error).__name__}: {first_line(error)}"
+        if isinstance(error, WrongUse):
+            cause = f"{WRONG_USE}: {error}"
+        text = replace_unprintable(cause[:300])
+        if text in self.texts or len(self.texts) >= _MAX_FAILURES:
+            return False
+        self.texts.append(text)
+        return True
 
 
 def print_notice(text: str) -> None:

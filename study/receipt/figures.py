@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from study.host.memory import GIB
 from study.receipt.document import MEMORY_PARTS, TIME_PARTS, PeakFacts, ReceiptDocument
 
-_TIME_NAMES = {"data": "data_loading", "communication": "exposed_communication"}
+_TIME_NAMES = {"data": "data_loading", "communication": "exposed_communication", "offload": "exposed_offload"}
 _NOT_PLAIN = re.compile(r"[^0-9A-Za-z_\-. :/]")
 
 

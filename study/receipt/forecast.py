@@ -19,7 +19,7 @@ from study.predictor.memory import predict_memory
 from study.predictor.models import shape_of_document
 from study.predictor.request import Estimate, Request
 from study.predictor.shape import ModelShape, with_adapters
-from study.predictor.state import predict_state
+from study.predictor.state import frozen_bytes, predict_state
 from study.predictor.time import predict_time
 from study.receipt.document import (
     PRECISIONS,
@@ -104,7 +104,13 @@ def config_case(receipt: ReceiptDocument) -> ConfigCase:
         attention=cast(Any, receipt.model.attention if receipt.model.attention in ("eager", "sdpa") else "sdpa"),
     )
     case = resolve(settings_file(engine), shape, engine.ranks, program, _box(engine))
-    request = dataclasses.replace(case.request, **_precision(engine, case.request), **_wrapping(receipt, shape))
+    request = dataclasses.replace(
+        case.request,
+        **_precision(engine, case.request),
+        **_wrapping(receipt, shape),
+        quantized=receipt.model.quantized,
+        double_quantized=receipt.model.double_quantized,
+    )
     return dataclasses.replace(case, request=request)
 
 
@@ -181,7 +187,7 @@ def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow
     if receipt.model_state is not None:
         state, live = predict_state(request), receipt.model_state
         for figure, predicted, places in (
-            ("parameters", state.params_device + state.params_host, live.params),
+            ("parameters", state.params_device + state.params_host + sum(frozen_bytes(request)), live.params),
             ("optimizer state", state.optimizer_device + state.optimizer_host, live.optimizer),
         ):
             measured = places.get("device", 0) + places.get("host", 0)

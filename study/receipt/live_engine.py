@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch import nn
 
 from study.engine.audit import dtype_name, read_deepspeed, read_fsdp
 from study.metrics.inventory import dtensor_type, fsdp_groups, fsdp_state_groups
-from study.metrics.state import base_optimizer, fsdp1_parameters
+from study.metrics.state import base_optimizer, find_quant_states, fsdp1_parameters
 from study.receipt.document import Engine, EngineFacts, ModelFacts
 from study.workloads.architecture import find_adapters
 
@@ -38,7 +39,8 @@ def find_engine(model: Any) -> Any:
     wrappers = _wrapper_types()
     if _is_fabric(model):
         model = model._forward_module
-    if isinstance(model, wrappers) or not wrappers:
+    if isinstance(getattr(model, "_orig_mod", model), wrappers) or not wrappers:
+        # torch.compile may wrap the wrapper.
         return model
     inner = find_inner(model)
     for candidate in gc.get_objects():
@@ -160,7 +162,7 @@ def find_device(model: Any) -> torch.device:
 def read_model(model: Any) -> ModelFacts:
     core = find_core(find_inner(model))
     config: Any = getattr(core, "config", None)
-    adapters = find_adapters(core)
+    adapters, states = find_adapters(core), find_quant_states(core)
     return ModelFacts(
         name=_class_name(core),
         parameters=sum(_elements(parameter) for _, parameter in _whole_parameters(model)),
@@ -168,6 +170,8 @@ def read_model(model: Any) -> ModelFacts:
         config=_plain(config.to_dict()) if hasattr(config, "to_dict") else None,
         lora_rank=adapters["rank"] if isinstance(adapters, dict) else None,
         attention=getattr(config, "_attn_implementation", None),
+        quantized=bool(states),
+        double_quantized=any(getattr(state, "nested", False) for state in states),
     )
 
 
@@ -262,6 +266,9 @@ def _elements(parameter: Any) -> int:
     """Return the elements of a whole parameter, whichever part this rank has."""
     if hasattr(parameter, "_unpadded_unsharded_size"):
         return _elements_of_flat(parameter)
+    if (state := getattr(parameter, "quant_state", None)) is not None:
+        # Two of its elements are in one byte.
+        return math.prod(state.shape)
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from study.config.text import rounded_seconds
 from study.receipt.changes import change_lines
 from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ForecastRow, ReceiptDocument
+from study.receipt.failures import WRONG_USE
 
 WIDTH, HEIGHT = 100, 40
 _BAR = 30
@@ -15,7 +16,7 @@ _MAX_FAULTS, _MAX_FAILURES = 5, 2
 # Fraction of the memory or of a step from which a part has a line.
 SHOWN_FRACTION = 0.001
 _ENGINES = {"deepspeed": "DeepSpeed", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP", "none": "no engine"}
-NAMES = {"other_tensors": "other tensors", "data": "waiting for data", "rest": "the rest"}
+NAMES = {"other_tensors": "other tensors", "offload": "host and NVMe", "data": "waiting for data", "rest": "the rest"}
 
 
 def receipt_lines(receipt: ReceiptDocument, name: str) -> list[str]:
@@ -37,7 +38,8 @@ def _wrapped(line: str) -> list[str]:
 
 
 def _lines(receipt: ReceiptDocument, name: str) -> Iterator[str]:
-    yield f"receipt of {describe(receipt)}"
+    # Before the last measured step the engine is not read.
+    yield f"receipt of {describe(receipt)}" if receipt.model.parameters else "receipt without a measured step"
     yield _work_text(receipt, name)
     for fault in receipt.faults[:_MAX_FAULTS]:
         yield f"FAULT {fault.says}. To fix it: {fault.fix}"
@@ -53,7 +55,7 @@ def _lines(receipt: ReceiptDocument, name: str) -> Iterator[str]:
     if receipt.unavailable:
         yield f"not available: {'; '.join(receipt.unavailable)}"
     for failure in receipt.failures[:_MAX_FAILURES]:
-        yield f"failed inside the receipt: {failure}"
+        yield failure if failure.startswith(WRONG_USE) else f"failed inside the receipt: {failure}"
     if len(receipt.failures) > _MAX_FAILURES:
         yield f"and {len(receipt.failures) - _MAX_FAILURES} more failures"
     yield from _cost(receipt)
@@ -72,6 +74,7 @@ def describe(receipt: ReceiptDocument) -> str:
     precision = computes if computes == engine.param_dtype else f"{computes} over {engine.param_dtype} weights"
     extras = ["gradient checkpointing"] * engine.gradient_checkpointing + ["compiled"] * engine.compiled
     extras += [f"LoRA of rank {model.lora_rank}"] if model.lora_rank else []
+    extras += ["4-bit weights"] * model.quantized
     device = "CPU" if engine.device == "cpu" else engine.device
     ranks = f"{engine.ranks} rank{'s' if engine.ranks > 1 else ''} on {device}"
     groups = (("a layer", engine.tensor_parallel), ("a sequence", engine.sequence_parallel))
@@ -128,15 +131,14 @@ def _time(receipt: ReceiptDocument) -> Iterator[str]:
     if not total:
         return
     for part in TIME_PARTS:
-        seconds = times.parts[part]
+        seconds = times.parts.get(part, 0.0)
         if seconds >= SHOWN_FRACTION * total:
-            extra = ""
-            if part == "communication":
-                rows = [
-                    f"{kind} {rounded_seconds(row.exposed_s)} of {rounded_seconds(row.in_flight_s)}"
-                    for kind, row in sorted(times.collectives.items(), key=lambda item: -item[1].exposed_s)
-                ]
-                extra = f"  exposed of in flight: {', '.join(rows)}" if rows else ""
+            transfers = {"communication": times.collectives, "offload": times.offload}.get(part, {})
+            rows = [
+                f"{kind} {rounded_seconds(row.exposed_s)} of {rounded_seconds(row.in_flight_s)}"
+                for kind, row in sorted(transfers.items(), key=lambda item: -item[1].exposed_s)
+            ]
+            extra = f"  exposed of in flight: {', '.join(rows)}" if rows else ""
             fraction = f"{seconds / total:.0%}"
             bar = "" if extra else _bar(seconds, total)
             yield f"  {NAMES.get(part, part):<16}{rounded_seconds(seconds):>12} {fraction:>4}  {bar}{extra}".rstrip()

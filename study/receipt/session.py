@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import resource
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -47,8 +48,8 @@ from study.receipt.document import (
     write_receipt,
 )
 from study.receipt.exchange import Exchange
-from study.receipt.exposure import Exposure, ExposureProfiler
-from study.receipt.failures import Failures, print_notice
+from study.receipt.exposure import OFFLOAD_KINDS, Exposure, ExposureProfiler
+from study.receipt.failures import Failures, WrongUse, print_notice
 from study.receipt.faults import find_faults
 from study.receipt.figures import list_figures
 from study.receipt.forecast import make_forecast
@@ -56,6 +57,18 @@ from study.receipt.mine_record import is_recording
 from study.receipt.page import receipt_lines
 from study.receipt.peak import GuardedState, GuardedTraffic, PeakWatch
 from study.receipt.timing import PartTimer
+from study.receipt.wrong_uses import (
+    NESTED,
+    TWICE,
+    ModuleWatch,
+    check_engine,
+    check_optimizer,
+    describe_error,
+    error_of_the_program,
+    has_receipt,
+    register_receipt,
+    unregister_receipt,
+)
 from study.records.directory import utc_now
 
 T = TypeVar("T")
@@ -104,6 +117,11 @@ class Receipt:
         self._optimizer_steps = 0
         self._is_disturbed = False
         self._is_closed = False
+        # Of steps that have begun: more than one are inside of each other.
+        self._depth = 0
+        self._was_left = False
+        self._left_by: str | None = None
+        self._modules: ModuleWatch | None = None
         self._timer: PartTimer | None = None
         self._watches: contextlib.ExitStack | None = None
         self._peak: PeakWatch | None = None
@@ -120,6 +138,8 @@ class Receipt:
         self._later_steps = 0
         self._exchange: Exchange | None = None
         self._clock: StepClock | None = None
+        self._model: Any = None
+        self._given: Any = None
         self._doing: str | None = None
         self._extra_steps = 0
         self._state_of_run = "too_short"
@@ -132,24 +152,34 @@ class Receipt:
 
             start_recording(model, optimizer)
             return
+        if has_receipt(model):
+            # It writes nothing: both may have the same path.
+            self._is_off = self._is_closed = True
+            print_notice(f"wrong use: {TWICE}; training goes on")
+            return
         try:
             self._prepare(model, optimizer)
         except Exception as error:
             self._turn_off("setting up", error)
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def _prepare(self, model: Any, optimizer: Any) -> None:
+        # First, since rank 0 alone writes, wrong uses included.
+        self._exchange = Exchange()
         if not isinstance(model, nn.Module):
-            raise TypeError(f"the model is a {type(model).__name__}; give Receipt the model that is trained")
+            raise WrongUse(f"the model is a {type(model).__name__}; give Receipt the model that is trained")
         if optimizer is not None and not hasattr(optimizer, "step"):
-            raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give Receipt the one that steps")
+            raise WrongUse(f"the optimizer is a {type(optimizer).__name__}; give Receipt the one that steps")
         for name, value, least in (("after", self._after, 1), ("steps", self._measured, MIN_STEPS)):
             if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; give it a whole number from {least} up")
+                raise WrongUse(f"{name} is {value!r}; give it a whole number from {least} up")
         self._model = live_engine.find_engine(model)
         self._optimizer = optimizer if optimizer is not None else getattr(self._model, "optimizer", None)
+        if self._optimizer is not None:
+            check_optimizer(self._model, self._optimizer)
+        self._given = model
+        self._first_kind = live_engine.find_kind(self._model)
         self._device = live_engine.find_device(self._model)
-        self._exchange = Exchange()
         # Steps that are watched or profiled are left out of the median.
         self._clock = StepClock(self._device, warmup_steps=self._after)
         base = base_optimizer(self._optimizer) if self._optimizer is not None else None
@@ -158,12 +188,19 @@ class Receipt:
         self._counts_steps = self._counts_engine_steps or isinstance(base, torch.optim.Optimizer)
         if isinstance(base, torch.optim.Optimizer) and not self._counts_engine_steps:
             self._counter = base.register_step_post_hook(self._count_step)
+        register_receipt(self._model)
+
+    def _begin_training(self) -> None:
+        assert self._clock is not None
+        assert self._exchange is not None
+        check_engine(self._given, self._first_kind)
         copies = self._exchange.ranks // live_engine.find_groups(self._model).ranks_of_a_sample
         if copies > 1 and live_engine.find_kind(self._model) == "none":
             print_notice(
-                f"{type(model).__name__} is in no engine, although there are {self._exchange.ranks} ranks:"
+                f"{type(self._given).__name__} is in no engine, although there are {self._exchange.ranks} ranks:"
                 " make the receipt after accelerator.prepare, deepspeed.initialize or fully_shard"
             )
+        self._clock.resume()
 
     # --- The loop.
 
@@ -181,24 +218,35 @@ class Receipt:
             finally:
                 if timer is not None:
                     timer.end_data()
-            self.begin_step()
+            self._enter_step()
             try:
                 yield batch
             except GeneratorExit:
                 # The loop was left before its end: by `break`, or by an error.
-                self._abandon_step()
+                self._leave_step()
                 raise
-            self.end_step(is_certain=False)
+            self._exit_step()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Enclose a step, or a micro-batch of one."""
-        self.begin_step()
+        self._enter_step()
         try:
             yield
-        except BaseException:
-            self._abandon_step()
+        except BaseException as error:
+            self._leave_step(error)
             raise
+        self._exit_step()
+
+    def _enter_step(self) -> None:
+        self._depth += 1
+        is_nested = self._depth > 1 and not self._is_off and not self._is_closed
+        if is_nested and self._failures.note("using the receipt", WrongUse(NESTED)):
+            print_notice(f"{self._failures.texts[-1]}; training goes on")
+        self.begin_step()
+
+    def _exit_step(self) -> None:
+        self._depth = max(0, self._depth - 1)
         self.end_step(is_certain=False)
 
     def begin_step(self) -> None:
@@ -207,9 +255,9 @@ class Receipt:
             return
         began = time.perf_counter()
         try:
-            if self._clock is not None and not self._has_begun:
+            if not self._has_begun:
                 self._has_begun = True
-                self._clock.resume()
+                self._begin_training()
             if self._watches is None and self._doing in ("profile", "watch"):
                 self._start_watching()
         except Exception as error:
@@ -257,6 +305,10 @@ class Receipt:
         assert clock is not None
         self._step += 1
         self._optimizer_steps = 0
+        if self._was_left and self._step > self._after and self._extra_steps < _MAX_EXTRA_STEPS:
+            # An error has ended the measurement, and the program has caught it: measured again.
+            self._extra_steps += 1
+        self._was_left = False
         self._stop_measuring()
         clock.step_done(self._step)
         if self._step % _FLUSH_EVERY == 0:
@@ -292,6 +344,8 @@ class Receipt:
         if self._doing != "time":
             assert self._clock is not None
             self._clock.exclude_next_step()
+        if self._modules is None:
+            self._modules = ModuleWatch(self._model)
         self._timer = PartTimer(self._model, self._optimizer, self._device, self._failures)
         self._timer.open()
 
@@ -332,6 +386,8 @@ class Receipt:
                 self._profiler.stop()
         timer.close()
         self._timer = self._watches = self._doing = None
+        assert self._modules is not None
+        self._modules.check()
         if self._is_disturbed and self._extra_steps < _MAX_EXTRA_STEPS:
             # It is measured again.
             self._extra_steps += 1
@@ -343,6 +399,15 @@ class Receipt:
             self._timed.append(timer)
         elif doing == "profile":
             self._profiled = timer
+
+    def _leave_step(self, error: BaseException | None = None) -> None:
+        """Leave a step that has begun and does not end."""
+        if isinstance(error, Exception) and not self._is_closed:
+            self._left_by = describe_error(error)
+            print_notice(f"step {self._step + 1} was left by {self._left_by}")
+        self._was_left = self._was_left or self._timer is not None
+        self._depth = 0
+        self._abandon_step()
 
     def _abandon_step(self) -> None:
         """Take all hooks off in the middle of a step."""
@@ -419,15 +484,23 @@ class Receipt:
         parts: dict[str, float] = timer.parts if timer is not None else {}
         if parts:
             parts["communication"] = 0.0
-        collectives: dict[str, CollectiveTime] = {}
+        exposed: dict[str, CollectiveTime] = {}
         if exposure is not None and self._profiled is not None and parts:
-            collectives = self._collective_times(exposure, parts)
+            exposed = self._exposed_times(exposure, parts)
+        offload = {kind: row for kind, row in exposed.items() if kind in OFFLOAD_KINDS}
+        if timer is not None and timer.nvme.waited_s:
+            waited_s = sum(timer.nvme.waited_s.values())
+            offload["nvme"] = CollectiveTime(in_flight_s=timer.nvme.in_flight_s, exposed_s=waited_s)
         return TimeFacts(
-            step_s=statistics.median(times) if times else None, steps=len(times), parts=parts, collectives=collectives
+            step_s=statistics.median(times) if times else None,
+            steps=len(times),
+            parts=parts,
+            collectives={kind: row for kind, row in exposed.items() if kind not in OFFLOAD_KINDS},
+            offload=offload,
         )
 
-    def _collective_times(self, exposure: Exposure, parts: dict[str, float]) -> dict[str, CollectiveTime]:
-        """Move the exposed communication out of the other parts: fractions of the profiled step's parts."""
+    def _exposed_times(self, exposure: Exposure, parts: dict[str, float]) -> dict[str, CollectiveTime]:
+        """Move exposed communication and copies out of the other parts: fractions of the profiled step's parts."""
         assert self._profiled is not None
         profiled, timed = self._profiled.parts, dict(parts)
         exposed: defaultdict[str, float] = defaultdict(float)
@@ -436,7 +509,7 @@ class Receipt:
             fraction = min(1.0, seconds / profiled[part]) if profiled.get(part) else 0.0
             moved = min(parts[part], fraction * timed[part])
             parts[part] -= moved
-            parts["communication"] += moved
+            parts["offload" if kind in OFFLOAD_KINDS else "communication"] += moved
             exposed[kind] += moved
             profiled_exposed[kind] += seconds
         times = {}
@@ -450,7 +523,7 @@ class Receipt:
         time_facts = self._time()
         busy = None
         if time_facts.parts:
-            waits = time_facts.parts["communication"] + time_facts.parts["data"]
+            waits = sum(time_facts.parts[part] for part in ("communication", "offload", "data"))
             busy = sum(time_facts.parts.values()) - waits
         assert self._exchange is not None
         return RankFacts(
@@ -549,13 +622,43 @@ class Receipt:
             received = sorted(self._exchange.received.items())
             update["ranks"] = tuple(RankFacts.model_validate(document) for _, document in received)
         receipt = receipt.model_copy(update=update)
-        receipt = receipt.model_copy(update={"unavailable": tuple(_unavailable(receipt))})
+        receipt = receipt.model_copy(update={"unavailable": tuple(self._unavailable(receipt))})
         if judges and self._state_of_run == "complete":
             with self._failures.caught("asking the predictor"):
                 receipt = receipt.model_copy(update={"forecast": make_forecast(receipt)})
             with self._failures.caught("looking for faults"):
                 receipt = receipt.model_copy(update={"faults": tuple(find_faults(receipt))})
         return receipt.model_copy(update={"failures": tuple(self._failures.texts)})
+
+    def _unavailable(self, receipt: ReceiptDocument) -> Iterator[str]:
+        """Yield the figures that are not measurable on this machine or of this program."""
+        if receipt.state != "complete":
+            yield f"memory, communication and parts of time: {self._cause_of_end}"
+            return
+        if receipt.engine.device == "cpu":
+            yield "the allocator's slack: malloc's free blocks are not counted on a CPU"
+        elif receipt.memory is not None and receipt.memory.outside_torch_bytes is None:
+            yield "memory outside of torch: NVML does not answer here"
+        if receipt.engine.device == "cpu" and "cpu" in (receipt.engine.offload_optimizer, receipt.engine.offload_param):
+            yield "time of host traffic: on CPU ranks the offloaded state is in the memory that computes"
+        if receipt.engine.compiled:
+            yield "single operations of code that is compiled into one kernel: its activations and FLOPs"
+        if receipt.work.micro_batches is None:
+            yield "micro-batches and tokens: no forward pass of the model was seen"
+        if missing := receipt.engine.ranks - len(receipt.ranks):
+            yield f"{missing} of {receipt.engine.ranks} ranks: they did not answer"
+
+    @property
+    def _cause_of_end(self) -> str:
+        if self._is_off:
+            return f"the receipt has measured nothing after step {self._step}"
+        if self._left_by is not None:
+            return f"step {self._step + 1} was left by {self._left_by}"
+        first, last = self._after + 1, self._after + self._measured + self._extra_steps
+        return (
+            f"the run ended after {self._step} steps, and the receipt measures steps {first} to {last}:"
+            f" train for longer, or make it with after=1, steps={MIN_STEPS}"
+        )
 
     def _traffic_facts(self) -> dict[str, CollectiveTraffic]:
         assert self._traffic is not None
@@ -584,15 +687,25 @@ class Receipt:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_receipt(path, receipt)
 
+    def _close_at_exit(self) -> None:
+        error = error_of_the_program()
+        if isinstance(error, Exception):
+            self._left_by = describe_error(error)
+        self.close()
+
     def close(self) -> None:
         """Write and print the receipt on rank 0; later calls do nothing. It is called when the process ends."""
         if self._is_closed:
             return
+        if isinstance(error := sys.exc_info()[1], Exception) and self._left_by is None:
+            # In a program's `finally`.
+            self._left_by = describe_error(error)
         with self._failures.caught("keeping the figures"):
             self._last_figures = self.figures()
         self._is_closed = True
-        atexit.unregister(self.close)
-        if self._timer is not None:
+        atexit.unregister(self._close_at_exit)
+        is_complete = self._state_of_run == "complete"
+        if not is_complete and (self._depth or self._was_left or self._left_by is not None):
             self._state_of_run = "interrupted"
         self._abandon_step()
         if self._counter is not None:
@@ -600,7 +713,11 @@ class Receipt:
         if self._is_first:
             self._publish_receipt()
         # A receipt lives as long as the process, and the model need not.
-        self._model = self._optimizer = self._peak = self._state = self._profiled = self._last_timer = None
+        if self._model is not None:
+            unregister_receipt(self._model)
+        self._model = self._given = self._modules = self._optimizer = self._peak = self._state = self._profiled = (
+            self._last_timer
+        ) = None
         self._timed = []
 
     def _publish_receipt(self) -> None:
@@ -633,20 +750,3 @@ def _outside_torch(device: torch.device) -> int | None:
 
     used = int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
     return max(0, used - torch.cuda.memory_reserved(device))
-
-
-def _unavailable(receipt: ReceiptDocument) -> Iterator[str]:
-    """Yield the figures that are not measurable on this machine or of this program."""
-    if receipt.state != "complete":
-        yield f"memory, communication and parts of time: the run ended after {receipt.work.steps} steps"
-        return
-    if receipt.engine.device == "cpu":
-        yield "the allocator's slack: malloc's free blocks are not counted on a CPU"
-    elif receipt.memory is not None and receipt.memory.outside_torch_bytes is None:
-        yield "memory outside of torch: NVML does not answer here"
-    if receipt.engine.compiled:
-        yield "single operations of code that is compiled into one kernel: its activations and FLOPs"
-    if receipt.work.micro_batches is None:
-        yield "micro-batches and tokens: no forward pass of the model was seen"
-    if missing := receipt.engine.ranks - len(receipt.ranks):
-        yield f"{missing} of {receipt.engine.ranks} ranks: they did not answer"

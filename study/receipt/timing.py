@@ -20,6 +20,7 @@ from study.metrics.clock import elapsed_s, time_mark, wait_for
 from study.metrics.state import base_optimizer
 from study.receipt.document import Phase
 from study.receipt.failures import Failures
+from study.receipt.host_traffic import NvmeTimer, find_handle_types
 from study.receipt.live_engine import find_inner, is_lightning
 
 RANGE = "zero-study receipt: "
@@ -60,6 +61,7 @@ class PartTimer:
         self._spans: list[tuple[str, Any, Any]] = []
         self._open_parts: list[_OpenPart] = []
         self._data_s = 0.0
+        self.nvme = NvmeTimer(lambda: "rest" if self.phase == "between" else self.phase)
         self._loading = 0
         self._opened = 0.0
         self._thread = threading.get_ident()
@@ -78,6 +80,8 @@ class PartTimer:
         if hasattr(self._model, "zero_optimization_stage"):
             hooks.enter_context(_around(self._model, "backward", self._begin_backward, self._end_backward))
             hooks.enter_context(_around(self._model, "step", self._begin_step, self._end_step))
+            for handle_type in find_handle_types(self._model):
+                hooks.enter_context(self.nvme.around(handle_type))
         elif isinstance(base := base_optimizer(self._optimizer), torch.optim.Optimizer):
             hooks.callback(base.register_step_pre_hook(lambda *_: self._begin_step()).remove)
             hooks.callback(base.register_step_post_hook(lambda *_: self._end_step()).remove)
@@ -97,7 +101,9 @@ class PartTimer:
         seconds: defaultdict[str, float] = defaultdict(float)
         for part, begin, end in self._spans:
             seconds[part] += elapsed_s(begin, end)
-        parts = {part: seconds[part] for part in ("forward", "backward", "optimizer")}
+        waited = self.nvme.waited_s
+        parts = {part: max(0.0, seconds[part] - waited.get(part, 0.0)) for part in ("forward", "backward", "optimizer")}
+        parts["offload"] = sum(waited.values())
         parts["data"] = self._data_s
         return parts | {"rest": max(0.0, self.total_s - sum(parts.values()))}
 

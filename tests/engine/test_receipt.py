@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from engines import ONE_THREAD, ROOT, printed_json
 from forked import fork_ranks, fork_script
-from study.receipt.document import ReceiptDocument, read_receipt
+from study.receipt.document import TIME_PARTS, ReceiptDocument, read_receipt
 from study.receipt.page import HEIGHT, WIDTH, receipt_lines
 
 LOOP = "tests/probes/receipt_loop.py"
@@ -144,7 +144,9 @@ def test_the_prediction_agrees_in_state_and_traffic_with_what_was_measured(strat
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_parts_of_a_step_add_up_to_it(strategy: str) -> None:
     times = measure(strategy).time
-    assert set(times.parts) == {"forward", "backward", "communication", "optimizer", "data", "rest"}
+    assert set(times.parts) == set(TIME_PARTS)
+    # Nothing is offloaded.
+    assert (times.parts["offload"], times.offload) == (0, {})
     assert all(times.parts[part] > 0 for part in ("forward", "backward", "communication", "optimizer"))
     assert times.step_s is not None
     # The median of all steps, and one of them.
@@ -200,6 +202,22 @@ def test_state_on_the_host_is_told_from_that_on_the_device() -> None:
     assert receipt.memory is not None
     assert receipt.memory.host_parts["optimizer"] == receipt.memory.parts["optimizer"] > 0
     assert receipt.memory.attributed >= 0.95
+
+
+def test_waiting_for_nvme_is_a_part_of_the_time(tmp_path: Path) -> None:
+    receipt = measure("zero3_nvme_optimizer", "--steps", "11", "--width", "512", "--swap_folder", str(tmp_path))
+    assert receipt.failures == ()
+    assert (receipt.engine.offload_optimizer, receipt.engine.offload_param) == ("nvme", None)
+    times = receipt.time
+    assert set(times.offload) == {"nvme"}
+    nvme = times.offload["nvme"]
+    # Each step reads and writes the optimizer's state of this rank.
+    assert nvme.exposed_s == pytest.approx(times.parts["offload"])
+    assert nvme.exposed_s > 1e-4
+    assert times.parts["offload"] <= nvme.in_flight_s * 1.001
+    assert all(times.parts[part] > 0 for part in ("forward", "backward", "optimizer"))
+    assert times.step_s is not None
+    assert "host and NVMe" in "\n".join(receipt_lines(receipt, "receipt.json"))
 
 
 def test_failures_on_one_rank_are_listed_and_no_rank_waits_for_another() -> None:
@@ -336,7 +354,9 @@ def test_a_run_of_few_steps_says_that_nothing_was_measured(tmp_path: Path) -> No
     train_in_process(tmp_path / "receipt.json", steps=4)
     receipt = read_receipt(str(tmp_path))
     assert (receipt.state, receipt.memory, receipt.work.steps) == ("too_short", None, 4)
-    assert receipt.unavailable == ("memory, communication and parts of time: the run ended after 4 steps",)
+    assert receipt.unavailable[0].startswith(
+        "memory, communication and parts of time: the run ended after 4 steps, and"
+    )
 
 
 @functools.cache
@@ -406,7 +426,7 @@ def test_a_wrong_use_ends_in_one_line_and_the_loop_goes_on(
     assert printed.err.count("\n") == 1
     assert "the model is a str; give Receipt the model that is trained" in printed.err
     assert read_receipt("receipt.json").failures == (
-        "setting up: TypeError: the model is a str; give Receipt the model that is trained",
+        "wrong use: the model is a str; give Receipt the model that is trained",
     )
     layer = torch.nn.Linear(2, 2)
     for wrong in ({"after": "five"}, {"path": tmp_path / "receipt.json" / "inside_a_file"}):

@@ -29,6 +29,9 @@ def parse() -> argparse.Namespace:
     add("--checkpoints", action="store_true")
     add("--lora", action="store_true")
     add("--offloads_parameters", action="store_true")
+    # Wide enough for tensors that DeepSpeed swaps to NVMe: of a MiB and more.
+    add("--width", type=int, default=128)
+    add("--swap_folder", default="")
     # Functions of the receipt that fail on one rank: MODULE.NAME,MODULE.CLASS.NAME.
     add("--breaks", default="")
     # First without a receipt, then with one.
@@ -49,7 +52,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         return self.rows[index]
 
 
-def make_accelerator(accumulation: int, offloads_parameters: bool) -> Accelerator:
+def make_accelerator(accumulation: int, offloads_parameters: bool, swap_folder: str) -> Accelerator:
     """Return the launched file's Accelerator; on cores Accelerate needs help with FSDP and DeepSpeed."""
     state = PartialState(cpu=True)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
@@ -65,6 +68,8 @@ def make_accelerator(accumulation: int, offloads_parameters: bool) -> Accelerato
         zero["reduce_bucket_size"] = 100_000
         if offloads_parameters:
             zero["offload_param"] = {"device": "cpu"}
+        if swap_folder:
+            zero["offload_optimizer"]["nvme_path"] = swap_folder
         if zero["stage"] == 3:
             zero["stage3_param_persistence_threshold"] = 1000
     return accelerator
@@ -72,7 +77,7 @@ def make_accelerator(accumulation: int, offloads_parameters: bool) -> Accelerato
 
 def make_model(options: argparse.Namespace) -> Any:
     dropout = {f"{name}_pdrop": options.dropout for name in ("attn", "resid", "embd")}
-    sizes = {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+    sizes = {"n_layer": 2, "n_embd": options.width, "n_head": 4, "n_positions": LENGTH, "vocab_size": VOCABULARY}
     model: Any = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
     if options.checkpoints:
         model.gradient_checkpointing_enable()
@@ -133,7 +138,7 @@ def train(options: argparse.Namespace, accelerator: Accelerator, path: Path | No
 
 def main() -> None:
     options = parse()
-    accelerator = make_accelerator(options.accumulation, options.offloads_parameters)
+    accelerator = make_accelerator(options.accumulation, options.offloads_parameters, options.swap_folder)
     results: dict[str, Any] = {"rank": accelerator.process_index}
     if options.twice:
         results["losses_without"] = train(options, accelerator, None)

@@ -22,6 +22,8 @@ from study.config.strategies import read_strategy
 from study.experiments.baselines.bare_loop import check_request
 from study.metrics import Meters
 from study.metrics.profiling import categorize, profile_document
+from study.receipt.exposure import read_exposure
+from study.receipt.timing import RANGE
 from study.records.frames import read_records
 from study.records.schema import validate
 from study.report.document import table_html
@@ -134,6 +136,35 @@ def test_overlapping_gpu_kernels_count_once_and_belong_to_the_operator_that_laun
     parts = {kind: round(time * 2e9) for kind, time in profile["categories_s_per_step"].items() if time}
     assert parts == {"matmul": 500, "collectives": 300, "optimizer": 100, "copies": 100}
     validate(Path("profile.json"), json.loads(json.dumps(profile)))
+
+
+def test_on_a_gpu_communication_and_copies_are_exposed_where_no_kernel_computes() -> None:
+    gpu = DeviceType.CUDA
+    events = [
+        event(f"{RANGE}forward", 1000, 2000, id=1, annotates=True),
+        event(f"{RANGE}optimizer", 2000, 3000, id=2, annotates=True),
+        event("aten::copy_", 1100, 1110, id=3),
+        event("aten::mm", 1200, 1210, id=4),
+        event("c10d::allreduce_", 1300, 1310, id=5),
+        event("aten::copy_", 2100, 2110, id=6),
+        # torch also shows ranges on the GPU: labels, and no kernels.
+        event(f"{RANGE}forward", 1000, 2000, gpu, id=1, annotates=True),
+        event("nccl:all_reduce", 1400, 1900, gpu, id=5, annotates=True),
+        event("Memcpy HtoD (Pinned -> Device)", 1100, 1300, gpu, id=13, linked=3),
+        event("gemm", 1200, 1500, gpu, id=14, linked=4),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1400, 1900, gpu, id=15, linked=5),
+        event("Memcpy DtoH (Device -> Pinned)", 2100, 2400, gpu, id=16, linked=6),
+        event("Memcpy DtoD (Device -> Device)", 2350, 2400, gpu, id=17, linked=6),
+    ]
+    exposure = read_exposure(events, "cuda")
+    in_flight = {kind: round(seconds * 1e9) for kind, seconds in exposure.in_flight.items()}
+    assert in_flight == {"to_device": 200, "all_reduce": 500, "to_host": 300}
+    exposed = {place: round(seconds * 1e9) for place, seconds in exposure.exposed.items()}
+    assert exposed == {
+        ("forward", "to_device"): 100,
+        ("forward", "all_reduce"): 400,
+        ("optimizer", "to_host"): 250,
+    }
 
 
 def test_a_report_shows_profiles_with_kernels_names_as_text_and_states_that_none_was_recorded(tmp_path: Path) -> None:

@@ -1,0 +1,206 @@
+"""Loops that use their receipt wrongly, each with and without it, on two ranks of one process group.
+
+receipt_wrong_uses.py USE...    each USE is a key of USES below; for each, losses, lines on standard error and receipt
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from study import Receipt
+
+STEPS, ROWS, WIDTH = 14, 4, 16
+# Within the measured steps, 6 to 10.
+CHANGED_STEP = 7
+
+
+class Loop:
+    """A training of a few steps; `path` is that of its receipt, None without one."""
+
+    def __init__(self, path: Path | None, make_engine: Callable[[Any], tuple[Any, Any]] | None = None) -> None:
+        torch.manual_seed(3)
+        self.path, self.receipts = path, list[Receipt]()
+        plain = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+        if make_engine is None:
+            self.model: Any = nn.parallel.DistributedDataParallel(plain)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+            return
+        # The receipt is made too early.
+        self.add_receipt(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+        self.model, self.optimizer = make_engine(plain)
+
+    def add_receipt(self, model: Any, optimizer: Any) -> None:
+        if self.path is not None:
+            self.receipts.append(Receipt(model, optimizer, path=self.path))
+
+    def batches(self, count: int = STEPS) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        return [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(count)]
+
+    def steps(self, rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return iter(self.receipts[0].steps(rows)) if self.receipts else iter(rows)
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        return self.receipts[0].step() if self.receipts else contextlib.nullcontext()
+
+    def train_step(self, rows: torch.Tensor) -> str:
+        loss = self.model(rows).square().mean()
+        if hasattr(self.model, "global_steps"):
+            self.model.backward(loss)
+            self.model.step()
+        else:
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return float(loss.detach()).hex()
+
+
+def optimizer_of_another_model(path: Path | None) -> tuple[Loop, list[str]]:
+    loop = Loop(path)
+    other = copy.deepcopy(loop.model.module)
+    loop.add_receipt(loop.model, torch.optim.SGD(other.parameters(), lr=0.1))
+    return loop, [loop.train_step(rows) for rows in loop.steps(loop.batches())]
+
+
+def two_receipts(path: Path | None) -> tuple[Loop, list[str]]:
+    loop = Loop(path)
+    loop.add_receipt(loop.model, loop.optimizer)
+    loop.add_receipt(loop.model.module, loop.optimizer)
+    losses = []
+    for rows in loop.steps(loop.batches()):
+        with loop.receipts[1].step() if loop.receipts else contextlib.nullcontext():
+            losses.append(loop.train_step(rows))
+    return loop, losses
+
+
+def before_ddp(path: Path | None) -> tuple[Loop, list[str]]:
+    def make(plain: Any) -> tuple[Any, Any]:
+        return nn.parallel.DistributedDataParallel(plain), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+
+    loop = Loop(path, make)
+    return loop, [loop.train_step(rows) for rows in loop.steps(loop.batches())]
+
+
+def before_fully_shard(path: Path | None) -> tuple[Loop, list[str]]:
+    def make(plain: Any) -> tuple[Any, Any]:
+        fully_shard(plain, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)
+
+    loop = Loop(path, make)
+    return loop, [loop.train_step(rows) for rows in loop.steps(loop.batches())]
+
+
+def before_deepspeed(path: Path | None) -> tuple[Loop, list[str]]:
+    import deepspeed
+
+    def make(plain: Any) -> tuple[Any, Any]:
+        settings = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": 10_000},
+        }
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        engine, wrapped, _, _ = deepspeed.initialize(
+            model=plain, optimizer=optimizer, config={**settings, "zero_allow_untested_optimizer": True}
+        )
+        return engine, wrapped
+
+    loop = Loop(path, make)
+    return loop, [loop.train_step(rows) for rows in loop.steps(loop.batches())]
+
+
+def loader_that_ends_early(path: Path | None) -> tuple[Loop, list[str]]:
+    loop = Loop(path)
+    loop.add_receipt(loop.model, loop.optimizer)
+    return loop, [loop.train_step(rows) for rows in loop.steps(loop.batches(8))]
+
+
+def nested_steps(path: Path | None) -> tuple[Loop, list[str]]:
+    loop = Loop(path)
+    loop.add_receipt(loop.model, loop.optimizer)
+    losses = []
+    for rows in loop.batches():
+        with loop.step(), loop.step():
+            losses.append(loop.train_step(rows))
+    return loop, losses
+
+
+def replaced_module(path: Path | None) -> tuple[Loop, list[str]]:
+    loop = Loop(path)
+    loop.add_receipt(loop.model, loop.optimizer)
+    losses = []
+    for number, rows in enumerate(loop.steps(loop.batches()), start=1):
+        if number == CHANGED_STEP:
+            # One without parameters, which DDP would miss.
+            loop.model.module[1] = nn.GELU()
+        losses.append(loop.train_step(rows))
+    return loop, losses
+
+
+def caught_error(path: Path | None) -> tuple[Loop, list[str]]:
+    """A program that leaves out a bad batch."""
+    loop = Loop(path)
+    loop.add_receipt(loop.model, loop.optimizer)
+    losses = []
+    for number, rows in enumerate(loop.batches(), start=1):
+        with contextlib.suppress(ValueError), loop.step():
+            if number == CHANGED_STEP + 1:
+                raise ValueError("a bad batch")
+            losses.append(loop.train_step(rows))
+    return loop, losses
+
+
+def error_that_ends_training(path: Path | None) -> tuple[Loop, list[str]]:
+    loop = Loop(path)
+    loop.add_receipt(loop.model, loop.optimizer)
+    losses: list[str] = []
+    with contextlib.suppress(ValueError):
+        try:
+            for number, rows in enumerate(loop.steps(loop.batches()), start=1):
+                losses.append(loop.train_step(rows))
+                if number == CHANGED_STEP:
+                    raise ValueError("no more data")
+        finally:
+            for receipt in loop.receipts:
+                receipt.close()
+    return loop, losses
+
+
+def run(use: str) -> dict[str, Any]:
+    train = globals()[use]
+    _, losses_without = train(None)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "receipt.json"
+        errors, printed = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(printed):
+            loop, losses = train(path)
+            for receipt in loop.receipts:
+                receipt.close()
+        document = json.loads(path.read_text()) if path.exists() else None
+    notices = [line for line in errors.getvalue().splitlines() if line.startswith("receipt: ")]
+    dist.barrier()
+    return {
+        "losses": losses,
+        "losses_without": losses_without,
+        "notices": notices,
+        "screen": printed.getvalue(),
+        "receipt": document,
+    }
+
+
+dist.init_process_group("gloo")
+results = {use: run(use) for use in sys.argv[1:]}
+print("PROBE " + json.dumps({"rank": dist.get_rank(), "uses": results}), flush=True)
