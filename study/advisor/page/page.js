@@ -1,5 +1,5 @@
 // The page: its form, the answers of Python, and what one takes away. Text is only ever set as textContent.
-import { bars, PARTS, svgText } from "./bars.js";
+import { bars, boundMark, PARTS, svgText } from "./bars.js";
 import { at, call, isStarted, made, madeItem, post, quoted, start } from "./common.js";
 import { connectFile } from "./file.js";
 import { copyLink, lackText, MOST_CHARACTERS, packed, unpacked } from "./link.js";
@@ -252,6 +252,10 @@ function drawBars() {
     item.append(made("span", part));
     return item;
   }));
+  const bound = made("li", "");
+  bound.className = "mark";
+  bound.append(boundMark(), made("span", "90 % bound of the peak"));
+  at("legend").append(bound);
 }
 
 // The ends of the speed of 80 % of runs; of an offload no interval is known, but the slowest host.
