@@ -127,32 +127,32 @@ async function address(view) {
 let stored = { answers: [] };
 let shown = { about: null, rows: new Map(), rank: null };
 let current = 0;
+// Whether Python has the whole answer to the newest question, later; null while only a stored answer is shown.
+let computed = null;
+let endComputed = () => {};
 
 // Show the answer that was made with the page; return false if there is none to this question.
-function showStored() {
-  const asked = words().join(" ");
-  const known = stored.answers.find((answer) => answer.words.join(" ") === asked);
-  if (!known || value("config")) return false;
-  shown = { about: known.about, rows: new Map(Object.entries(known.rows)), rank: known.rank };
+function showStored(asked, own) {
+  const known = stored.answers.find((answer) => answer.words.join(" ") === asked.join(" "));
+  if (!known || own) return false;
+  shown = { about: known.about, rows: new Map(Object.entries(known.rows)), rank: known.rank, words: asked };
   show();
-  // These need Python.
-  at("what-if").hidden = true;
-  for (const button of at("table").querySelectorAll("button")) button.remove();
   return true;
 }
 
-function predict() {
+function predict(asked = words(), own = ownModel()) {
   const fresh = { about: null, rows: new Map(), rank: null };
   clearDetails();
-  showCommand();
+  showCommand(asked);
   document.body.dataset.done = "";
-  // A stored answer stays until Python has the whole one, with its files.
-  const isShown = showStored();
+  computed = new Promise((done) => { endComputed = done; });
+  // A stored answer stays until Python has the whole one.
+  const isShown = showStored(asked, own);
   if (!isShown) at("status").textContent = isStarted() ? "comparing ..." : "";
   // How long Python loads is not known; then it counts strategies.
   at("progress").removeAttribute("value");
   at("progress").hidden = false;
-  current = post(at("status"), { call: "compare", words: words(), ...ownModel() }, (data) => {
+  current = post(at("status"), { call: "compare", words: asked, ...own }, (data) => {
     if (data.id !== current) return;
     if (data.failed) return refuse({ refused: data.failed, fix: "run study advise on a machine" });
     if (data.about) {
@@ -170,8 +170,19 @@ function predict() {
       shown = fresh;
     }
     if (shown === fresh) show();
-    if (fresh.rank) document.body.dataset.done = String(current);
+    if (fresh.rank) finish(true);
   });
+}
+
+function finish(isComputed) {
+  document.body.dataset.done = String(current);
+  endComputed(isComputed);
+}
+
+// Files and changes are Python's, which computes a stored answer first.
+function whenComputed() {
+  if (!computed) predict(shown.words, null);
+  return computed;
 }
 
 function refuse({ refused, fix }) {
@@ -179,10 +190,12 @@ function refuse({ refused, fix }) {
   at("answer").textContent = "";
   at("progress").hidden = true;
   at("result").hidden = true;
-  document.body.dataset.done = String(current);
+  finish(false);
 }
 
 function clearDetails() {
+  endComputed(false);
+  computed = null;
   at("files").replaceChildren();
   at("changes").replaceChildren();
   at("what-if").hidden = true;
@@ -219,7 +232,8 @@ function show() {
     + `${about.precision}, ${about.optimizer}`;
   const versions = linkVersion && linkVersion !== stored.version
     ? [`the link is of version ${linkVersion.slice(0, 20)}, these figures of ${stored.version}`] : [];
-  announce("status", rank ? [question, ...about.notes, ...versions].join("; ")
+  const origin = shown.words ? ["stored with the page: its files and changes are computed when they are asked for"] : [];
+  announce("status", rank ? [question, ...about.notes, ...versions, ...origin].join("; ")
     : `${question}; ${shown.step === "one_sample" ? "one sample a GPU first" : "now the largest micro-batches"} ...`);
   const best = rank?.recommended ? `Use ${rank.recommended}: ` : "";
   announce("answer", rank ? `${best}${rank.how_sure}` : "");
@@ -236,8 +250,8 @@ function announce(id, text) {
   if (at(id).textContent !== text) at(id).textContent = text;
 }
 
-function showCommand() {
-  at("command").textContent = ["study", "advise", ...words().map(quoted)].join(" ");
+function showCommand(asked = words()) {
+  at("command").textContent = ["study", "advise", ...asked.map(quoted)].join(" ");
 }
 
 function drawBars() {
@@ -356,6 +370,13 @@ function block(name, text) {
 }
 
 async function showFiles(name) {
+  const isComputed = whenComputed();
+  at("files").replaceChildren(made("p", `making the files of ${name} ...`));
+  at("files").firstChild.scrollIntoView({ block: "nearest" });
+  if (!await isComputed) {
+    at("files").replaceChildren();
+    return;
+  }
   const found = await call(at("status"), "files", name);
   if (found.refused) {
     at("files").replaceChildren(made("p", `${found.refused}. To fix it: ${found.fix}.`));
@@ -374,9 +395,15 @@ async function showFiles(name) {
 }
 
 at("what-if").onclick = async () => {
+  const isComputed = whenComputed();
   at("what-if").disabled = true;
   at("changes").replaceChildren(made("li", "comparing other hardware and lengths ..."));
   let answer;
+  if (!await isComputed) {
+    at("what-if").disabled = false;
+    at("changes").replaceChildren();
+    return;
+  }
   try {
     answer = await call(at("status"), "changes");
     if (!answer.refused) answer.lines = (await call(at("status"), "what_ifs")).lines;
@@ -431,7 +458,7 @@ form.onsubmit = async (event) => {
 
 // Show what the address asks; Python is asked only for what is not stored. A link that lacks something asks nothing: its
 // answer would be that of another model. Tests begin with it, too.
-export const open = () => read(() => showStored() || predict());
+export const open = () => read(() => showStored(words(), ownModel()) || predict());
 
 async function read(answerQuestion) {
   current = 0;
@@ -446,7 +473,7 @@ async function read(answerQuestion) {
   if (!refusal) views.explain.open(link);
 }
 
-onpopstate = () => read(predict);
+onpopstate = () => read(() => predict());
 
 // What else the page shows, and a link may have.
 const views = { explain: connectFile(explainWords, ownModel), releases: null };
