@@ -32,7 +32,7 @@ from study.config.places import PACKAGE
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import known_devices
-from study.predictor.time import device_bytes, usable_bytes
+from study.predictor.time import describe_error, device_bytes, usable_bytes
 from study.releases.causes import GRID, Cause
 from study.releases.combinations import answer_features
 from study.releases.judge import (
@@ -131,6 +131,7 @@ class Calculator:
             "global_batch": question.global_batch,
             "optimizer": question.optimizer,
             "notes": list(question.shape.notes()),
+            "errors": {figure: describe_error(figure) for figure in ("sent", "host", "nvme")},
         }
 
     @_as_json

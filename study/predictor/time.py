@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Literal
 
 from study.config.text import rounded, rounded_seconds
 from study.config.yaml_sections import load_package_yaml
@@ -140,6 +141,17 @@ def estimate(figure: str, value: float, certain: float = 0.0) -> Estimate:
     if (row := _INTERVALS.get(figure)) is None:
         return Estimate(value)
     return Estimate(value, *(certain + (value - certain) * row[bound] for bound in ("low", "high")))
+
+
+def describe_error(figure: Literal["sent", "host", "nvme"]) -> str:
+    """Return how far a predicted figure is off, over the records that measured it."""
+    row = _INTERVALS[figure if figure != "host" else "host_error"]
+    if figure == "host":
+        worst = round(100 * row["worst"])
+        return f"median error {100 * row['median']:.1f} % of {row['rows']} runs on one GPU, worst {worst} %"
+    # Its ends have three digits.
+    spread = max(1 - row["low"], row["high"] - 1) + 0.0005
+    return f"80 % of {row['rows']} runs on CPUs within {100 * spread:.2f} %"
 
 
 # torch's foreach AdamW: 80 bytes of traffic per parameter, and clipping 12.

@@ -31,11 +31,13 @@ from study.config.errors import UserError
 from study.config.flags import Parser
 from study.config.text import rounded
 from study.predictor.hardware import to_box
+from study.predictor.time import FILE as INTERVALS
 from tools.calculator import build
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+ROOT = Path(__file__).parents[2]
 # A question without a stored answer, with two more fields; and its command.
 ADDRESS = "#model=gpt2-xl&gpus=2&device=4090&host_memory=64&seq_length=1024"
 WORDS = ["gpt2-xl", "--hardware", "2x4090", "--host_memory", "64", "--seq_length", "1024"]
@@ -233,6 +235,38 @@ def test_a_stored_answer_stays_until_python_has_the_whole_one(
     page.wait_for_selector(ANSWERED)
     assert page.inner_text("#answer") == answer
     assert page.locator("#table button").count() == len(document["strategies"])
+
+
+def test_files_and_changes_of_a_stored_answer_are_computed_when_they_are_asked_for(
+    tab: Page, site: str, requests: list[str], errors: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page, words = tab, ["gpt2-xl", "--hardware", "1x4090"]
+    page.goto(f"{site}/index.html#model=gpt2-xl&gpus=1&device=4090")
+    page.wait_for_selector("body[data-started=yes]")
+    document = advised(capsys, [*words, "--output", str(tmp_path)])
+    assert page.locator("#table tbody button").count() == len(document["strategies"])
+    assert page.is_visible("#what-if")
+    says = "stored with the page: its files and changes are computed when they are asked for"
+    assert page.inner_text("#status").endswith(says)
+    assert not any("pyodide" in url for url in requests)
+    # A new question is typed, and not asked yet.
+    page.fill("[name=model]", "bert-base-uncased")
+    page.click(f"button[aria-label='files of {document['recommended']}']")
+    page.wait_for_selector("#files pre")
+    texts = [text.replace("\n", "") for text in page.locator("#files pre").all_inner_texts()]
+    for file in tmp_path.iterdir():
+        assert file.read_text().replace(f"{tmp_path}/", "").replace("\n", "") in texts
+    assert page.inner_text("#command") == f"study advise {' '.join(words)}"
+    assert says not in page.inner_text("#status")
+    page.click("#what-if")
+    page.wait_for_selector("#what-if:enabled")
+    changes = page.locator("#changes li").all_inner_texts()
+    assert changes[: len(document["changes"])] == document["changes"]
+    # The same for the changes of another stored answer; a new question ends the old one.
+    visit(page, "#model=llama-3.1-8b&gpus=8")
+    assert not page.is_disabled("#what-if")
+    assert page.locator("#changes li").count() == 0
+    assert not errors
 
 
 def test_a_link_asks_its_question_and_the_answer_is_that_of_the_command(
@@ -606,6 +640,59 @@ def test_python_starts_with_the_first_input(tab: Page, site: str, requests: list
     assert sum(url.endswith("study.zip") for url in requests) == 1
 
 
+# The limit's place among the parts of bars and the labels; a label's box and that of its ground; and the bars' limit.
+LAYERS = """
+() => {
+  const drawn = [...document.querySelectorAll("#bars svg *")];
+  const places = (selector) => drawn.flatMap((element, place) => (element.matches(selector) ? [place] : []));
+  const ends = (element) => [element.getBoundingClientRect().left, element.getBoundingClientRect().right];
+  const grounds = drawn.filter((element) => element.matches(".ground"));
+  return {
+    parts: places("g rect"), limit: places(".limit"), grounds: places(".ground"),
+    labels: grounds.map((ground) => [ends(ground), ends(ground.nextSibling)]),
+    faded: drawn.filter((element) => element.matches("g.out text")).length,
+  };
+}
+"""
+
+
+def test_the_limit_is_above_the_bars_and_below_the_labels(page: Page) -> None:
+    for width in (400, 1400):
+        page.set_viewport_size({"width": width, "height": 900})
+        # Some of these do not fit, and the limit crosses their bars.
+        visit(page, "#model=llama-3.1-8b&gpus=4&device=4090&micro_batch=1")
+        layers = page.evaluate(LAYERS)
+        assert page.locator("#bars g.out").count() > 2
+        (limit,) = layers["limit"]
+        assert max(layers["parts"]) < limit < min(layers["grounds"])
+        assert len(layers["labels"]) == len(rows(page))
+        for ground, label in layers["labels"]:
+            assert ground[0] < label[0] < label[1] <= ground[1]
+        assert layers["faded"] == 0
+    legend = page.locator("#legend li").all_inner_texts()
+    assert legend[-1] == "90 % bound of the peak"
+    assert len(legend) == 1 + len(page.evaluate("import('./bars.js').then((module) => module.PARTS)"))
+    assert page.locator("#legend svg .bound").count() == 2
+
+
+def test_columns_without_a_range_state_the_error_of_their_kind(page: Page) -> None:
+    visit(page, ADDRESS)
+    titles = dict(zip(page.evaluate(TITLES), page.locator("#table thead th").all_inner_texts(), strict=True))
+    intervals = yaml.safe_load(INTERVALS.read_text())
+    host = intervals["host_error"]
+    stated = {title: text.removeprefix(title).strip() for title, text in titles.items() if text != title}
+    assert stated == {
+        "sent a step and GPU, GB": f"80 % of {intervals['sent']['rows']} runs on CPUs within 0.05 %",
+        "host GiB": f"median error {100 * host['median']:.1f} % of {host['rows']} runs on one GPU,"
+        f" worst {100 * host['worst']:.0f} %",
+        "NVMe GiB": f"80 % of {intervals['nvme']['rows']} runs on CPUs within 0.05 %",
+    }
+
+
+# The first text of each heading of the table, without the error below it.
+TITLES = "[...document.querySelectorAll('#table thead th')].map((cell) => cell.firstChild.textContent)"
+
+
 def test_the_texts_of_drawings_are_readable_at_any_width(page: Page) -> None:
     for width in (400, 1400):
         page.set_viewport_size({"width": width, "height": 900})
@@ -694,7 +781,6 @@ def test_a_fragment_is_text(page: Page, errors: list[str]) -> None:
     assert not errors
 
 
-ROOT = Path(__file__).parents[2]
 EXPLAINED = ["llama-3.1-8b", "--hardware", "8xH100"]
 
 

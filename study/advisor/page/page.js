@@ -318,11 +318,15 @@ function cells(name, row) {
   ];
 }
 
+// Columns whose rows have no error of their own.
+const ERRORS = { "sent a step and GPU, GB": "sent", "host GiB": "host", "NVMe GiB": "nvme" };
+
 function drawTable() {
   const head = document.createElement("thead");
   const titles = head.insertRow();
   for (const title of COLUMNS) {
     const cell = made("th", title);
+    if (ERRORS[title]) cell.append(made("small", shown.about.errors[ERRORS[title]]));
     cell.scope = "col";
     titles.append(cell);
   }
