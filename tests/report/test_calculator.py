@@ -62,6 +62,16 @@ OWN = {
     "vocab_size": 128256,
     "_name_or_path": "mine/1b",
 }
+# One that no table describes; two layers are traced within seconds.
+TRACED = {
+    "model_type": "olmo2",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "_name_or_path": "mine/olmo",
+}
 # The number of the question whose answer is whole.
 ANSWERED = "body[data-done]:not([data-done=''])"
 
@@ -404,6 +414,200 @@ def test_an_impossible_question_is_refused_with_its_remedy(
     assert page.is_hidden("#result")
     assert page.locator("img").count() == 0
     assert all(url.startswith(site) for url in requests)
+
+
+# What people ask, what they enter, and the command of the same request.
+ASKED = {
+    "Mistral 7B on four A100s of 40 GB": (
+        {"model": "mistralai/Mistral-7B-v0.3", "gpus": "4", "device": "A100-40"},
+        "mistralai/Mistral-7B-v0.3 --hardware 4xA100-40",
+    ),
+    "GPT-2 XL: stage 0, stage 1 or DDP": (
+        {"model": "gpt2-xl", "gpus": "4", "device": "A100-40"},
+        "gpt2-xl --hardware 4xA100-40",
+    ),
+    "65 B on two nodes of eight, with the accumulation of 64 samples": (
+        {"model": "llama-65b", "nodes": "2", "gpus": "8", "device": "A100"},
+        "llama-65b --hardware 2x8xA100",
+    ),
+    "3.6 B at 1,024 tokens: is DDP faster than ZeRO": (
+        {
+            "model": "layers=26,hidden=3200,heads=32,vocabulary=32000,inner=8640",
+            "gpus": "8",
+            "device": "A100",
+            "seq_length": "1024",
+        },
+        "layers=26,hidden=3200,heads=32,vocabulary=32000,inner=8640 --hardware 8xA100 --seq_length 1024",
+    ),
+    "Qwen3 8B at 4,096 tokens on two 4090s with 128 GiB": (
+        {"model": "qwen3-8b", "gpus": "2", "device": "4090", "host_memory": "128", "seq_length": "4096"},
+        "qwen3-8b --hardware 2x4090 --host_memory 128 --seq_length 4096",
+    ),
+    "32 GPUs of one machine, or of four": (
+        {"model": "llama-3.1-8b", "gpus": "32", "device": "H100"},
+        "llama-3.1-8b --hardware 32xH100",
+    ),
+    "LoRA of 70 B under FSDP and stage 3": (
+        {"model": "llama-3.1-70b", "gpus": "8", "device": "A100-40", "peft": "lora"},
+        "llama-3.1-70b --hardware 8xA100-40 --peft lora",
+    ),
+}
+# Figures of the page have three digits.
+THREE_DIGITS = 0.005
+
+
+def number(text: str) -> float:
+    return float(text.removeprefix("~ ").replace(",", ""))
+
+
+COLUMNS = (
+    *("micro_batch", "accumulation", "checkpointing", "peak", "bound", "speed", "interval"),
+    *("sent", "host", "nvme", "remark", "files"),
+)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_people_ask_has_the_figures_of_the_commands(
+    page: Page, capsys: pytest.CaptureFixture[str], asked: str
+) -> None:
+    fields, words = ASKED[asked]
+    for name, value in fields.items():
+        field = page.locator(f"#form [name={name}]")
+        field.select_option(value) if name in {"device", "peft"} else field.fill(value)
+    ask(page)
+    assert page.inner_text("#command") == f"study advise {words}"
+    document = advised(capsys, shlex.split(words))
+    assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
+    shown = {name: dict(zip(COLUMNS, cells, strict=True)) for name, cells in rows(page).items()}
+    assert [*shown] == [option["strategy"] for option in document["strategies"]]
+    for option in document["strategies"]:
+        assert_row_is_of_advice(shown[option["strategy"]], option)
+    page.click(f"button[aria-label='files of {document['recommended']}']")
+    page.wait_for_selector("#files pre")
+    (predict,) = re.findall("^study (predict .*)$", page.inner_text("#files pre[aria-label=commands]"), re.MULTILINE)
+    capsys.readouterr()
+    cli.main([*shlex.split(predict), "--json"])
+    assert_row_is_of_prediction(shown[document["recommended"]], json.loads(capsys.readouterr().out))
+
+
+def assert_row_is_of_advice(row: dict[str, str], option: dict[str, Any]) -> None:
+    assert row["checkpointing"] == ("yes" if option["gradient_checkpointing"] else "no")
+    assert number(row["peak"]) * 2**30 == pytest.approx(option["device_bytes"], rel=THREE_DIGITS)
+    assert number(row["host"]) * 2**30 == pytest.approx(option["host_bytes_per_node"]["value"], rel=THREE_DIGITS)
+    assert (row["nvme"] == "-") == (not option["nvme_bytes_per_node"])
+    if not option["fits"]:
+        assert (row["micro_batch"], row["accumulation"], row["speed"]) == ("-", "-", "-")
+        return
+    batch = (int(row["micro_batch"]), int(row["accumulation"]))
+    assert batch == (option["micro_batch"], option["accumulation"])
+    assert number(row["speed"]) == pytest.approx(option["tokens_per_s"], rel=THREE_DIGITS)
+
+
+def assert_row_is_of_prediction(row: dict[str, str], predicted: dict[str, Any]) -> None:
+    memory, step = predicted["memory"], predicted["time"]["step_s"]
+    bound = memory["peak_reserved"]["high"] + memory["device_parts"]["context"]
+    tokens = predicted["time"]["tokens_per_s_per_gpu"]["value"] * predicted["ranks"]
+    assert number(row["peak"]) * 2**30 == pytest.approx(predicted["device_bytes"], rel=THREE_DIGITS)
+    assert number(row["bound"]) * 2**30 == pytest.approx(bound, rel=THREE_DIGITS)
+    assert number(row["host"]) * 2**30 == pytest.approx(memory["host_peak"]["value"], rel=THREE_DIGITS)
+    assert number(row["sent"]) * 1e9 == pytest.approx(predicted["sent_bytes_per_step"]["value"], rel=THREE_DIGITS)
+    assert number(row["speed"]) == pytest.approx(tokens, rel=THREE_DIGITS)
+    if not row["speed"].startswith("~"):
+        ends = [tokens * step["value"] / step[end] for end in ("high", "low")]
+        assert [*map(number, row["interval"].split(" to "))] == pytest.approx(ends, rel=THREE_DIGITS)
+
+
+# Files that people ask about, for the model and the hardware that they name.
+ASKED_FILES = {
+    "FSDP2 without a wrap policy": (
+        "mine.yaml",
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\nfsdp_config: {fsdp_version: 2}\n",
+        {"model": "llama-3.1-8b", "gpus": "4", "device": "A100"},
+    ),
+    "stage 2 with a parameter offload, and an optimizer offload by its old name": (
+        "mine.json",
+        '{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, "zero_optimization":'
+        ' {"stage": 2, "cpu_offload": true, "offload_param": {"device": "cpu"}}}',
+        {"model": "gpt2-xl", "gpus": "2", "device": "4090", "host_memory": "128"},
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED_FILES)
+def test_files_that_people_ask_about_have_the_lines_of_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, text, fields = ASKED_FILES[asked]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    page.evaluate("(hash) => { location.hash = hash; }", f"#{urllib.parse.urlencode(fields)}")
+    page.wait_for_selector(ANSWERED)
+    verdict = give(page, tmp_path / name)
+    words = shlex.split(page.inner_text("#explain-command"))[1:]
+    findings = explained(capsys, words[1:])
+    cli.main(words)
+    lines = capsys.readouterr().out.splitlines()
+    assert verdict == lines[0]
+    assert {*page.inner_text("#explain-subject").split("; ")} <= {*lines}
+    assert page.inner_text("#explain-peak").lower() in {line.lower() for line in lines}
+    assert page.locator("#explained tbody tr").count() == len(findings) > 0
+    shown = page.inner_text("#explained")
+    assert all(finding["message"] in shown for finding in findings)
+
+
+def test_a_release_that_people_ask_about_has_the_lines_of_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Not every strategy was tested, and other releases of Accelerate have other faults.
+    for strategy, precision in (("zero3_nvme", "fp32"), ("zero2", "fp32"), ("zero2", "bf16")):
+        page.evaluate("delete document.querySelector('#releases-form').dataset.done")
+        link = f"releases.release=0.17.5&releases.strategy={strategy}&releases.precision={precision}"
+        visit(page, f"#model=gpt2&gpus=1&{link}")
+        page.wait_for_selector("#releases-form[data-done]")
+        words = shlex.split(page.inner_text("#releases-command"))[1:]
+        capsys.readouterr()
+        cli.main(words)
+        printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        assert page.inner_text("#releases-status").endswith(printed[0])
+        shown = page.locator("#faults li, #other-faults li").all_inner_texts()
+        assert {*shown} <= {*printed}
+        # The letters of the grid are explained.
+        letters = {*re.findall(r"\b([a-z]): zero", page.inner_text("#nearest"))}
+        assert letters <= {line[0] for line in shown if re.match("[a-z]: ", line)}
+        assert [line for line in printed if line.startswith("with accelerate")] == [
+            line for line in shown if line.startswith("with accelerate")
+        ]
+
+
+def test_a_model_that_is_traced_is_refused_with_commands_that_the_package_takes(
+    page: Page, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(TRACED))
+    (tmp_path / "pasted.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    fields: dict[str, Any] = {"gpus": 2, "device": "4090", "seq_length": 64, "micro_batch": 1}
+    fields["config"] = packed(json.dumps(TRACED).encode())
+    visit(page, f"#{urllib.parse.urlencode(fields)}")
+    problem, _, fix = page.inner_text("#status").partition(". To fix it: ")
+    assert problem == "this kind of model is traced with transformers' own code, which a browser does not have"
+    commands = re.findall(r"`([^`]+)`", fix)
+    assert commands == ["study serve", "make install"]
+    parser, _ = cli.build_parser(cli.COMMANDS)
+    assert parser.parse_args(shlex.split(commands[0])[1:])
+    assert re.search(r"^install:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    # The command below, in the folder of the config.json.
+    words = shlex.split(page.inner_text("#command"))
+    assert words[:2] == ["study", "advise"]
+    document = advised(capsys, words[2:])
+    assert document["model"] == "config.json"
+    assert document["sequence_length"] == 64
+    assert {row["micro_batch"] for row in document["strategies"] if row["fits"]} == {1}
+    # The same of a file.
+    give(page, tmp_path / "pasted.json")
+    assert page.inner_text("#explain-status").startswith(problem)
+    words = shlex.split(page.inner_text("#explain-command"))
+    assert words[:2] == ["study", "explain"]
+    assert explained(capsys, words[2:]) is not None
 
 
 def test_a_model_of_ones_own_is_read_from_its_config(page: Page) -> None:

@@ -153,8 +153,9 @@ async function explain(files, formWords, own) {
   form.dataset.done = String(question);
 }
 
-function show({ first_line: verdict, findings, peak, costs, answers }, lines) {
+function show({ first_line: verdict, subject, findings, peak, costs, answers }, lines) {
   at("explain-status").textContent = verdict;
+  at("explain-subject").textContent = subject.join("; ");
   at("explained").replaceChildren(findings.length ? findingsTable(findings, lines) : made("p", "Every setting takes effect."));
   at("explain-peak").textContent = `${peak[0].toUpperCase()}${peak.slice(1)}`;
   at("costs").hidden = !costs.length;
