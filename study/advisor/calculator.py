@@ -312,12 +312,11 @@ def _version() -> str:
 
 def _row(option: advise.Option) -> dict[str, Any]:
     """Return an option as `study advise --json` does, with its 90 % bound and the bytes that one rank sends."""
-    offloads = option.request.strategy.offloads
     return {
         **advise_command.entry(option),
         "bound_bytes": device_bytes(option.memory, at_upper=True),
         "sent_bytes": sent_bytes(option.request),
-        "offloads": offloads,
-        # With the slowest host that a page has.
-        "least_tokens_per_s": option.offload_speeds[0] if offloads and option.fits else None,
+        "offloads": option.request.strategy.offloads,
+        # Of an offload those of the slowest and the fastest host that published pages have.
+        "speed_ends": option.speed_ends,
     }

@@ -143,15 +143,16 @@ def estimate(figure: str, value: float, certain: float = 0.0) -> Estimate:
     return Estimate(value, *(certain + (value - certain) * row[bound] for bound in ("low", "high")))
 
 
-def describe_error(figure: Literal["sent", "host", "nvme"]) -> str:
-    """Return how far a predicted figure is off, over the records that measured it."""
-    row = _INTERVALS[figure if figure != "host" else "host_error"]
+def describe_error(figure: Literal["sent", "host", "nvme"]) -> dict[str, str]:
+    """Return how far a predicted figure was off, and over which records."""
     if figure == "host":
-        worst = round(100 * row["worst"])
-        return f"median error {100 * row['median']:.1f} % of {row['rows']} runs on one GPU, worst {worst} %"
+        row = _INTERVALS["host_error"]
+        median, worst = 100 * row["median"], round(100 * row["worst"])
+        return {"size": f"\u00b1 {median:.1f} %, worst {worst} %", "of": f"median of {row['rows']} runs on one GPU"}
+    row = _INTERVALS[figure]
     # Its ends have three digits.
     spread = max(1 - row["low"], row["high"] - 1) + 0.0005
-    return f"80 % of {row['rows']} runs on CPUs within {100 * spread:.2f} %"
+    return {"size": f"\u00b1 {100 * spread:.2f} %", "of": f"80 % of {row['rows']} runs on CPUs"}
 
 
 # torch's foreach AdamW: 80 bytes of traffic per parameter, and clipping 12.

@@ -417,7 +417,7 @@ def test_an_impossible_question_is_refused_with_its_remedy(
 
 
 # What people ask, what they enter, and the command of the same request.
-ASKED = {
+QUESTIONS = {
     "Mistral 7B on four A100s of 40 GB": (
         {"model": "mistralai/Mistral-7B-v0.3", "gpus": "4", "device": "A100-40"},
         "mistralai/Mistral-7B-v0.3 --hardware 4xA100-40",
@@ -466,11 +466,11 @@ COLUMNS = (
 )
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", QUESTIONS)
 def test_what_people_ask_has_the_figures_of_the_commands(
     page: Page, capsys: pytest.CaptureFixture[str], asked: str
 ) -> None:
-    fields, words = ASKED[asked]
+    fields, words = QUESTIONS[asked]
     for name, value in fields.items():
         field = page.locator(f"#form [name={name}]")
         field.select_option(value) if name in {"device", "peft"} else field.fill(value)
@@ -504,21 +504,21 @@ def assert_row_is_of_advice(row: dict[str, str], option: dict[str, Any]) -> None
 
 
 def assert_row_is_of_prediction(row: dict[str, str], predicted: dict[str, Any]) -> None:
-    memory, step = predicted["memory"], predicted["time"]["step_s"]
+    memory, speed = predicted["memory"], predicted["time"]["tokens_per_s_per_gpu"]
     bound = memory["peak_reserved"]["high"] + memory["device_parts"]["context"]
-    tokens = predicted["time"]["tokens_per_s_per_gpu"]["value"] * predicted["ranks"]
+    ranks = predicted["ranks"]
     assert number(row["peak"]) * 2**30 == pytest.approx(predicted["device_bytes"], rel=THREE_DIGITS)
     assert number(row["bound"]) * 2**30 == pytest.approx(bound, rel=THREE_DIGITS)
     assert number(row["host"]) * 2**30 == pytest.approx(memory["host_peak"]["value"], rel=THREE_DIGITS)
     assert number(row["sent"]) * 1e9 == pytest.approx(predicted["sent_bytes_per_step"]["value"], rel=THREE_DIGITS)
-    assert number(row["speed"]) == pytest.approx(tokens, rel=THREE_DIGITS)
+    assert number(row["speed"]) == pytest.approx(speed["value"] * ranks, rel=THREE_DIGITS)
     if not row["speed"].startswith("~"):
-        ends = [tokens * step["value"] / step[end] for end in ("high", "low")]
+        ends = [speed[end] * ranks for end in ("low", "high")]
         assert [*map(number, row["interval"].split(" to "))] == pytest.approx(ends, rel=THREE_DIGITS)
 
 
 # Files that people ask about, for the model and the hardware that they name.
-ASKED_FILES = {
+QUESTION_FILES = {
     "FSDP2 without a wrap policy": (
         "mine.yaml",
         "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\nfsdp_config: {fsdp_version: 2}\n",
@@ -533,11 +533,11 @@ ASKED_FILES = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED_FILES)
+@pytest.mark.parametrize("asked", QUESTION_FILES)
 def test_files_that_people_ask_about_have_the_lines_of_the_command(
     page: Page, capsys: pytest.CaptureFixture[str], asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, text, fields = ASKED_FILES[asked]
+    name, text, fields = QUESTION_FILES[asked]
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text(text)
     page.evaluate("(hash) => { location.hash = hash; }", f"#{urllib.parse.urlencode(fields)}")
@@ -883,14 +883,16 @@ def test_columns_without_a_range_state_the_error_of_their_kind(page: Page) -> No
     visit(page, ADDRESS)
     titles = dict(zip(page.evaluate(TITLES), page.locator("#table thead th").all_inner_texts(), strict=True))
     intervals = yaml.safe_load(INTERVALS.read_text())
-    host = intervals["host_error"]
-    stated = {title: text.removeprefix(title).strip() for title, text in titles.items() if text != title}
-    assert stated == {
-        "sent a step and GPU, GB": f"80 % of {intervals['sent']['rows']} runs on CPUs within 0.05 %",
-        "host GiB": f"median error {100 * host['median']:.1f} % of {host['rows']} runs on one GPU,"
-        f" worst {100 * host['worst']:.0f} %",
-        "NVMe GiB": f"80 % of {intervals['nvme']['rows']} runs on CPUs within 0.05 %",
+    host, within = intervals["host_error"], "\u00b1 0.05 %"
+    assert {title: text.removeprefix(title).strip() for title, text in titles.items() if text != title} == {
+        "sent a step and GPU, GB": within,
+        "host GiB": f"\u00b1 {100 * host['median']:.1f} %, worst {100 * host['worst']:.0f} %",
+        "NVMe GiB": within,
     }
+    assert page.inner_text("#errors") == (
+        f"Errors below names of columns: bytes sent, 80 % of {intervals['sent']['rows']} runs on CPUs; host, median of"
+        f" {host['rows']} runs on one GPU; NVMe, 80 % of {intervals['nvme']['rows']} runs on CPUs."
+    )
 
 
 # The first text of each heading of the table, without the error below it.

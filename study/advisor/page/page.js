@@ -274,10 +274,8 @@ function drawBars() {
 
 // The ends of the speed of 80 % of runs; of an offload no interval is known, but the slowest host.
 function speeds(row) {
-  const step = row.step_s;
-  if (row.offloads) return { low: row.least_tokens_per_s, high: null };
-  if (!step?.high) return { low: null, high: null };
-  return { low: (row.tokens_per_s * step.value) / step.high, high: (row.tokens_per_s * step.value) / step.low };
+  const [low, high] = row.speed_ends ?? [null, null];
+  return { low, high: row.offloads ? null : high };
 }
 
 let drawnWidth = 0;
@@ -322,11 +320,13 @@ function cells(name, row) {
 const ERRORS = { "sent a step and GPU, GB": "sent", "host GiB": "host", "NVMe GiB": "nvme" };
 
 function drawTable() {
+  const { errors } = shown.about;
+  at("errors").textContent = `Errors below names of columns: bytes sent, ${errors.sent.of}; host, ${errors.host.of}; NVMe, ${errors.nvme.of}.`;
   const head = document.createElement("thead");
   const titles = head.insertRow();
   for (const title of COLUMNS) {
     const cell = made("th", title);
-    if (ERRORS[title]) cell.append(made("small", shown.about.errors[ERRORS[title]]));
+    if (ERRORS[title]) cell.append(made("small", errors[ERRORS[title]].size));
     cell.scope = "col";
     titles.append(cell);
   }
