@@ -225,8 +225,9 @@ class Calculator:
         try:
             case = explain.read_case(parser.parse_args(json.loads(words)))
         except UserError as refusal:
-            is_alone = "deepspeed_config_file" in refusal.problem
-            raise UserError(refusal.problem, "choose that file, too" if is_alone else refusal.fix) from None
+            if "deepspeed_config_file" not in refusal.problem:
+                raise
+            raise UserError(refusal.problem, "choose that file, too") from None
         finally:
             os.chdir(before)
         return {
