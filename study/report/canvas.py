@@ -517,4 +517,10 @@ def label_points(
     axes.grid()
     axes.margins(x=0.1, y=0.1)
     axes.set(xlim=(0 if axes.dataLim.x0 < axes.dataLim.x1 / 2 else None, None), ylim=(0, None))
+    # The margin is of the range of the points, which may be next to nothing: their markers would be cut, and the
+    # numbers on the axis of x would differ in the seventh digit.
+    left, _, right, top = axes.dataLim.extents
+    axes.set_ylim(top=max(axes.get_ylim()[1], 1.03 * top))
+    if 0 < right < 1.01 * left:
+        axes.set_xlim(0.99 * left, 1.01 * right)
     label_ends(axes, ends)
