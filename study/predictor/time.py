@@ -148,11 +148,14 @@ def describe_error(figure: Literal["sent", "host", "nvme"]) -> dict[str, str]:
     if figure == "host":
         row = _INTERVALS["host_error"]
         median, worst = 100 * row["median"], round(100 * row["worst"])
-        return {"size": f"\u00b1 {median:.1f} %, worst {worst} %", "of": f"median of {row['rows']} runs on one GPU"}
+        return {
+            "size": f"\u00b1\u00a0{median:.1f}\u00a0%, worst {worst}\u00a0%",
+            "of": f"median of {row['rows']} runs on one GPU",
+        }
     row = _INTERVALS[figure]
     # Its ends have three digits.
     spread = max(1 - row["low"], row["high"] - 1) + 0.0005
-    return {"size": f"\u00b1 {100 * spread:.2f} %", "of": f"80 % of {row['rows']} runs on CPUs"}
+    return {"size": f"\u00b1\u00a0{100 * spread:.2f}\u00a0%", "of": f"80 % of {row['rows']} runs on CPUs"}
 
 
 # torch's foreach AdamW: 80 bytes of traffic per parameter, and clipping 12.

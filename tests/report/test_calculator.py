@@ -560,6 +560,12 @@ def test_files_that_people_ask_about_have_the_lines_of_the_command(
     assert page.locator("#explained tbody tr").count() == len(findings) > 0
     shown = page.inner_text("#explained")
     assert all(finding["message"] in shown for finding in findings)
+    # No column is empty.
+    assert ("fix" in page.locator("#explained thead th").all_inner_texts()) == any(item["fix"] for item in findings)
+    columns = page.evaluate(
+        "[...document.querySelectorAll('#costs tr')].map((row) => [...row.cells].map((cell) => cell.innerText))"
+    )
+    assert all({*column} != {"-"} for column in zip(*columns[1:], strict=True))
 
 
 def test_a_release_that_people_ask_about_has_the_lines_of_the_command(
@@ -891,7 +897,11 @@ def test_columns_without_a_range_state_the_error_of_their_kind(page: Page) -> No
     titles = dict(zip(page.evaluate(TITLES), page.locator("#table thead th").all_inner_texts(), strict=True))
     intervals = yaml.safe_load(INTERVALS.read_text())
     host, within = intervals["host_error"], "\u00b1 0.05 %"
-    assert {title: text.removeprefix(title).strip() for title, text in titles.items() if text != title} == {
+    assert {
+        title: text.removeprefix(title).strip().replace("\u00a0", " ")
+        for title, text in titles.items()
+        if text != title
+    } == {
         "sent a step and GPU, GB": within,
         "host GiB": f"\u00b1 {100 * host['median']:.1f} %, worst {100 * host['worst']:.0f} %",
         "NVMe GiB": within,
@@ -914,6 +924,13 @@ def test_the_texts_of_drawings_are_readable_at_any_width(page: Page) -> None:
             "[...document.querySelectorAll('#result svg text')].map((text) => text.getBoundingClientRect().height)"
         )
         assert min(heights) > 11
+
+
+def test_the_table_needs_no_scrolling_in_a_wide_window(page: Page) -> None:
+    page.set_viewport_size({"width": 1400, "height": 900})
+    assert page.evaluate("document.querySelector('#table').scrollWidth") <= page.evaluate(
+        "document.querySelector('#table').parentElement.clientWidth"
+    )
 
 
 @pytest.mark.parametrize("width", [400, 800, 1600])

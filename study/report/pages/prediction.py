@@ -621,7 +621,11 @@ def intervals_text(frame: pd.DataFrame) -> str:
     host = host_memory_table()["error"].abs()
     if len(host):
         # No interval: all of one GPU, and of one process a node.
-        table["host_error"] = {"median": round(host.median(), 3), "worst": round(host.max(), 3), "rows": len(host)}
+        table["host_error"] = {
+            "median": round(float(host.median()), 3),
+            "worst": round(float(host.max()), 3),
+            "rows": len(host),
+        }
     document = {"single_error": fit_single_error(), **table}
     return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(document, sort_keys=False)
 
