@@ -143,13 +143,6 @@ class Calculator:
         }
 
     @_as_json
-    def one_sample(self, name: str) -> dict[str, Any]:
-        """Return a strategy at micro-batch 1 without accumulation, which takes a fraction of the time of `best`."""
-        question = self._asked()
-        single = dataclasses.replace(question, global_batch=question.box.ranks)
-        return _row(advise.advise(single, [name]).options[0])
-
-    @_as_json
     def best(self, name: str) -> dict[str, Any]:
         """Return a strategy with its best settings, as in the document of `study advise --json`."""
         # A newer question has its own.

@@ -163,8 +163,6 @@ function predict(asked = words(), own = ownModel()) {
       const row = JSON.parse(data.row);
       if (row.refused) return refuse(row);
       fresh.rows.set(data.strategy, row);
-      fresh.step = data.method;
-      fresh.count = (fresh.count ?? 0) + 1;
     } else if (data.rank) {
       fresh.rank = JSON.parse(data.rank);
       shown = fresh;
@@ -222,11 +220,10 @@ export function answer() {
 
 function show() {
   const { about, rank, rows } = shown;
-  const total = 2 * about.names.length;
   at("result").hidden = rows.size === 0;
   at("progress").hidden = Boolean(rank);
-  at("progress").max = total;
-  at("progress").value = shown.count ?? 0;
+  at("progress").max = about.names.length;
+  at("progress").value = rows.size;
   const question = `${about.model}, ${rounded(about.parameters / 1e9)} B parameters, on ${about.hardware}: `
     + `${size(about.usable_bytes)} GiB usable of a GPU, ${about.sequence_length} tokens a sample, ${about.global_batch} samples a step, `
     + `${about.precision}, ${about.optimizer}`;
@@ -234,7 +231,7 @@ function show() {
     ? [`the link is of version ${linkVersion.slice(0, 20)}, these figures of ${stored.version}`] : [];
   const origin = shown.words ? ["stored with the page: its files and changes are computed when they are asked for"] : [];
   announce("status", rank ? [question, ...about.notes, ...versions, ...origin].join("; ")
-    : `${question}; ${shown.step === "one_sample" ? "one sample a GPU first" : "now the largest micro-batches"} ...`);
+    : `${question}; comparing ...`);
   const best = rank?.recommended ? `Use ${rank.recommended}: ` : "";
   announce("answer", rank ? `${best}${rank.how_sure}` : "");
   at("notes").replaceChildren(...(rank?.notes ?? []).map(madeItem));
