@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python tools/install.py --quiet
-# Tests write the bytecode that the installation has not compiled, and pytest its own.
-TEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
+# Tests, reports and the site write the bytecode that the installation has not compiled, and pytest its own.
+COMPILING := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 
 .PHONY: install lock study test test-fast test-report test-experiments test-long test-gpu quality types rules golden readme claims releases prediction reports bench site clean
 
@@ -51,25 +51,25 @@ study: install
 # or damages what others use, alone. They train on cores (tests/conftest.py), for which DeepSpeed's operators are others.
 test: install
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
-	$(TEST) tools/run_tests.py $(FLAGS)
+	$(COMPILING) tools/run_tests.py $(FLAGS)
 
 # The inner loop: what computes and refuses, without ranks, browsers and reports.
 test-fast: install
-	$(TEST) -m pytest tests/unit $(FLAGS) -n 2 --dist loadfile
+	$(COMPILING) -m pytest tests/unit $(FLAGS) -n 2 --dist loadfile
 
 # What people read.
 test-report: install
-	$(TEST) -m pytest tests/report $(FLAGS) -n 2 --dist loadfile
+	$(COMPILING) -m pytest tests/report $(FLAGS) -n 2 --dist loadfile
 
 # What no other code needs: study/experiments.
 test-experiments: install
 	$(TEST) -m pytest tests/experiments -m "not long" $(FLAGS) -n 2 --dist loadfile
 
 test-long: install
-	$(TEST) -m pytest -m long
+	$(COMPILING) -m pytest -m long
 
 test-gpu: install
-	$(TEST) -m pytest -m gpu
+	$(COMPILING) -m pytest -m gpu
 
 # Two at a time: make quality -j2
 quality: types rules
@@ -116,12 +116,12 @@ reports:
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	@$(BIN)/python -c 'import papermill, ipykernel, matplotlib, study' 2>/dev/null \
 	  || $(INSTALL) -c constraints.txt -e ".[report]"
-	$(BIN)/python tools/reports.py $(FLAGS)
+	$(COMPILING) tools/reports.py $(FLAGS)
 
 # runs/site: README, docs/ and reports/ with a search and a reference of commands. It needs no torch.
 site: reports
 	@$(BIN)/python -c 'import mkdocs, material' 2>/dev/null || $(INSTALL) -c constraints.txt -e ".[report,site]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(COMPILING) -m mkdocs build --strict
 
 bench: install
 	$(BIN)/python tools/bench.py

@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator
 
 
-def drawn_questions(count: int) -> Iterator[list[str]]:
+def drawn_questions(count: int, seed: int = 82) -> Iterator[list[str]]:
     """Yield words of `study advise` for small models on few GPUs."""
-    draw = random.Random(82)
+    draw = random.Random(seed)
     choices = {
         "seq_length": ("256", "512"),
         "precision": ("bf16", "fp32"),

@@ -54,7 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         name for name in committed if re.fullmatch(r"([A-Z]+|accelerate_configs/README|(docs|reports)/.*)\.md", name)
     }
     linked = linked_files(pages)
-    names = {name for name in committed if name in pages | linked or name.startswith("reports/")} | built_pages()
+    names = {name for name in committed if name in pages | linked or name.startswith("reports/")}
+    names |= built_pages() | {*config.extra_css}
     theme = [file for file in files if file.src_dir != config.docs_dir]
     places = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in sorted(names)]
     if _WITH_CALCULATOR:

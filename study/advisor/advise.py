@@ -169,6 +169,16 @@ class Option:
         assert self.time is not None
         return timing.offload_speeds(self.request, self.time.step_s.value, self.tokens_per_s)
 
+    @property
+    def speed_ends(self) -> tuple[float, float] | None:
+        """Ends of the throughput of all ranks; None if no measurement validated them."""
+        if self.time is None:
+            return None
+        if self.request.strategy.offloads:
+            return self.offload_speeds
+        speed, ranks = self.time.tokens_per_s_per_gpu, self.request.box.ranks
+        return None if speed.low is None or speed.high is None else (speed.low * ranks, speed.high * ranks)
+
 
 @dataclasses.dataclass(frozen=True)
 class Advice:

@@ -405,14 +405,10 @@ def _verdict(advice: Advice) -> str:
 
 def _speed_range(option: Option) -> str:
     """Return the ends of the speed of all ranks in brackets; nothing if no measurement validated them."""
-    assert option.time is not None
-    if option.request.strategy.offloads:
-        by_host = "" if option.request.box.host_memory_gb_per_s is not None else " by its host"
-        return f" ({' to '.join(rounded(speed) for speed in option.offload_speeds)}{by_host})"
-    speed, ranks = option.time.tokens_per_s_per_gpu, option.request.box.ranks
-    if speed.low is None or speed.high is None:
+    if option.speed_ends is None:
         return ""
-    return f" ({rounded(speed.low * ranks)} to {rounded(speed.high * ranks)})"
+    is_hosts = option.request.strategy.offloads and option.request.box.host_memory_gb_per_s is None
+    return f" ({' to '.join(map(rounded, option.speed_ends))}{' by its host' * is_hosts})"
 
 
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:

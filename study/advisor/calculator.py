@@ -31,16 +31,22 @@ from study.config.flags import Parser
 from study.config.places import PACKAGE
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.communication import sent_bytes
-from study.predictor.hardware import known_devices
-from study.predictor.time import device_bytes, usable_bytes
+from study.predictor.hardware import known_devices, machine_notice
+from study.predictor.models import UnknownModel
+from study.predictor.time import describe_error, device_bytes, usable_bytes
 from study.releases.causes import GRID, Cause
 from study.releases.combinations import answer_features
 from study.releases.judge import (
+    CPU_FAULTS,
+    TESTED_WITH,
     add_stack_arguments,
     cause_line,
+    faults_in_bf16,
+    faults_of_other_pairs,
     grid_cells,
     judge_request,
     nearest_rows,
+    other_pair_lines,
     shown_causes,
 )
 from study.workloads.presets import PRESETS
@@ -65,7 +71,9 @@ def _as_json(method: Callable[..., dict[str, Any]]) -> Callable[..., str]:
             if isinstance(refusal, NotInstalled) and sys.platform == "emscripten":
                 # Of models that no table here describes.
                 problem = "this kind of model is traced with transformers' own code, which a browser does not have"
-                fix = "run `study serve`, or the command below, on a machine, after `make install`"
+                fix = "run `study serve`, or the command below, on a machine, after `make install` in a clone"
+            if isinstance(refusal, UnknownModel):
+                fix = refusal.page_fix
             return json.dumps({"refused": session.without_folders(problem), "fix": fix})
 
     return answer
@@ -130,15 +138,9 @@ class Calculator:
             "precision": question.precision,
             "global_batch": question.global_batch,
             "optimizer": question.optimizer,
-            "notes": list(question.shape.notes()),
+            "notes": [*question.shape.notes(), *filter(None, [machine_notice(box)])],
+            "errors": {figure: describe_error(figure) for figure in ("sent", "host", "nvme")},
         }
-
-    @_as_json
-    def one_sample(self, name: str) -> dict[str, Any]:
-        """Return a strategy at micro-batch 1 without accumulation, which takes a fraction of the time of `best`."""
-        question = self._asked()
-        single = dataclasses.replace(question, global_batch=question.box.ranks)
-        return _row(advise.advise(single, [name]).options[0])
 
     @_as_json
     def best(self, name: str) -> dict[str, Any]:
@@ -216,12 +218,14 @@ class Calculator:
         try:
             case = explain.read_case(parser.parse_args(json.loads(words)))
         except UserError as refusal:
-            is_alone = "deepspeed_config_file" in refusal.problem
-            raise UserError(refusal.problem, "choose that file, too" if is_alone else refusal.fix) from None
+            if "deepspeed_config_file" not in refusal.problem:
+                raise
+            raise UserError(refusal.problem, "choose that file, too") from None
         finally:
             os.chdir(before)
         return {
             "first_line": explain.first_line(case),
+            "subject": [self.without_folders(line) for line in explain.subject_lines(case)],
             "findings": [finding.document for finding in case.findings],
             "peak": explain.peak_line(case),
             "costs": explain.cost_rows(explain.costs(case), details=False),
@@ -244,8 +248,10 @@ class Calculator:
             return {"first_line": lines[0], "status": status, "faults": lines[1:]}
         document, stack, verdict = judge_request(options)
         rows = nearest_rows(document["releases" if stack.precision == "fp32" else "bf16"], stack.deepspeed)
-        causes = shown_causes(document, rows, stack.precision)
-        other_causes = {letter: cause for letter, cause in causes if letter not in verdict.faults}
+        elsewhere = faults_of_other_pairs(stack) if options.release else []
+        shown = dict(shown_causes(document, rows, stack.precision))
+        shown |= {document["letters"][cause.id]: cause for cause in (*elsewhere, *faults_in_bf16(stack))}
+        other_causes = {letter: cause for letter, cause in shown.items() if letter not in verdict.faults}
         return {
             "first_line": verdict.text,
             "status": verdict.status,
@@ -253,6 +259,7 @@ class Calculator:
             "columns": list(rows[0]),
             "rows": grid_cells(rows),
             "other_faults": _cause_lines(other_causes),
+            "notes": [*other_pair_lines(document, stack, elsewhere), TESTED_WITH, CPU_FAULTS],
         }
 
     def without_folders(self, text: str) -> str:
@@ -299,12 +306,11 @@ def _version() -> str:
 
 def _row(option: advise.Option) -> dict[str, Any]:
     """Return an option as `study advise --json` does, with its 90 % bound and the bytes that one rank sends."""
-    offloads = option.request.strategy.offloads
     return {
         **advise_command.entry(option),
         "bound_bytes": device_bytes(option.memory, at_upper=True),
         "sent_bytes": sent_bytes(option.request),
-        "offloads": offloads,
-        # With the slowest host that a page has.
-        "least_tokens_per_s": option.offload_speeds[0] if offloads and option.fits else None,
+        "offloads": option.request.strategy.offloads,
+        # Of an offload those of the slowest and the fastest host that published pages have.
+        "speed_ends": option.speed_ends,
     }

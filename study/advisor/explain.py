@@ -343,12 +343,12 @@ def first_line(case: ConfigCase) -> str:
     return verdict
 
 
-def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
-    request, memory = case.request, case.memory
+def subject_lines(case: ConfigCase) -> Iterator[str]:
+    """Yield which engine, model and training the file is explained for."""
+    request = case.request
     engine = f"FSDP{1 if case.file.sharding else 2}" if request.strategy.is_fsdp else request.strategy.name
     if case.file.deepspeed is not None:
         engine = f"DeepSpeed, stage {case.stage}"
-    yield first_line(case)
     yield from predict_command.pair_notes(request)
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
@@ -358,6 +358,12 @@ def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
         f" {request.micro_batch} x accumulation {request.accumulation}, {request.sequence_length} tokens per sample"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )
+
+
+def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
+    memory = case.memory
+    yield first_line(case)
+    yield from subject_lines(case)
     listed = [finding for finding in case.findings if details or finding.rule not in known_settings()["details"]]
     counts = Counter[str](finding.kind for finding in listed)
     counted = [

@@ -50,7 +50,6 @@ _TIMEOUT_S = 30
 _CALLS = (
     "keep_config",
     "ask",
-    "one_sample",
     "best",
     "rank",
     "changes",

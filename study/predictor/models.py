@@ -53,6 +53,20 @@ _SYNONYMS |= {key: word for word, keys in SIZE_KEYS.items() for key in keys}
 _SYNONYMS |= {key: word for word, key in _WORDS.items() if word not in SIZE_KEYS}
 
 
+# Sizes that name a model, as an example.
+SIZES_EXAMPLE = (
+    "sizes: layers=32,hidden=4096,heads=32,key_value_heads=8,vocabulary=128256,inner=14336 (without inner: a GPT-2)"
+)
+
+
+class UnknownModel(UserError):
+    """A name without a preset, sizes or a config.json, with a fix for where neither files nor the hub are read."""
+
+    def __init__(self, problem: str, fix: str, page_fix: str):
+        self.page_fix = page_fix
+        super().__init__(problem, fix)
+
+
 def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     """Return the shape of a preset, a folder or file with config.json, a list of sizes, or with `ask_hub` a hub id."""
     if not name.strip():
@@ -93,20 +107,20 @@ def _no_model(name: str, path: Path) -> UserError:
         if (path / "adapter_config.json").is_file():
             return _refuse_adapter(_read(path / "adapter_config.json"), name)
         return UserError(f"there is no config.json in {name}", "name the folder with the model's config.json")
+    on_page = f"choose a preset, paste the model's config.json, or give {SIZES_EXAMPLE}"
     if path.is_absolute() or name.startswith("."):
-        return UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
+        return UnknownModel(
+            f"there is no folder {name}", "name one with config.json, or a preset such as gpt2", on_page
+        )
+    # An architecture that is not modelled, or a mixture of experts (8x7b, 30b-a3b).
     plain, is_id = name.rpartition("/")[2].lower(), name.count("/") == 1
     suggestion = _suggest(name)
     if not suggestion and _has_no_preset(plain):
         fix = f"give the folder of its config.json, or {'add --hub' if is_id else 'OWNER/NAME with --hub'}"
-        return UserError(f"{name!r} is of a family without presets", fix)
+        return UnknownModel(f"{name!r} is of a family without presets", fix, "paste its config.json")
     hint = "add --hub to ask the hub for it, or " if is_id else "OWNER/NAME with --hub asks the hub; or "
-    return UserError(
-        f"unknown model {clip(name)}",
-        f"{suggestion}{hint}give a preset (`study predict --help` lists them), a folder with config.json,"
-        " or sizes: layers=32,hidden=4096,heads=32,key_value_heads=8,vocabulary=128256,inner=14336 (without inner: a"
-        " GPT-2)",
-    )
+    ways = f"give a preset (`study predict --help` lists them), a folder with config.json, or {SIZES_EXAMPLE}"
+    return UnknownModel(f"unknown model {clip(name)}", f"{suggestion}{hint}{ways}", f"{suggestion}{on_page}")
 
 
 def _words(name: str) -> list[str]:

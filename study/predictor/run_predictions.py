@@ -209,6 +209,17 @@ def compare_run_figures(run: Any) -> Iterator[FigureComparison]:
     yield FigureComparison(run.suite, run.run, SENT, ring_bytes(json.loads(run.collectives)), sent_bytes(request))
 
 
+def host_memory_table() -> pd.DataFrame:
+    """Return the host memory of each run on a GPU, of one process, and its prediction, in GiB."""
+    lines = []
+    for run, request in ended_runs():
+        if not (request.box.is_cpu_only or run.virtual) and request.box.ranks == 1:
+            predicted = predict_memory(request).host_peak.value / GIB
+            measured = run.host_peak_rss_gib
+            lines.append((run.strategy, run.model_name_or_path, measured, predicted, predicted / measured - 1))
+    return pd.DataFrame(lines, columns=["strategy", "model", "measured", "predicted", "error"])
+
+
 def table() -> pd.DataFrame:
     rows = pd.DataFrame([{**dataclasses.asdict(figure), "error": abs(figure.error)} for figure in compare_figures()])
     # Runs without other communication still send a few bytes of norms and flags.

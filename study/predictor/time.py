@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Literal
 
 from study.config.text import rounded, rounded_seconds
 from study.config.yaml_sections import load_package_yaml
@@ -140,6 +141,21 @@ def estimate(figure: str, value: float, certain: float = 0.0) -> Estimate:
     if (row := _INTERVALS.get(figure)) is None:
         return Estimate(value)
     return Estimate(value, *(certain + (value - certain) * row[bound] for bound in ("low", "high")))
+
+
+def describe_error(figure: Literal["sent", "host", "nvme"]) -> dict[str, str]:
+    """Return how far a predicted figure was off, and over which records."""
+    if figure == "host":
+        row = _INTERVALS["host_error"]
+        median, worst = 100 * row["median"], round(100 * row["worst"])
+        return {
+            "size": f"\u00b1\u00a0{median:.1f}\u00a0%, worst {worst}\u00a0%",
+            "of": f"median of {row['rows']} runs on one GPU",
+        }
+    row = _INTERVALS[figure]
+    # Its ends have three digits.
+    spread = max(1 - row["low"], row["high"] - 1) + 0.0005
+    return {"size": f"\u00b1\u00a0{100 * spread:.2f}\u00a0%", "of": f"80 % of {row['rows']} runs on CPUs"}
 
 
 # torch's foreach AdamW: 80 bytes of traffic per parameter, and clipping 12.

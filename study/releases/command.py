@@ -6,7 +6,6 @@ It reads the document that `make releases` writes from the records, and imports 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,18 +13,20 @@ from study.compositions.command import parse_features
 from study.compositions.features import read_rows
 from study.config.printing import TextTable, print_page
 from study.releases import bisect, combinations, costs
-from study.releases.causes import Cause, read_causes
 from study.releases.judge import (
-    DAGGER,
+    CPU_FAULTS,
+    TESTED_WITH,
     JudgedStack,
     ReleaseVerdict,
     add_stack_arguments,
     cause_line,
     check_words,
     faults_in_bf16,
+    faults_of_other_pairs,
     grid_cells,
     judge_request,
     nearest_rows,
+    other_pair_lines,
     shown_causes,
 )
 
@@ -83,20 +84,16 @@ def releases_text(
     muon = {name: faults.replace("`", "") for name, faults in document["muon"].items() if name in printed}
     by_letter = dict(shown_causes(document, rows, stack.precision, with_muon=True)) | dict(verdict.faults)
     # These matter for one release.
-    elsewhere = _faults_of_other_pairs(stack) if release or details else []
+    elsewhere = faults_of_other_pairs(stack) if release or details else []
     in_bf16 = faults_in_bf16(stack)
     by_letter |= {document["letters"][cause.id]: cause for cause in (*elsewhere, *in_bf16)}
     notes = [
-        f"with accelerate {cause.releases['accelerate']} also {document['letters'][cause.id]}"
-        f" under {', '.join([stack.strategy] if stack.strategy else cause.strategies)}"
-        for cause in elsewhere
-    ]
-    notes += [
-        "tested with AdamW and one backward call per micro-batch",
+        *other_pair_lines(document, stack, elsewhere),
+        TESTED_WITH,
         *["bf16-engine: DeepSpeed's bf16 section, 16-bit weights with fp32 masters"]
         * any("bf16-engine" in cause.precisions for cause in by_letter.values()),
         *(["with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items())] if muon else []),
-        f"faults that only CPUs have are left out; {DAGGER}: from DeepSpeed's source, since a CPU bug crashes the run",
+        CPU_FAULTS,
     ]
     table = TextTable(list(rows[0]), grid_cells(rows))
     causes = [cause_line(letter, cause) for letter, cause in sorted(by_letter.items())]
@@ -109,18 +106,3 @@ def releases_text(
     if stack.strategy in costs.MEASURED_STRATEGIES:
         changed_costs = costs.later_changes(costs.read_costs(), stack.deepspeed, stack.strategy, stack.short_precision)
     return [verdict.text, "", table, "", *causes, *notes, tested, *changed_costs, *more]
-
-
-def _faults_of_other_pairs(stack: JudgedStack) -> list[Cause]:
-    """Return the faults of this DeepSpeed that only other releases of Accelerate have."""
-    return [
-        cause
-        for cause in read_causes()
-        if cause.optimizer == "adamw"
-        and cause.gpu != "hidden"
-        and "accelerate" in cause.releases
-        and not cause.is_in(stack.versions)
-        and stack.strategy in (None, *cause.strategies)
-        and (not cause.precisions or stack.precision in cause.precisions)
-        and dataclasses.replace(cause, releases={"deepspeed": cause.releases["deepspeed"]}).is_in(stack.versions)
-    ]

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from study.compositions.answers import look_up_answer, read_matrices
@@ -20,6 +20,11 @@ from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_caus
 
 # Marks a verdict by DeepSpeed's source: a fault of CPUs crashed the run.
 DAGGER = "\N{DAGGER}"
+# What holds for every answer.
+TESTED_WITH = "tested with AdamW and one backward call per micro-batch"
+CPU_FAULTS = (
+    f"faults that only CPUs have are left out; {DAGGER}: from DeepSpeed's source, since a CPU bug crashes the run"
+)
 # Exit statuses, next to 0: no fault was found.
 FAULTY, UNTESTED = 1, 3
 # Precisions of the command line, as the records name them.
@@ -274,6 +279,30 @@ def faults_in_bf16(stack: JudgedStack) -> list[Cause]:
     in_bf16 = dataclasses.replace(stack, precision=_PRECISIONS["bf16"])
     faults = stack.known_faults(stack.deepspeed)
     return [cause for cause in in_bf16.known_faults(stack.deepspeed) if cause not in faults]
+
+
+def faults_of_other_pairs(stack: JudgedStack) -> list[Cause]:
+    """Return the faults of this DeepSpeed that only other releases of Accelerate have."""
+    return [
+        cause
+        for cause in read_causes()
+        if cause.optimizer == "adamw"
+        and cause.gpu != "hidden"
+        and "accelerate" in cause.releases
+        and not cause.is_in(stack.versions)
+        and stack.strategy in (None, *cause.strategies)
+        and (not cause.precisions or stack.precision in cause.precisions)
+        and dataclasses.replace(cause, releases={"deepspeed": cause.releases["deepspeed"]}).is_in(stack.versions)
+    ]
+
+
+def other_pair_lines(document: Mapping[str, Any], stack: JudgedStack, causes: Iterable[Cause]) -> list[str]:
+    """Return a line for each fault that this DeepSpeed has with other releases of Accelerate."""
+    return [
+        f"with accelerate {cause.releases['accelerate']} also {document['letters'][cause.id]}"
+        f" under {', '.join([stack.strategy] if stack.strategy else cause.strategies)}"
+        for cause in causes
+    ]
 
 
 def _untested(document: Mapping[str, Any], stack: JudgedStack) -> str | None:

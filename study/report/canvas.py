@@ -180,15 +180,15 @@ class Drawing(NamedTuple):
 
     def _repr_mimebundle_(self, **_kinds: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what Jupyter displays; `study report` takes its figures from there."""
+        # Both images have one layout.
         png = as_png(self.figure)
-        # Both images have one layout, which is most of the time of drawing.
-        self.figure.set_layout_engine("none")
         return {"image/png": png, "image/svg+xml": as_svg(self.figure)}, {"figure": self.name}
 
 
 def as_png(figure: Figure) -> bytes:
     """Return a PNG with 128 colors, a third of its full size."""
     with matplotlib.rc_context(SETTINGS):
+        _fix_layout(figure)
         full, small = io.BytesIO(), io.BytesIO()
         # Uncompressed: the image is compressed once, after its colors are reduced.
         figure.savefig(full, format="rgba", dpi=_DOTS_PER_INCH)
@@ -200,6 +200,17 @@ def as_png(figure: Figure) -> bytes:
     image = image.quantize(_COLOURS, method=tree, dither=plain)
     image.save(small, format="png")
     return small.getvalue()
+
+
+def _fix_layout(figure: Figure) -> None:
+    """Lay the figure out for good: with an engine matplotlib draws it twice, the first time for the layout alone."""
+    if (engine := figure.get_layout_engine()) is None:
+        return
+    usual = figure.dpi
+    figure.dpi = _DOTS_PER_INCH
+    engine.execute(figure)
+    figure.dpi = usual
+    figure.set_layout_engine(None)
 
 
 def as_svg(figure: Figure) -> str:
@@ -454,9 +465,11 @@ def _spread_labels(figure: Figure, axes: Axes) -> None:
     notes = [text for text in axes.texts if isinstance(text, Annotation) and text.get_label() == _END]
     sizes = np.array([float(note.get_fontsize()) for note in notes])
     spaces = 1.25 * sizes * [note.get_text().count("\n") + 1 for note in notes]
+    engine = figure.get_layout_engine()
+    assert engine is not None
     # Twice, because the labels shrink the axes, which moves the points.
     for _ in range(2 if notes else 0):
-        figure.draw_without_rendering()
+        engine.execute(figure)
         heights = axes.transData.transform([note.xy for note in notes])[:, 1] * 72 / figure.dpi
         # The places closest to the points that are in their order, each with its space.
         order, places = np.argsort(heights, kind="stable"), heights.copy()
@@ -497,4 +510,10 @@ def label_points(
     axes.grid()
     axes.margins(x=0.1, y=0.1)
     axes.set(xlim=(0 if axes.dataLim.x0 < axes.dataLim.x1 / 2 else None, None), ylim=(0, None))
+    # The margin is of the range of the points, which may be next to nothing: their markers would be cut, and the
+    # numbers on the axis of x would differ in the seventh digit.
+    left, _, right, top = axes.dataLim.extents
+    axes.set_ylim(top=max(axes.get_ylim()[1], 1.03 * top))
+    if 0 < right < 1.01 * left:
+        axes.set_xlim(0.99 * left, 1.01 * right)
     label_ends(axes, ends)

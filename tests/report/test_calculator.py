@@ -6,6 +6,7 @@ import base64
 import http.server
 import json
 import math
+import os
 import random
 import re
 import shlex
@@ -31,11 +32,13 @@ from study.config.errors import UserError
 from study.config.flags import Parser
 from study.config.text import rounded
 from study.predictor.hardware import to_box
+from study.predictor.time import FILE as INTERVALS
 from tools.calculator import build
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+ROOT = Path(__file__).parents[2]
 # A question without a stored answer, with two more fields; and its command.
 ADDRESS = "#model=gpt2-xl&gpus=2&device=4090&host_memory=64&seq_length=1024"
 WORDS = ["gpt2-xl", "--hardware", "2x4090", "--host_memory", "64", "--seq_length", "1024"]
@@ -59,6 +62,16 @@ OWN = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
     "_name_or_path": "mine/1b",
+}
+# One that no table describes; two layers are traced within seconds.
+TRACED = {
+    "model_type": "olmo2",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "_name_or_path": "mine/olmo",
 }
 # The number of the question whose answer is whole.
 ANSWERED = "body[data-done]:not([data-done=''])"
@@ -235,6 +248,38 @@ def test_a_stored_answer_stays_until_python_has_the_whole_one(
     assert page.locator("#table button").count() == len(document["strategies"])
 
 
+def test_files_and_changes_of_a_stored_answer_are_computed_when_they_are_asked_for(
+    tab: Page, site: str, requests: list[str], errors: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page, words = tab, ["gpt2-xl", "--hardware", "1x4090"]
+    page.goto(f"{site}/index.html#model=gpt2-xl&gpus=1&device=4090")
+    page.wait_for_selector("body[data-started=yes]")
+    document = advised(capsys, [*words, "--output", str(tmp_path)])
+    assert page.locator("#table tbody button").count() == len(document["strategies"])
+    assert page.is_visible("#what-if")
+    says = "stored with the page: its files and changes are computed when they are asked for"
+    assert page.inner_text("#status").endswith(says)
+    assert not any("pyodide" in url for url in requests)
+    # A new question is typed, and not asked yet.
+    page.fill("[name=model]", "bert-base-uncased")
+    page.click(f"button[aria-label='files of {document['recommended']}']")
+    page.wait_for_selector("#files pre")
+    texts = [text.replace("\n", "") for text in page.locator("#files pre").all_inner_texts()]
+    for file in tmp_path.iterdir():
+        assert file.read_text().replace(f"{tmp_path}/", "").replace("\n", "") in texts
+    assert page.inner_text("#command") == f"study advise {' '.join(words)}"
+    assert says not in page.inner_text("#status")
+    page.click("#what-if")
+    page.wait_for_selector("#what-if:enabled")
+    changes = page.locator("#changes li").all_inner_texts()
+    assert changes[: len(document["changes"])] == document["changes"]
+    # The same for the changes of another stored answer; a new question ends the old one.
+    visit(page, "#model=llama-3.1-8b&gpus=8")
+    assert not page.is_disabled("#what-if")
+    assert page.locator("#changes li").count() == 0
+    assert not errors
+
+
 def test_a_link_asks_its_question_and_the_answer_is_that_of_the_command(
     tab: Page, site: str, requests: list[str], errors: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,8 +374,11 @@ async (questions) => {
 
 
 def test_drawn_questions_have_the_answers_of_the_command(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
-    # The page of `study serve` is asked forty, by the same methods.
-    questions = list(drawn_questions(DRAWN))
+    # Forty take longer than a minute; the page of `study serve` is asked them, by the same methods.
+    seed = int(os.environ.get("ZERO_STUDY_DRAWN_SEED") or random.randrange(1_000_000))
+    with capsys.disabled():
+        print(f"ZERO_STUDY_DRAWN_SEED={seed}", end=" ", flush=True)
+    questions = list(drawn_questions(DRAWN, seed))
     for words, ours in zip(questions, page.evaluate(EACH, questions), strict=True):
         if "refused" in ours["about"]:
             capsys.readouterr()
@@ -370,6 +418,209 @@ def test_an_impossible_question_is_refused_with_its_remedy(
     assert page.is_hidden("#result")
     assert page.locator("img").count() == 0
     assert all(url.startswith(site) for url in requests)
+
+
+# What people ask, what they enter, and the command of the same request.
+QUESTIONS = {
+    "Mistral 7B on four A100s of 40 GB": (
+        {"model": "mistralai/Mistral-7B-v0.3", "gpus": "4", "device": "A100-40"},
+        "mistralai/Mistral-7B-v0.3 --hardware 4xA100-40",
+    ),
+    "GPT-2 XL: stage 0, stage 1 or DDP": (
+        {"model": "gpt2-xl", "gpus": "4", "device": "A100-40"},
+        "gpt2-xl --hardware 4xA100-40",
+    ),
+    "65 B on two nodes of eight, with the accumulation of 64 samples": (
+        {"model": "llama-65b", "nodes": "2", "gpus": "8", "device": "A100"},
+        "llama-65b --hardware 2x8xA100",
+    ),
+    "3.6 B at 1,024 tokens: is DDP faster than ZeRO": (
+        {
+            "model": "layers=26,hidden=3200,heads=32,vocabulary=32000,inner=8640",
+            "gpus": "8",
+            "device": "A100",
+            "seq_length": "1024",
+        },
+        "layers=26,hidden=3200,heads=32,vocabulary=32000,inner=8640 --hardware 8xA100 --seq_length 1024",
+    ),
+    "Qwen3 8B at 4,096 tokens on two 4090s with 128 GiB": (
+        {"model": "qwen3-8b", "gpus": "2", "device": "4090", "host_memory": "128", "seq_length": "4096"},
+        "qwen3-8b --hardware 2x4090 --host_memory 128 --seq_length 4096",
+    ),
+    "32 GPUs of one machine, or of four": (
+        {"model": "llama-3.1-8b", "gpus": "32", "device": "H100"},
+        "llama-3.1-8b --hardware 32xH100",
+    ),
+    "LoRA of 70 B under FSDP and stage 3": (
+        {"model": "llama-3.1-70b", "gpus": "8", "device": "A100-40", "peft": "lora"},
+        "llama-3.1-70b --hardware 8xA100-40 --peft lora",
+    ),
+}
+# Figures of the page have three digits.
+THREE_DIGITS = 0.005
+
+
+def number(text: str) -> float:
+    return float(text.removeprefix("~ ").replace(",", ""))
+
+
+COLUMNS = (
+    *("micro_batch", "accumulation", "checkpointing", "peak", "bound", "speed", "interval"),
+    *("sent", "host", "nvme", "remark", "files"),
+)
+
+
+@pytest.mark.parametrize("asked", QUESTIONS)
+def test_what_people_ask_has_the_figures_of_the_commands(
+    page: Page, capsys: pytest.CaptureFixture[str], asked: str
+) -> None:
+    fields, words = QUESTIONS[asked]
+    for name, value in fields.items():
+        field = page.locator(f"#form [name={name}]")
+        field.select_option(value) if name in {"device", "peft"} else field.fill(value)
+    ask(page)
+    assert page.inner_text("#command") == f"study advise {words}"
+    document = advised(capsys, shlex.split(words))
+    assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
+    shown = {name: dict(zip(COLUMNS, cells, strict=True)) for name, cells in rows(page).items()}
+    assert [*shown] == [option["strategy"] for option in document["strategies"]]
+    for option in document["strategies"]:
+        assert_row_is_of_advice(shown[option["strategy"]], option)
+    page.click(f"button[aria-label='files of {document['recommended']}']")
+    page.wait_for_selector("#files pre")
+    (predict,) = re.findall("^study (predict .*)$", page.inner_text("#files pre[aria-label=commands]"), re.MULTILINE)
+    capsys.readouterr()
+    cli.main([*shlex.split(predict), "--json"])
+    assert_row_is_of_prediction(shown[document["recommended"]], json.loads(capsys.readouterr().out))
+
+
+def assert_row_is_of_advice(row: dict[str, str], option: dict[str, Any]) -> None:
+    assert row["checkpointing"] == ("yes" if option["gradient_checkpointing"] else "no")
+    assert number(row["peak"]) * 2**30 == pytest.approx(option["device_bytes"], rel=THREE_DIGITS)
+    assert number(row["host"]) * 2**30 == pytest.approx(option["host_bytes_per_node"]["value"], rel=THREE_DIGITS)
+    assert (row["nvme"] == "-") == (not option["nvme_bytes_per_node"])
+    if not option["fits"]:
+        assert (row["micro_batch"], row["accumulation"], row["speed"]) == ("-", "-", "-")
+        return
+    batch = (int(row["micro_batch"]), int(row["accumulation"]))
+    assert batch == (option["micro_batch"], option["accumulation"])
+    assert number(row["speed"]) == pytest.approx(option["tokens_per_s"], rel=THREE_DIGITS)
+
+
+def assert_row_is_of_prediction(row: dict[str, str], predicted: dict[str, Any]) -> None:
+    memory, speed = predicted["memory"], predicted["time"]["tokens_per_s_per_gpu"]
+    bound = memory["peak_reserved"]["high"] + memory["device_parts"]["context"]
+    ranks = predicted["ranks"]
+    assert number(row["peak"]) * 2**30 == pytest.approx(predicted["device_bytes"], rel=THREE_DIGITS)
+    assert number(row["bound"]) * 2**30 == pytest.approx(bound, rel=THREE_DIGITS)
+    assert number(row["host"]) * 2**30 == pytest.approx(memory["host_peak"]["value"], rel=THREE_DIGITS)
+    assert number(row["sent"]) * 1e9 == pytest.approx(predicted["sent_bytes_per_step"]["value"], rel=THREE_DIGITS)
+    assert number(row["speed"]) == pytest.approx(speed["value"] * ranks, rel=THREE_DIGITS)
+    if speed["low"] is None:
+        # No published measurement validates it.
+        assert row["interval"] == "-"
+    elif not row["speed"].startswith("~"):
+        ends = [speed[end] * ranks for end in ("low", "high")]
+        assert [*map(number, row["interval"].split(" to "))] == pytest.approx(ends, rel=THREE_DIGITS)
+
+
+# Files that people ask about, for the model and the hardware that they name.
+QUESTION_FILES = {
+    "FSDP2 without a wrap policy": (
+        "mine.yaml",
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\nfsdp_config: {fsdp_version: 2}\n",
+        {"model": "llama-3.1-8b", "gpus": "4", "device": "A100"},
+    ),
+    "stage 2 with a parameter offload, and an optimizer offload by its old name": (
+        "mine.json",
+        '{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, "zero_optimization":'
+        ' {"stage": 2, "cpu_offload": true, "offload_param": {"device": "cpu"}}}',
+        {"model": "gpt2-xl", "gpus": "2", "device": "4090", "host_memory": "128"},
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", QUESTION_FILES)
+def test_files_that_people_ask_about_have_the_lines_of_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, text, fields = QUESTION_FILES[asked]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    page.evaluate("(hash) => { location.hash = hash; }", f"#{urllib.parse.urlencode(fields)}")
+    page.wait_for_selector(ANSWERED)
+    verdict = give(page, tmp_path / name)
+    words = shlex.split(page.inner_text("#explain-command"))[1:]
+    findings = explained(capsys, words[1:])
+    cli.main(words)
+    lines = capsys.readouterr().out.splitlines()
+    assert verdict == lines[0]
+    assert {*page.inner_text("#explain-subject").split("; ")} <= {*lines}
+    assert page.inner_text("#explain-peak").lower() in {line.lower() for line in lines}
+    assert page.locator("#explained tbody tr").count() == len(findings) > 0
+    shown = page.inner_text("#explained")
+    assert all(finding["message"] in shown for finding in findings)
+    # No column is empty.
+    assert ("fix" in page.locator("#explained thead th").all_inner_texts()) == any(item["fix"] for item in findings)
+    columns = page.evaluate(
+        "[...document.querySelectorAll('#costs tr')].map((row) => [...row.cells].map((cell) => cell.innerText))"
+    )
+    assert all({*column} != {"-"} for column in zip(*columns[1:], strict=True))
+
+
+def test_a_release_that_people_ask_about_has_the_lines_of_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Not every strategy was tested, and other releases of Accelerate have other faults.
+    for strategy, precision in (("zero3_nvme", "fp32"), ("zero2", "fp32"), ("zero2", "bf16")):
+        page.evaluate("delete document.querySelector('#releases-form').dataset.done")
+        link = f"releases.release=0.17.5&releases.strategy={strategy}&releases.precision={precision}"
+        visit(page, f"#model=gpt2&gpus=1&{link}")
+        page.wait_for_selector("#releases-form[data-done]")
+        words = shlex.split(page.inner_text("#releases-command"))[1:]
+        capsys.readouterr()
+        cli.main(words)
+        printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        assert page.inner_text("#releases-status").endswith(printed[0])
+        shown = page.locator("#faults li, #other-faults li").all_inner_texts()
+        assert {*shown} <= {*printed}
+        # The letters of the grid are explained.
+        letters = {*re.findall(r"\b([a-z]): zero", page.inner_text("#nearest"))}
+        assert letters <= {line[0] for line in shown if re.match("[a-z]: ", line)}
+        assert [line for line in printed if line.startswith("with accelerate")] == [
+            line for line in shown if line.startswith("with accelerate")
+        ]
+
+
+def test_a_model_that_is_traced_is_refused_with_commands_that_the_package_takes(
+    page: Page, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(TRACED))
+    (tmp_path / "pasted.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    fields: dict[str, Any] = {"gpus": 2, "device": "4090", "seq_length": 64, "micro_batch": 1}
+    fields["config"] = packed(json.dumps(TRACED).encode())
+    visit(page, f"#{urllib.parse.urlencode(fields)}")
+    problem, _, fix = page.inner_text("#status").partition(". To fix it: ")
+    assert problem == "this kind of model is traced with transformers' own code, which a browser does not have"
+    commands = re.findall(r"`([^`]+)`", fix)
+    assert commands == ["study serve", "make install"]
+    parser, _ = cli.build_parser(cli.COMMANDS)
+    assert parser.parse_args(shlex.split(commands[0])[1:])
+    assert re.search(r"^install:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    # The command below, in the folder of the config.json.
+    words = shlex.split(page.inner_text("#command"))
+    assert words[:2] == ["study", "advise"]
+    document = advised(capsys, words[2:])
+    assert document["model"] == "config.json"
+    assert document["sequence_length"] == 64
+    assert {row["micro_batch"] for row in document["strategies"] if row["fits"]} == {1}
+    # The same of a file.
+    give(page, tmp_path / "pasted.json")
+    assert page.inner_text("#explain-status").startswith(problem)
+    words = shlex.split(page.inner_text("#explain-command"))
+    assert words[:2] == ["study", "explain"]
+    assert explained(capsys, words[2:]) is not None
 
 
 def test_a_model_of_ones_own_is_read_from_its_config(page: Page) -> None:
@@ -606,6 +857,65 @@ def test_python_starts_with_the_first_input(tab: Page, site: str, requests: list
     assert sum(url.endswith("study.zip") for url in requests) == 1
 
 
+# The limit's place among the parts of bars and the labels; a label's box and that of its ground; and the bars' limit.
+LAYERS = """
+() => {
+  const drawn = [...document.querySelectorAll("#bars svg *")];
+  const places = (selector) => drawn.flatMap((element, place) => (element.matches(selector) ? [place] : []));
+  const ends = (element) => [element.getBoundingClientRect().left, element.getBoundingClientRect().right];
+  const grounds = drawn.filter((element) => element.matches(".ground"));
+  return {
+    parts: places("g rect"), limit: places(".limit"), grounds: places(".ground"),
+    labels: grounds.map((ground) => [ends(ground), ends(ground.nextSibling)]),
+    faded: drawn.filter((element) => element.matches("g.out text")).length,
+  };
+}
+"""
+
+
+def test_the_limit_is_above_the_bars_and_below_the_labels(page: Page) -> None:
+    for width in (400, 1400):
+        page.set_viewport_size({"width": width, "height": 900})
+        # Some of these do not fit, and the limit crosses their bars.
+        visit(page, "#model=llama-3.1-8b&gpus=4&device=4090&micro_batch=1")
+        layers = page.evaluate(LAYERS)
+        assert page.locator("#bars g.out").count() > 2
+        (limit,) = layers["limit"]
+        assert max(layers["parts"]) < limit < min(layers["grounds"])
+        assert len(layers["labels"]) == len(rows(page))
+        for ground, label in layers["labels"]:
+            assert ground[0] < label[0] < label[1] <= ground[1]
+        assert layers["faded"] == 0
+    legend = page.locator("#legend li").all_inner_texts()
+    assert legend[-1] == "90 % bound of the peak"
+    assert len(legend) == 1 + len(page.evaluate("import('./bars.js').then((module) => module.PARTS)"))
+    assert page.locator("#legend svg .bound").count() == 2
+
+
+def test_columns_without_a_range_state_the_error_of_their_kind(page: Page) -> None:
+    visit(page, ADDRESS)
+    titles = dict(zip(page.evaluate(TITLES), page.locator("#table thead th").all_inner_texts(), strict=True))
+    intervals = yaml.safe_load(INTERVALS.read_text())
+    host, within = intervals["host_error"], "\u00b1 0.05 %"
+    assert {
+        title: text.removeprefix(title).strip().replace("\u00a0", " ")
+        for title, text in titles.items()
+        if text != title
+    } == {
+        "sent a step and GPU, GB": within,
+        "host GiB": f"\u00b1 {100 * host['median']:.1f} %, worst {100 * host['worst']:.0f} %",
+        "NVMe GiB": within,
+    }
+    assert page.inner_text("#errors") == (
+        f"Errors below names of columns: bytes sent, 80 % of {intervals['sent']['rows']} runs on CPUs; host, median of"
+        f" {host['rows']} runs on one GPU; NVMe, 80 % of {intervals['nvme']['rows']} runs on CPUs."
+    )
+
+
+# The first text of each heading of the table, without the error below it.
+TITLES = "[...document.querySelectorAll('#table thead th')].map((cell) => cell.firstChild.textContent)"
+
+
 def test_the_texts_of_drawings_are_readable_at_any_width(page: Page) -> None:
     for width in (400, 1400):
         page.set_viewport_size({"width": width, "height": 900})
@@ -614,6 +924,13 @@ def test_the_texts_of_drawings_are_readable_at_any_width(page: Page) -> None:
             "[...document.querySelectorAll('#result svg text')].map((text) => text.getBoundingClientRect().height)"
         )
         assert min(heights) > 11
+
+
+def test_the_table_needs_no_scrolling_in_a_wide_window(page: Page) -> None:
+    page.set_viewport_size({"width": 1400, "height": 900})
+    assert page.evaluate("document.querySelector('#table').scrollWidth") <= page.evaluate(
+        "document.querySelector('#table').parentElement.clientWidth"
+    )
 
 
 @pytest.mark.parametrize("width", [400, 800, 1600])
@@ -694,7 +1011,6 @@ def test_a_fragment_is_text(page: Page, errors: list[str]) -> None:
     assert not errors
 
 
-ROOT = Path(__file__).parents[2]
 EXPLAINED = ["llama-3.1-8b", "--hardware", "8xH100"]
 
 

@@ -203,10 +203,10 @@ def test_two_pages_do_not_mix(server: serve.Server) -> None:
 
 def test_the_oldest_pages_are_forgotten(server: serve.Server) -> None:
     ask(server, "ask", json.dumps(["gpt2", "--hardware", "2x4090"]), page="oldest")
-    assert "refused" not in ask(server, "one_sample", "zero1", page="oldest")
+    assert "refused" not in ask(server, "best", "zero1", page="oldest")
     for number in range(serve.MAX_SESSIONS):
         ask(server, "keep_config", "x", "{}", page=f"newer-{number}")
-    assert "refused" in ask(server, "one_sample", "zero1", page="oldest")
+    assert "refused" in ask(server, "best", "zero1", page="oldest")
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,19 @@ def test_a_forward_pass_keeps_and_gathers_what_the_prediction_says() -> None:
             assert gathered == pytest.approx(run.forward_gathers_bytes, rel=1e-6), run.run
 
 
+def test_the_stated_error_of_host_memory_is_of_the_committed_runs() -> None:
+    runs = run_predictions.host_memory_table()
+    stated = yaml.safe_load(report.INTERVALS_FILE.read_text())["host_error"]
+    errors = (runs["predicted"] / runs["measured"] - 1).abs()
+    assert stated == {
+        "median": pytest.approx(errors.median(), abs=5e-4),
+        "worst": pytest.approx(errors.max(), abs=5e-4),
+        "rows": len(runs),
+    }
+    # With and without an optimizer on the host.
+    assert {"single", "zero3_cpu_optimizer"} <= {*runs["strategy"]}
+
+
 def test_the_committed_report_is_of_these_rows() -> None:
     """Predictions may have changed since; measurements and the choice of rows may not."""
     committed = pd.read_parquet(report.FOLDER / report.SCORES)

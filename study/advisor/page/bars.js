@@ -3,6 +3,8 @@ const SPACE = "http://www.w3.org/2000/svg";
 const LINE = 22;
 const LEFT = 150;
 const RIGHT = 64;
+// The width of a letter, at most.
+export const LETTER = 6.7;
 
 export const PARTS = [
   "parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention", "context", "allocator", "fragmentation",
@@ -25,15 +27,16 @@ export function bars(list, limit, limitText, size, width) {
   const texts = list.map((item) => `${item.name} ${item.label}${item.fits ? "" : ", does not fit"}`);
   drawing.append(make("title", {}, `Predicted memory of one GPU, ${limitText}: ${texts.join(", ")}`));
   const x = LEFT + limit * scale;
-  drawing.append(make("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "limit" }));
+  // The limit crosses bars that do not fit, and no label.
   list.forEach((item, place) => drawing.append(bar(item, place * LINE, scale, size, end)));
+  drawing.append(make("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "limit" }));
+  list.forEach((item, place) => drawing.append(...labels(item, place * LINE, scale, end)));
   drawing.append(make("text", { x, y: bottom + 15, class: "middle" }, limitText));
   return drawing;
 }
 
 function bar(item, y, scale, size, end) {
   const group = make("g", item.fits ? {} : { class: "out" });
-  group.append(make("text", { x: LEFT - 8, y: y + 15, class: "end" }, item.name));
   let x = LEFT;
   for (const part of PARTS) {
     const width = Math.min((item.parts[part] ?? 0) * scale, end - x);
@@ -44,16 +47,36 @@ function bar(item, y, scale, size, end) {
     x += width;
   }
   const bound = Math.min(LEFT + item.bound * scale, end);
-  if (bound > x) {
-    group.append(make("line", { x1: x, x2: bound, y1: y + LINE / 2, y2: y + LINE / 2, class: "bound" }));
-    group.append(make("line", { x1: bound, x2: bound, y1: y + 6, y2: y + LINE - 6, class: "bound" }));
-  }
+  if (bound > x) group.append(...whisker(x, bound, y + LINE / 2));
   if (LEFT + item.total * scale > end) {
     // Its end is beyond the drawing.
     for (const place of [end - 18, end - 12]) group.append(make("line", { x1: place - 3, x2: place + 3, y1: y + LINE - 2, y2: y + 2, class: "cut" }));
   }
-  group.append(make("text", { x: Math.max(x, bound) + 5, y: y + 15, class: "label" }, item.label));
   return group;
+}
+
+function whisker(from, to, y) {
+  return [
+    make("line", { x1: from, x2: to, y1: y, y2: y, class: "bound" }), make("line", { x1: to, x2: to, y1: y - 5, y2: y + 5, class: "bound" }),
+  ];
+}
+
+// The name before a bar, and its size after it on the ground of the page.
+function labels(item, y, scale, end) {
+  const kind = item.fits ? "" : " quiet";
+  const x = Math.min(LEFT + Math.max(item.total, item.bound) * scale, end) + 2;
+  return [
+    make("text", { x: LEFT - 8, y: y + 15, class: `end${kind}` }, item.name),
+    make("rect", { x, y: y + 3, width: item.label.length * LETTER + 6, height: LINE - 6, class: "ground" }),
+    make("text", { x: x + 3, y: y + 15, class: `label${kind}` }, item.label),
+  ];
+}
+
+// The mark of the 90 % bound, for a legend.
+export function boundMark() {
+  const drawing = make("svg", { viewBox: "0 0 22 12", width: 22, height: 12, "aria-hidden": "true" });
+  drawing.append(...whisker(1, 20, 6));
+  return drawing;
 }
 
 // A drawing as a file of its own: the colours that the page's style gives are written into it.

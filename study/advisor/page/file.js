@@ -153,8 +153,9 @@ async function explain(files, formWords, own) {
   form.dataset.done = String(question);
 }
 
-function show({ first_line: verdict, findings, peak, costs, answers }, lines) {
+function show({ first_line: verdict, subject, findings, peak, costs, answers }, lines) {
   at("explain-status").textContent = verdict;
+  at("explain-subject").textContent = subject.join("; ");
   at("explained").replaceChildren(findings.length ? findingsTable(findings, lines) : made("p", "Every setting takes effect."));
   at("explain-peak").textContent = `${peak[0].toUpperCase()}${peak.slice(1)}`;
   at("costs").hidden = !costs.length;
@@ -186,7 +187,9 @@ function table(titles, texts, rows) {
 function findingsTable(findings, lines) {
   const order = (finding) => SEVERITIES.indexOf(finding.severity) * MAX_BYTES + finding.line;
   const sorted = [...findings].sort((one, other) => order(one) - order(other));
-  return table(["line", "", "setting", "what it does", "fix"], ["", "setting", "what it does", "fix"], sorted.map((finding) => {
+  // Most files have no finding with a fix.
+  const texts = ["", "setting", "what it does", ...(findings.some(({ fix }) => fix) ? ["fix"] : [])];
+  return table(["line", ...texts], texts, sorted.map((finding) => {
     const line = document.createElement("tr");
     line.className = finding.severity;
     const number = made("th", finding.line);
@@ -194,7 +197,7 @@ function findingsTable(findings, lines) {
     line.append(number);
     const [kind] = finding.id.split("/");
     const contents = [made("span", kind), madeName(finding.key), made("span", finding.message), made("span", finding.fix)];
-    for (const content of contents) {
+    for (const content of contents.slice(0, texts.length)) {
       const cell = line.insertCell();
       cell.className = "text";
       cell.append(content);
@@ -210,14 +213,16 @@ function findingsTable(findings, lines) {
 // Rows of device, host, NVMe and setting, in which the setting comes last.
 function costsTable(costs) {
   const title = costs.some((row) => row.at(-1).endsWith("*")) ? "setting (*: a default, not in the file)" : "setting";
+  const places = ["GPU", "host", "NVMe"];
+  const filled = places.map((_, place) => costs.some((row) => row[place] !== "-"));
   const rows = costs.map((row) => {
     const line = document.createElement("tr");
     const setting = made("th", "");
     setting.scope = "row";
     setting.append(madeName(row.at(-1)));
     line.append(setting);
-    for (const text of row.slice(0, -1)) line.insertCell().textContent = text;
+    for (const text of row.slice(0, -1).filter((_, place) => filled[place])) line.insertCell().textContent = text;
     return line;
   });
-  return table([title, "GPU", "host", "NVMe"], [title], rows);
+  return table([title, ...places.filter((_, place) => filled[place])], [title], rows);
 }

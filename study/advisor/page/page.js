@@ -1,5 +1,5 @@
 // The page: its form, the answers of Python, and what one takes away. Text is only ever set as textContent.
-import { bars, PARTS, svgText } from "./bars.js";
+import { bars, boundMark, PARTS, svgText } from "./bars.js";
 import { at, call, isStarted, made, madeItem, post, quoted, start } from "./common.js";
 import { connectFile } from "./file.js";
 import { copyLink, lackText, MOST_CHARACTERS, packed, unpacked } from "./link.js";
@@ -127,32 +127,32 @@ async function address(view) {
 let stored = { answers: [] };
 let shown = { about: null, rows: new Map(), rank: null };
 let current = 0;
+// Whether Python has the whole answer to the newest question, later; null while only a stored answer is shown.
+let computed = null;
+let endComputed = () => {};
 
 // Show the answer that was made with the page; return false if there is none to this question.
-function showStored() {
-  const asked = words().join(" ");
-  const known = stored.answers.find((answer) => answer.words.join(" ") === asked);
-  if (!known || value("config")) return false;
-  shown = { about: known.about, rows: new Map(Object.entries(known.rows)), rank: known.rank };
+function showStored(asked, own) {
+  const known = stored.answers.find((answer) => answer.words.join(" ") === asked.join(" "));
+  if (!known || own) return false;
+  shown = { about: known.about, rows: new Map(Object.entries(known.rows)), rank: known.rank, words: asked };
   show();
-  // These need Python.
-  at("what-if").hidden = true;
-  for (const button of at("table").querySelectorAll("button")) button.remove();
   return true;
 }
 
-function predict() {
+function predict(asked = words(), own = ownModel()) {
   const fresh = { about: null, rows: new Map(), rank: null };
   clearDetails();
-  showCommand();
+  showCommand(asked);
   document.body.dataset.done = "";
-  // A stored answer stays until Python has the whole one, with its files.
-  const isShown = showStored();
+  computed = new Promise((done) => { endComputed = done; });
+  // A stored answer stays until Python has the whole one.
+  const isShown = showStored(asked, own);
   if (!isShown) at("status").textContent = isStarted() ? "comparing ..." : "";
   // How long Python loads is not known; then it counts strategies.
   at("progress").removeAttribute("value");
   at("progress").hidden = false;
-  current = post(at("status"), { call: "compare", words: words(), ...ownModel() }, (data) => {
+  current = post(at("status"), { call: "compare", words: asked, ...own }, (data) => {
     if (data.id !== current) return;
     if (data.failed) return refuse({ refused: data.failed, fix: "run study advise on a machine" });
     if (data.about) {
@@ -163,15 +163,24 @@ function predict() {
       const row = JSON.parse(data.row);
       if (row.refused) return refuse(row);
       fresh.rows.set(data.strategy, row);
-      fresh.step = data.method;
-      fresh.count = (fresh.count ?? 0) + 1;
     } else if (data.rank) {
       fresh.rank = JSON.parse(data.rank);
       shown = fresh;
     }
     if (shown === fresh) show();
-    if (fresh.rank) document.body.dataset.done = String(current);
+    if (fresh.rank) finish(true);
   });
+}
+
+function finish(isComputed) {
+  document.body.dataset.done = String(current);
+  endComputed(isComputed);
+}
+
+// Files and changes are Python's, which computes a stored answer first.
+function whenComputed() {
+  if (!computed) predict(shown.words, null);
+  return computed;
 }
 
 function refuse({ refused, fix }) {
@@ -179,10 +188,12 @@ function refuse({ refused, fix }) {
   at("answer").textContent = "";
   at("progress").hidden = true;
   at("result").hidden = true;
-  document.body.dataset.done = String(current);
+  finish(false);
 }
 
 function clearDetails() {
+  endComputed(false);
+  computed = null;
   at("files").replaceChildren();
   at("changes").replaceChildren();
   at("what-if").hidden = true;
@@ -209,18 +220,18 @@ export function answer() {
 
 function show() {
   const { about, rank, rows } = shown;
-  const total = 2 * about.names.length;
   at("result").hidden = rows.size === 0;
   at("progress").hidden = Boolean(rank);
-  at("progress").max = total;
-  at("progress").value = shown.count ?? 0;
+  at("progress").max = about.names.length;
+  at("progress").value = rows.size;
   const question = `${about.model}, ${rounded(about.parameters / 1e9)} B parameters, on ${about.hardware}: `
     + `${size(about.usable_bytes)} GiB usable of a GPU, ${about.sequence_length} tokens a sample, ${about.global_batch} samples a step, `
     + `${about.precision}, ${about.optimizer}`;
   const versions = linkVersion && linkVersion !== stored.version
     ? [`the link is of version ${linkVersion.slice(0, 20)}, these figures of ${stored.version}`] : [];
-  announce("status", rank ? [question, ...about.notes, ...versions].join("; ")
-    : `${question}; ${shown.step === "one_sample" ? "one sample a GPU first" : "now the largest micro-batches"} ...`);
+  const origin = shown.words ? ["stored with the page: its files and changes are computed when they are asked for"] : [];
+  announce("status", rank ? [question, ...about.notes, ...versions, ...origin].join("; ")
+    : `${question}; comparing ...`);
   const best = rank?.recommended ? `Use ${rank.recommended}: ` : "";
   announce("answer", rank ? `${best}${rank.how_sure}` : "");
   at("notes").replaceChildren(...(rank?.notes ?? []).map(madeItem));
@@ -236,8 +247,8 @@ function announce(id, text) {
   if (at(id).textContent !== text) at(id).textContent = text;
 }
 
-function showCommand() {
-  at("command").textContent = ["study", "advise", ...words().map(quoted)].join(" ");
+function showCommand(asked = words()) {
+  at("command").textContent = ["study", "advise", ...asked.map(quoted)].join(" ");
 }
 
 function drawBars() {
@@ -252,14 +263,16 @@ function drawBars() {
     item.append(made("span", part));
     return item;
   }));
+  const bound = made("li", "");
+  bound.className = "mark";
+  bound.append(boundMark(), made("span", "90 % bound of the peak"));
+  at("legend").append(bound);
 }
 
 // The ends of the speed of 80 % of runs; of an offload no interval is known, but the slowest host.
 function speeds(row) {
-  const step = row.step_s;
-  if (row.offloads) return { low: row.least_tokens_per_s, high: null };
-  if (!step?.high) return { low: null, high: null };
-  return { low: (row.tokens_per_s * step.value) / step.high, high: (row.tokens_per_s * step.value) / step.low };
+  const [low, high] = row.speed_ends ?? [null, null];
+  return { low, high: row.offloads ? null : high };
 }
 
 let drawnWidth = 0;
@@ -300,11 +313,17 @@ function cells(name, row) {
   ];
 }
 
+// Columns whose rows have no error of their own.
+const ERRORS = { "sent a step and GPU, GB": "sent", "host GiB": "host", "NVMe GiB": "nvme" };
+
 function drawTable() {
+  const { errors } = shown.about;
+  at("errors").textContent = `Errors below names of columns: bytes sent, ${errors.sent.of}; host, ${errors.host.of}; NVMe, ${errors.nvme.of}.`;
   const head = document.createElement("thead");
   const titles = head.insertRow();
   for (const title of COLUMNS) {
     const cell = made("th", title);
+    if (ERRORS[title]) cell.append(made("small", errors[ERRORS[title]].size));
     cell.scope = "col";
     titles.append(cell);
   }
@@ -352,6 +371,13 @@ function block(name, text) {
 }
 
 async function showFiles(name) {
+  const isComputed = whenComputed();
+  at("files").replaceChildren(made("p", `making the files of ${name} ...`));
+  at("files").firstChild.scrollIntoView({ block: "nearest" });
+  if (!await isComputed) {
+    at("files").replaceChildren();
+    return;
+  }
   const found = await call(at("status"), "files", name);
   if (found.refused) {
     at("files").replaceChildren(made("p", `${found.refused}. To fix it: ${found.fix}.`));
@@ -370,9 +396,15 @@ async function showFiles(name) {
 }
 
 at("what-if").onclick = async () => {
+  const isComputed = whenComputed();
   at("what-if").disabled = true;
   at("changes").replaceChildren(made("li", "comparing other hardware and lengths ..."));
   let answer;
+  if (!await isComputed) {
+    at("what-if").disabled = false;
+    at("changes").replaceChildren();
+    return;
+  }
   try {
     answer = await call(at("status"), "changes");
     if (!answer.refused) answer.lines = (await call(at("status"), "what_ifs")).lines;
@@ -427,7 +459,7 @@ form.onsubmit = async (event) => {
 
 // Show what the address asks; Python is asked only for what is not stored. A link that lacks something asks nothing: its
 // answer would be that of another model. Tests begin with it, too.
-export const open = () => read(() => showStored() || predict());
+export const open = () => read(() => showStored(words(), ownModel()) || predict());
 
 async function read(answerQuestion) {
   current = 0;
@@ -442,7 +474,7 @@ async function read(answerQuestion) {
   if (!refusal) views.explain.open(link);
 }
 
-onpopstate = () => read(predict);
+onpopstate = () => read(() => predict());
 
 // What else the page shows, and a link may have.
 const views = { explain: connectFile(explainWords, ownModel), releases: null };

@@ -1,10 +1,9 @@
 // A drawing of speed against the memory of one GPU, one point a strategy, with the errors of both.
-import { make } from "./bars.js";
+import { LETTER, make } from "./bars.js";
 
 const MARGIN = { left: 62, right: 14, top: 24, bottom: 44 };
 const RADIUS = 5;
 const TEXT_HEIGHT = 14;
-const LETTER = 6.7;
 // Where a name may be, from its point: near ones first, and from the second circle on with a line to the point.
 const CIRCLES = [11, 22, 36, 52, 70, 90, 112];
 const DIRECTIONS = [[0.8, -0.6], [-0.8, -0.6], [0.8, 0.6], [-0.8, 0.6], [-1, 0], [1, 0], [0, -1], [0, 1]];

@@ -13,12 +13,10 @@ export function questions(open, say) {
     const about = await ask("ask", JSON.stringify(words));
     say({ id, about });
     const { names } = JSON.parse(about);
-    for (const method of names ? ["one_sample", "best"] : []) {
-      for (const strategy of names) {
-        // A newer question ends this one between two strategies.
-        if (newest !== id) return;
-        say({ id, strategy, method, row: await ask(method, strategy) });
-      }
+    for (const strategy of names ?? []) {
+      // A newer question ends this one between two strategies.
+      if (newest !== id) return;
+      say({ id, strategy, row: await ask("best", strategy) });
     }
     if (names && newest === id) say({ id, rank: await ask("rank") });
   }

@@ -129,11 +129,11 @@ async function judge() {
   form.dataset.done = "yes";
 }
 
-function show({ status, first_line: verdict, faults, columns, rows, other_faults: others }) {
+function show({ status, first_line: verdict, faults, columns, rows, other_faults: others, notes }) {
   at("releases-status").textContent = `${VERDICTS[status]}. ${verdict}`;
   at("faults").replaceChildren(...faults.map((text) => made("li", text)));
   if (rows) at("nearest").replaceChildren(grid(columns, rows));
-  at("other-faults").replaceChildren(...(others ?? []).map((text) => made("li", text)));
+  at("other-faults").replaceChildren(...[...(others ?? []), ...(notes ?? [])].map((text) => made("li", text)));
   at("releases-answer").hidden = false;
 }
 

@@ -23,7 +23,7 @@ from study.benchmark.scores import scores as benchmark_scores
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
 from study.host.memory import GIB
-from study.predictor.run_predictions import ALL_STATE, SENT, saving_table, study_rows
+from study.predictor.run_predictions import ALL_STATE, SENT, host_memory_table, saving_table, study_rows
 from study.predictor.run_predictions import compare_figures as own_compared
 from study.predictor.run_predictions import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
@@ -350,7 +350,7 @@ _INTERVALS_HEAD = """\
 # Written by `python -m study.report.pages.prediction report`: between which shares of a predicted figure
 # {within:.0%} of the measured ones lie, each published page counting the same, and over how many rows and pages. Of a
 # peak: of the bytes above weights and optimizer, which are certain. Calibrated figures are those of configurations of
-# which another one of the same setup was measured.
+# which another one of the same setup was measured. host_error: over runs on one GPU, no interval.
 """
 
 
@@ -491,6 +491,7 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str, league_alt: str) -> str
         by_code=benchmark_table(_peaks_of_tracker(benchmark_scores(questions, benchmark[:2], "code"))),
         benchmark_fits=pd.DataFrame(benchmark_fits.rows, columns=list(benchmark_fits.columns)),
         state=own_table(),
+        host=_host_table(),
         saving=saving_table(),
         groups={column: errors_by(frame, column) for column in ("source", "strategy", "device")},
         sources=sources(),
@@ -498,6 +499,23 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str, league_alt: str) -> str
         rows=all_rows_table(frame),
         refused=impossible.rename(columns={"name": "run", "refused": "why"}),
     )
+
+
+def _host_table() -> pd.DataFrame:
+    """Return the host memory of runs on a GPU by strategy and model."""
+    groups = host_memory_table().groupby(["strategy", "model"])
+    lines = [
+        {
+            "strategy": strategy,
+            "model": model,
+            "runs": len(runs),
+            "measured, GiB": f"{runs['measured'].median():.1f}",
+            "predicted, GiB": f"{runs['predicted'].median():.1f}",
+            "worst error": _signed(runs["error"][runs["error"].abs().idxmax()]),
+        }
+        for (strategy, model), runs in groups
+    ]
+    return pd.DataFrame(lines)
 
 
 def benchmark_table(lines: Sequence[Score]) -> pd.DataFrame:
@@ -600,6 +618,14 @@ def intervals_text(frame: pd.DataFrame) -> str:
     for what, few in {**_few_ratios(frame), "calibrated_offload_step_s": both_offload}.items():
         if len(few):
             table[what] = {"low": round(float(few.min()), 3), "high": round(float(few.max()), 3), "rows": len(few)}
+    host = host_memory_table()["error"].abs()
+    if len(host):
+        # No interval: all of one GPU, and of one process a node.
+        table["host_error"] = {
+            "median": round(float(host.median()), 3),
+            "worst": round(float(host.max()), 3),
+            "rows": len(host),
+        }
     document = {"single_error": fit_single_error(), **table}
     return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(document, sort_keys=False)
 
@@ -616,7 +642,7 @@ def _record_ratios(frame: pd.DataFrame) -> dict[str, tuple[pd.Series, pd.Series 
     processes = recorded[recorded["peak_kind"] == "resident"]
     ratios = {"process": processes["peak_gib"] / processes["predicted_peak_gib"]}
     comparisons = list(own_compared())
-    for what, figure in (("state", ALL_STATE), ("sent", SENT)):
+    for what, figure in (("state", ALL_STATE), ("sent", SENT), ("nvme", "optimizer, nvme")):
         matches = [row for row in comparisons if row.figure == figure and row.measured > 1000]
         # A prediction of 0 has no ratio: table() of study/predictor/run_predictions.py counts it as an error of 100 %.
         shares = [row.measured / row.predicted for row in matches if row.predicted]

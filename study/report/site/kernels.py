@@ -14,6 +14,14 @@ _MODULES = (
     "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_svg",
     "study.report.questions",
+    # Imported by the first table that is read, and by the first PNG that is saved.
+    "pyarrow.dataset",
+    "pyarrow.pandas_compat",
+    "PIL.BmpImagePlugin",
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
+    "PIL.PngImagePlugin",
+    "PIL.PpmImagePlugin",
 )
 
 
