@@ -57,8 +57,8 @@ class Matrix:
             "open_pairs": sorted(map(sorted, self.open_pairs)),
             "triples": self.triples,
             "open_triples": sorted(map(sorted, self.open_triples)),
-            "findings": [outcome.document() for outcome in self.findings.values()],
-            "runs": [_short(outcome) for outcome in self.outcomes.values()],
+            "findings": [_stored(outcome) for outcome in self.findings.values()],
+            "runs": [_stored_run(outcome) for outcome in self.outcomes.values()],
         }
 
     def write(self, file: Path) -> None:
@@ -73,10 +73,10 @@ class Matrix:
         counts = {name: document[name] for name in ("pairs", "open_pairs", "triples", "open_triples")}
         matrix = cls(document["stack"], **counts)
         for entry in document["runs"]:
-            outcome = CombinationOutcome.read_document(_EQUAL | entry)
+            outcome = _read_stored(_EQUAL | entry)
             matrix.outcomes[outcome.combination] = outcome
         for entry in document["findings"]:
-            outcome = CombinationOutcome.read_document(entry)
+            outcome = _read_stored(entry)
             matrix.findings[outcome.combination] = outcome
         return matrix
 
@@ -171,8 +171,36 @@ def _drop_if_it_needs_a_gpu(design: Design, outcome: CombinationOutcome) -> None
         design.drop(outcome.combination.features[-1])
 
 
-def _short(outcome: CombinationOutcome) -> dict[str, Any]:
-    return {name: value for name, value in outcome.document().items() if name not in _EQUAL or value != _EQUAL[name]}
+def _stored(outcome: CombinationOutcome) -> dict[str, Any]:
+    """Return an outcome as a file has it: features as one text, figures with four significant digits."""
+    return outcome.document() | {
+        "features": outcome.combination.name,
+        "difference": _rounded(outcome.difference),
+    }
+
+
+def _stored_run(outcome: CombinationOutcome) -> dict[str, Any]:
+    """Return a run without what an equal one has, and without the weights of micro-batches, which its finding has."""
+    entry = {name: value for name, value in _stored(outcome).items() if name not in _EQUAL or value != _EQUAL[name]}
+    if outcome.difference is not None:
+        entry["difference"] = {name: value for name, value in entry["difference"].items() if name != "weights"}
+    return entry
+
+
+def _read_stored(entry: dict[str, Any]) -> CombinationOutcome:
+    features = entry["features"]
+    return CombinationOutcome.read_document(
+        entry | {"features": features.split(",") if isinstance(features, str) else features}
+    )
+
+
+def _rounded(figures: Any) -> Any:
+    """Return figures with four significant digits, also those in dictionaries and sequences."""
+    if isinstance(figures, float):
+        return float(f"{figures:.4g}")
+    if isinstance(figures, dict):
+        return {name: _rounded(value) for name, value in figures.items()}
+    return [_rounded(value) for value in figures] if isinstance(figures, (list, tuple)) else figures
 
 
 def _needs_a_gpu(outcome: CombinationOutcome) -> bool:

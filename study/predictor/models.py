@@ -112,7 +112,6 @@ def _no_model(name: str, path: Path) -> UserError:
         return UnknownModel(
             f"there is no folder {name}", "name one with config.json, or a preset such as gpt2", on_page
         )
-    # An architecture that is not modelled, or a mixture of experts (8x7b, 30b-a3b).
     plain, is_id = name.rpartition("/")[2].lower(), name.count("/") == 1
     suggestion = _suggest(name)
     if not suggestion and _has_no_preset(plain):

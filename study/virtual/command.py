@@ -61,12 +61,12 @@ class VirtualRequest:
 
     def cell(self, strategy: str, model: str | None = None) -> Cell:
         # Of PRECISIONS, which has a name more than a run.
-        asked: str = self.config.precision
+        requested_precision: str = self.config.precision
         precision = self.config.precision
-        if asked == "bf16":
+        if requested_precision == "bf16":
             # Without DeepSpeed bf16 is always autocast.
             precision = "bf16-engine" if read_strategy(strategy).deepspeed else "bf16"
-        elif asked == "bf16-autocast":
+        elif requested_precision == "bf16-autocast":
             precision = "bf16"
         name = model or self.config.model_name_or_path
         requested = dataclasses.replace(self.config, precision=precision, model_name_or_path=name)

@@ -241,12 +241,12 @@ def test_the_finding_on_model_state_matches_the_records() -> None:
     assert answer is not None
     within = answer.headlines[0]
     agreeing, ran = re.fullmatch(r"(\d+) of (\d+)", within.value).groups()  # type: ignore[union-attr]
-    cells, whole, extrapolated = re.fullmatch(
+    cells, complete, extrapolated = re.fullmatch(
         r".*of (\d+).*; (\d+) measured, (\d+) extrapolated over layers", within.bounds
     ).groups()  # type: ignore[union-attr]
     readme = unwrapped("README.md")
     assert f"{ran} of the {cells} cells of the ZeRO paper's [Table 1]" in readme
-    ranks = f"ran on virtual ranks, {whole} with all layers and {extrapolated} extrapolated over layers"
+    ranks = f"ran on virtual ranks, {complete} with all layers and {extrapolated} extrapolated over layers"
     assert f"{ranks}: its formula holds within 1 % for {agreeing} of them" in readme
 
 

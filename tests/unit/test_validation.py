@@ -10,7 +10,7 @@ import yaml
 
 from study.config.places import REPOSITORY
 from study.host.memory import GIB
-from study.predictor import run_predictions
+from study.predictor import run_predictions, time
 from study.predictor.constants import FITTED
 from study.predictor.memory import kept_for_backward
 from study.predictor.time import offload_range
@@ -116,7 +116,7 @@ def test_a_forward_pass_keeps_and_gathers_what_the_prediction_says() -> None:
 
 def test_the_stated_error_of_host_memory_is_of_the_committed_runs() -> None:
     runs = run_predictions.host_memory_table()
-    stated = yaml.safe_load(report.INTERVALS_FILE.read_text())["host_error"]
+    stated = yaml.safe_load(time.FILE.read_text())["host_error"]
     errors = (runs["predicted"] / runs["measured"] - 1).abs()
     assert stated == {
         "median": pytest.approx(errors.median(), abs=5e-4),
