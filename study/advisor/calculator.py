@@ -249,9 +249,9 @@ class Calculator:
         document, stack, verdict = judge_request(options)
         rows = nearest_rows(document["releases" if stack.precision == "fp32" else "bf16"], stack.deepspeed)
         elsewhere = faults_of_other_pairs(stack) if options.release else []
-        shown = dict(shown_causes(document, rows))
-        shown |= {document["letters"][cause.id]: cause for cause in (*elsewhere, *faults_in_bf16(stack))}
-        other_causes = {letter: cause for letter, cause in shown.items() if letter not in verdict.faults}
+        causes = dict(shown_causes(document, rows))
+        causes |= {document["letters"][cause.id]: cause for cause in (*elsewhere, *faults_in_bf16(stack))}
+        other_causes = {letter: cause for letter, cause in causes.items() if letter not in verdict.faults}
         return {
             "first_line": verdict.text,
             "status": verdict.status,
