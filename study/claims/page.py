@@ -231,7 +231,8 @@ def main() -> None:
     gpu_checks.PAGE.write_text(gpu_checks.page(scoreboard), encoding="utf-8")
     # CPUs differ in the last digits.
     rounded = json.loads(json.dumps(scoreboard.document()), parse_float=lambda figure: float(f"{float(figure):.10g}"))
-    VERDICTS_FILE.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
+    # A value a line: a change is a readable difference, and spaces would be an eighth of the file.
+    VERDICTS_FILE.write_text(json.dumps(rounded, indent=0) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
