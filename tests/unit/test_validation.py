@@ -13,6 +13,7 @@ from study.host.memory import GIB
 from study.predictor import run_predictions
 from study.predictor.constants import FITTED
 from study.predictor.memory import kept_for_backward
+from study.predictor.time import FILE as INTERVALS
 from study.predictor.time import offload_range
 from study.predictor.validation import fit, implausibility, predicted_peak, predicted_step_s, published_rows
 from study.predictor.zero3_gathers import simulate_gathers
@@ -116,7 +117,7 @@ def test_a_forward_pass_keeps_and_gathers_what_the_prediction_says() -> None:
 
 def test_the_stated_error_of_host_memory_is_of_the_committed_runs() -> None:
     runs = run_predictions.host_memory_table()
-    stated = yaml.safe_load(report.INTERVALS_FILE.read_text())["host_error"]
+    stated = yaml.safe_load(INTERVALS.read_text())["host_error"]
     errors = (runs["predicted"] / runs["measured"] - 1).abs()
     assert stated == {
         "median": pytest.approx(errors.median(), abs=5e-4),
