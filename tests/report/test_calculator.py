@@ -470,11 +470,11 @@ COLUMNS = (
 )
 
 
-@pytest.mark.parametrize("asked", QUESTIONS)
+@pytest.mark.parametrize("question", QUESTIONS)
 def test_what_people_ask_has_the_figures_of_the_commands(
-    page: Page, capsys: pytest.CaptureFixture[str], asked: str
+    page: Page, capsys: pytest.CaptureFixture[str], question: str
 ) -> None:
-    fields, words = QUESTIONS[asked]
+    fields, words = QUESTIONS[question]
     for name, value in fields.items():
         field = page.locator(f"#form [name={name}]")
         field.select_option(value) if name in {"device", "peft"} else field.fill(value)
@@ -482,16 +482,16 @@ def test_what_people_ask_has_the_figures_of_the_commands(
     assert page.inner_text("#command") == f"study advise {words}"
     document = advised(capsys, shlex.split(words))
     assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
-    shown = {name: dict(zip(COLUMNS, cells, strict=True)) for name, cells in rows(page).items()}
-    assert [*shown] == [option["strategy"] for option in document["strategies"]]
+    cells = {name: dict(zip(COLUMNS, texts, strict=True)) for name, texts in rows(page).items()}
+    assert [*cells] == [option["strategy"] for option in document["strategies"]]
     for option in document["strategies"]:
-        assert_row_is_of_advice(shown[option["strategy"]], option)
+        assert_row_is_of_advice(cells[option["strategy"]], option)
     page.click(f"button[aria-label='files of {document['recommended']}']")
     page.wait_for_selector("#files pre")
     (predict,) = re.findall("^study (predict .*)$", page.inner_text("#files pre[aria-label=commands]"), re.MULTILINE)
     capsys.readouterr()
     cli.main([*shlex.split(predict), "--json"])
-    assert_row_is_of_prediction(shown[document["recommended"]], json.loads(capsys.readouterr().out))
+    assert_row_is_of_prediction(cells[document["recommended"]], json.loads(capsys.readouterr().out))
 
 
 def assert_row_is_of_advice(row: dict[str, str], option: dict[str, Any]) -> None:
@@ -540,11 +540,11 @@ QUESTION_FILES = {
 }
 
 
-@pytest.mark.parametrize("asked", QUESTION_FILES)
+@pytest.mark.parametrize("question", QUESTION_FILES)
 def test_files_that_people_ask_about_have_the_lines_of_the_command(
-    page: Page, capsys: pytest.CaptureFixture[str], asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Page, capsys: pytest.CaptureFixture[str], question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, text, fields = QUESTION_FILES[asked]
+    name, text, fields = QUESTION_FILES[question]
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text(text)
     page.evaluate("(hash) => { location.hash = hash; }", f"#{urllib.parse.urlencode(fields)}")
@@ -558,8 +558,8 @@ def test_files_that_people_ask_about_have_the_lines_of_the_command(
     assert {*page.inner_text("#explain-subject").split("; ")} <= {*lines}
     assert page.inner_text("#explain-peak").lower() in {line.lower() for line in lines}
     assert page.locator("#explained tbody tr").count() == len(findings) > 0
-    shown = page.inner_text("#explained")
-    assert all(finding["message"] in shown for finding in findings)
+    cells = page.inner_text("#explained")
+    assert all(finding["message"] in cells for finding in findings)
     # No column is empty.
     assert ("fix" in page.locator("#explained thead th").all_inner_texts()) == any(item["fix"] for item in findings)
     columns = page.evaluate(
@@ -582,13 +582,13 @@ def test_a_release_that_people_ask_about_has_the_lines_of_the_command(
         cli.main(words)
         printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
         assert page.inner_text("#releases-status").endswith(printed[0])
-        shown = page.locator("#faults li, #other-faults li").all_inner_texts()
-        assert {*shown} <= {*printed}
+        cells = page.locator("#faults li, #other-faults li").all_inner_texts()
+        assert {*cells} <= {*printed}
         # The letters of the grid are explained.
         letters = {*re.findall(r"\b([a-z]): zero", page.inner_text("#nearest"))}
-        assert letters <= {line[0] for line in shown if re.match("[a-z]: ", line)}
+        assert letters <= {line[0] for line in cells if re.match("[a-z]: ", line)}
         assert [line for line in printed if line.startswith("with accelerate")] == [
-            line for line in shown if line.startswith("with accelerate")
+            line for line in cells if line.startswith("with accelerate")
         ]
 
 
@@ -857,7 +857,7 @@ def test_python_starts_with_the_first_input(tab: Page, site: str, requests: list
     assert sum(url.endswith("study.zip") for url in requests) == 1
 
 
-# The limit's place among the parts of bars and the labels; a label's box and that of its ground; and the bars' limit.
+# The limit's place among the parts of bars and the labels; the ends of a label and of its ground.
 LAYERS = """
 () => {
   const drawn = [...document.querySelectorAll("#bars svg *")];
