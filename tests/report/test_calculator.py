@@ -193,7 +193,15 @@ def ask(page: Page) -> None:
 
 def visit(page: Page, address: str) -> None:
     """Follow a link within the open page, and wait for its answer."""
-    page.evaluate("(address) => { document.body.dataset.done = ''; location.hash = address; }", address)
+    # The address of the page is no navigation.
+    page.evaluate(
+        """(address) => {
+          document.body.dataset.done = '';
+          if (location.hash === address) dispatchEvent(new PopStateEvent("popstate"));
+          location.hash = address;
+        }""",
+        address,
+    )
     page.wait_for_selector(ANSWERED)
 
 
@@ -1407,7 +1415,7 @@ EXPLAINED_TEXTS = """
 () => [
   ...["explain-status", "explain-peak", "costs", "answers"].map((id) => document.getElementById(id).innerText),
   ...[...document.querySelectorAll("#explained tbody tr")].map(({ cells }) =>
-    `${cells[2].firstChild.innerText}: ${cells[3].innerText} ${cells[4].innerText}`),
+    `${cells[2].firstChild.innerText}: ${[...cells].slice(3).map((cell) => cell.innerText).join(" ")}`),
 ]
 """
 
