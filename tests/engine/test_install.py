@@ -181,7 +181,7 @@ def pytest_on_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_tests_see_no_gpu_on_a_gpu_machine() -> None:
     # On a GPU it would be skipped.
-    result = pytest_on_a_gpu("tests/unit/test_autopsy.py", "-k", "a100_scale_is_refused_without_a_gpu")
+    result = pytest_on_a_gpu("tests/experiments/test_autopsy.py", "-k", "a100_scale_is_refused_without_a_gpu")
     assert result.returncode == 0, result.stdout
     assert "skipped" not in result.stdout
 
