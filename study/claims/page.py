@@ -61,13 +61,11 @@ def sections(scoreboard: Scoreboard) -> Iterator[PageSection]:
         _READINGS,
         table=_table(legend["readings"], "rule", "a reading counts if"),
     )
-    yield PageSection("How a check is judged", "\n\n".join(reading), classes="method")
+    yield PageSection("How a check is judged", "\n\n".join(reading))
     yield _second_readings(scoreboard)
     for document in scoreboard.ledger.documents:
         code = document.code
-        yield PageSection(
-            f"{code}: {document.title}", f"{document.scale}.", classes=f"document {code}", anchor=code.lower()
-        )
+        yield PageSection(f"{code}: {document.title}", f"{document.scale}.")
         for judged in scoreboard.judged:
             if judged.claim.document == code:
                 yield _claim(judged, scoreboard)
@@ -93,7 +91,7 @@ def _second_readings(scoreboard: Scoreboard) -> PageSection:
     comparison = stored_comparison(scoreboard.document()["claims"])
     text = "\n\n".join(paragraphs("claims_readings.j2", count=len(comparison.readings)))
     tables = {table.title: _table(map(_linked, table.rows), *table.columns) for table in reading_tables(comparison)}
-    return PageSection("Readings by others", text, tables=tables, classes="method")
+    return PageSection("Readings by others", text, tables=tables)
 
 
 def _linked(row: Sequence[str]) -> Sequence[object]:
@@ -123,9 +121,6 @@ def _claim(judged: JudgedClaim, scoreboard: Scoreboard) -> PageSection:
         f"{judged.sentence}{parts} Evidence: {basis}.",
         notes=notes,
         level=3,
-        anchor=claim.id.lower(),
-        below=basis,
-        classes=f"claim {claim.document} {finding.kind.replace(' ', '-')}",
     )
 
 

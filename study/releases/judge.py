@@ -352,15 +352,9 @@ def shown_causes(
 ) -> Iterator[tuple[str, Cause]]:
     """Yield the letter and the cause of each fault in these rows of the grid of a precision."""
     names = {row["DeepSpeed"] for row in rows}
-    letters = {
-        row["letter"]
-        for row in document["faults"]
-        if row["release"] in names
-        and (
-            (row["optimizer"] == "adamw" and row["precision"] == precision)
-            or (row["optimizer"] == "muon" and with_muon)
-        )
-    }
+    tests = {("adamw", precision), *([("muon", "fp32")] if with_muon else [])}
+    faults = (row for row in document["faults"] if row["release"] in names)
+    letters = {row["letter"] for row in faults if (row["optimizer"], row["precision"]) in tests}
     for cause in read_causes():
         if (letter := document["letters"].get(cause.id)) in letters:
             yield letter, cause
