@@ -31,8 +31,11 @@ from study.receipt.timing import PartTimer
 Origin = Literal["activations", "other_tensors", "buckets"]
 # The state is claimed again whenever the bytes in use have grown by this fraction, up to the peak.
 _GROWTH = 0.01
-# gloo's threads free their copies some time after a collective has ended.
+# gloo's threads free their copies some time after a collective has ended; on busy cores later than this, so a new peak
+# waits on while more of it than this fraction and these bytes has no owner, in all at most this often in a step.
 _SETTLED_AFTER_S = 0.02
+_UNOWNED_FRACTION, _UNOWNED_BYTES = 0.03, 2**18
+_MOST_WAITS = 50
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
@@ -83,6 +86,7 @@ class PeakWatch(TorchDispatchMode):
         self._waits_for_gloo = not self._is_cuda and dist.is_initialized()
         self._outside = self._reducer_bytes = 0
         self._is_new_peak = self._is_off = False
+        self._waits_left = _MOST_WAITS
         self.flops = 0
         self.flops_by_dtype: Counter[str] = Counter()
         self.peak_bytes = 0
@@ -183,8 +187,7 @@ class PeakWatch(TorchDispatchMode):
             self.log.note(total, self.peak_bytes, self._split_device)
             return
         if self._waits_for_gloo:
-            time.sleep(_SETTLED_AFTER_S)
-            total = self._tensor_bytes()
+            total = self._wait_for_gloo()
         if total > self.peak_bytes:
             self.peak_bytes = total
             self._split_peak()
@@ -193,6 +196,19 @@ class PeakWatch(TorchDispatchMode):
             self._is_new_peak = True
             if self._is_cuda:
                 self.slack_bytes = torch.cuda.memory_reserved(self._device) - total
+
+    def _wait_for_gloo(self) -> int:
+        """Return the bytes in use once gloo's threads have freed their copies."""
+        time.sleep(_SETTLED_AFTER_S)
+        total = self._tensor_bytes()
+        while self._waits_left and total > self.peak_bytes:
+            unowned = total - sum(self._split_device().values())
+            if unowned <= max(_UNOWNED_BYTES, _UNOWNED_FRACTION * total):
+                break
+            self._waits_left -= 1
+            time.sleep(_SETTLED_AFTER_S)
+            total = self._tensor_bytes()
+        return total
 
     def _repeat_split(self) -> None:
         """Split a new peak once more, before the next operation: by then the allocated tensor has its owner."""

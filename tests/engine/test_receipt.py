@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import json
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +23,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from engines import ONE_THREAD, ROOT, printed_json
 from forked import fork_ranks, fork_script
+from study.metrics.inventory import bytes_in_use
 from study.receipt.document import TIME_PARTS, ReceiptDocument, read_receipt
+from study.receipt.failures import Failures
 from study.receipt.page import HEIGHT, WIDTH, receipt_lines
+from study.receipt.peak import PeakWatch
+from study.receipt.timing import PartTimer
+
+CPU = torch.device("cpu")
 
 LOOP = "tests/probes/receipt_loop.py"
 # Dropout shows whether the receipt draws random numbers.
@@ -284,6 +292,35 @@ def test_a_failure_inside_is_listed_and_training_goes_on(
     assert f"{message}: ZeroDivisionError: planted" in failures
     # Nothing stays patched.
     assert (torch.autograd.backward, _BaseDataLoaderIter.__next__) == (backward, load)
+
+
+def test_a_copy_that_gloo_frees_late_is_not_part_of_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads may get no core for some time after a collective has ended."""
+    if bytes_in_use(CPU) is None:
+        pytest.skip("the heap is not measured before psutil 7.2")
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    model, size = torch.nn.Linear(4, 4), 16 * 2**20
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    failures = Failures()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    watch = PeakWatch(model, optimizer, PartTimer(model, optimizer, CPU, failures), CPU, failures)
+    monkeypatch.undo()
+    with watch:
+        copy = libc.malloc(size)
+        ctypes.memset(copy, 1, size)
+        freeing = threading.Timer(0.2, libc.free, (copy,))
+        freeing.start()
+        ones = torch.ones(size // 4)
+        freeing.join()
+        del ones
+    assert failures.texts == []
+    assert size <= watch.peak_bytes < 1.2 * size
+    assert sum(watch.parts.values()) >= 0.95 * watch.peak_bytes
 
 
 def test_a_loop_that_is_left_early_leaves_nothing_behind(tmp_path: Path) -> None:
