@@ -190,16 +190,16 @@ def program_settings(workload: Workload, shape: ModelShape | None) -> ProgramSet
     """Return the settings of the training script; the sequence length is checked only with a shape."""
     length = resolve_length(shape, workload.seq_length) if shape else workload.seq_length or USUAL_LENGTH
     return ProgramSettings(
-        length,
-        workload.micro_batch,
-        workload.accumulation,
-        bool(workload.gradient_checkpointing),
-        workload.precision,
-        workload.optimizer,
-        workload.with_reference,
-        workload.is_quantized,
-        workload.attn_implementation,
-        workload.trainer,
+        sequence_length=length,
+        micro_batch=workload.micro_batch,
+        accumulation=workload.accumulation,
+        gradient_checkpointing=bool(workload.gradient_checkpointing),
+        mixed_precision=workload.precision,
+        optimizer=workload.optimizer,
+        reference_model=workload.with_reference,
+        quantized=workload.is_quantized,
+        attention=workload.attn_implementation,
+        trainer=workload.trainer,
     )
 
 
