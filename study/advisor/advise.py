@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import contextlib
 import dataclasses
@@ -22,13 +21,13 @@ from study.advisor.fitted import (
     usual_weights,
 )
 from study.advisor.predict_command import workload_text
+from study.advisor.workload import Quantization, Workload
 from study.config.errors import UserError
 from study.config.registry import REGISTRY
 from study.config.strategies import WITH_REPLICAS, Strategy, read_strategy
 from study.config.text import rounded
 from study.host.memory import GIB
 from study.predictor import time as timing
-from study.predictor.adapter_options import apply_lora_options
 from study.predictor.hardware import Hardware
 from study.predictor.memory import least_device_bytes, predict_memory
 from study.predictor.request import (
@@ -67,7 +66,7 @@ _MACHINES = (2, 4, 8, 16, 32, 64)
 # Strategies without an engine: they train the loaded weights.
 PLAIN = ("single", "ddp")
 # Flags of adapters on weights in 16 and 4 bits.
-_ADAPTER_FLAGS = {"--peft lora": "none", "--peft lora --quantization 4bit": "4bit"}
+_ADAPTER_FLAGS: dict[str, Quantization] = {"--peft lora": "none", "--peft lora --quantization 4bit": "4bit"}
 IN_16_BITS = "bf16 weights and no fp32 masters"
 _PARTS_OF_A_STEP = {
     "compute": "compute",
@@ -756,12 +755,10 @@ def _fitting_line(label: str, scenario: AdviceRequest) -> Iterator[str]:
         yield f"with {label} it would be {changed.best.name}"
 
 
-def _with_adapters(question: AdviceRequest, quantization: str) -> AdviceRequest:
+def _with_adapters(question: AdviceRequest, quantization: Quantization) -> AdviceRequest:
     """Return a request that trains LoRA adapters with peft's defaults."""
-    options = argparse.Namespace(
-        peft="lora", quantization=quantization, with_reference=False, lora_rank=None, lora_targets=None
-    )
-    return dataclasses.replace(question, shape=apply_lora_options(question.shape, options), reference_model=False)
+    adapters = Workload(peft="lora", quantization=quantization)
+    return dataclasses.replace(question, shape=adapters.adapt(question.shape), reference_model=False)
 
 
 def adapters_lines(advice: Advice) -> Iterator[str]:

@@ -22,18 +22,19 @@ from study.advisor import advise, measured, predict_command
 from study.advisor.advise import Advice, Option
 from study.advisor.explain_findings import request_notes
 from study.advisor.fitted import fit_settings
+from study.advisor.workload import Workload
 from study.config.errors import UserError
+from study.config.flags import changed_flags
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, Strategy, read_strategy, read_yaml
 from study.config.text import format_parameters, rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
-from study.predictor import adapter_options as adapters
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
-from study.predictor.hardware import Hardware, box_from_args, parse_int, real
+from study.predictor.hardware import Hardware, HardwareFlags, parse_int, real
 from study.predictor.models import model_shape
 from study.predictor.request import Request
-from study.predictor.shape import resolve_length
+from study.predictor.shape import lora_text, resolve_length
 from study.predictor.state import REPLACED
 from study.predictor.time import device_bytes, host_adam_note, lora_note, max_offload_slowdown, usable_bytes
 from study.releases.causes import least_sound_release
@@ -90,25 +91,6 @@ _WITHOUT_MASTERS = (
     " Trainer"
 )
 _WIDTH = 120
-# Flags that `study predict` has, too, by their names in the options; those that are not at their default are repeated.
-_SHARED_FLAGS = (
-    "seq_length",
-    "precision",
-    "attn_implementation",
-    "peft",
-    "lora_rank",
-    "lora_targets",
-    "lora_dropout",
-    "loss_kernel",
-    "optimizer",
-    "quantization",
-    "host_memory",
-    "network_gb_per_s",
-    "host_gb_per_s",
-)
-_SHARED_SWITCHES = ("chunked_loss", "double_quant", "with_reference", "hub")
-
-
 SAVES_SHARDS = (
     "To save a model of stage 3 by accelerator.save_model, set stage3_gather_16bit_weights_on_model_save to true in the"
     " JSON file: the first rank then has all weights in host memory"
@@ -118,6 +100,34 @@ SUMS_WITHIN_GROUPS = (
     " sequence (docs/compositions.md): divide your loss by that number, or use ulysses_zero3; study/train.py averages"
     " gradients itself"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class AdviseFlags:
+    """Flags of `study advise`, as the question needs them."""
+
+    workload: Workload
+    hardware: HardwareFlags
+    runs: measured.RunFlags
+    # None: the fewest samples that suit the ranks and the flags of a rank.
+    global_batch_size: int | None
+    price_per_gpu_hour: float | None
+    nvme_path: str
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> AdviseFlags:
+        """Return the flags of a parsed command line; raise UserError if one that is needed is missing, or for flags
+        that exclude each other."""
+        predict_command.check_required(options, "study advise llama-3.1-8b --hardware 8xH100")
+        checkpointing = {"auto": None, "on": True, "off": False}[options.gradient_checkpointing]
+        return cls(
+            Workload.from_options(options, gradient_checkpointing=checkpointing),
+            HardwareFlags.from_options(options),
+            measured.RunFlags.from_options(options),
+            options.global_batch_size,
+            options.price_per_gpu_hour,
+            options.nvme_path,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--price_per_gpu_hour", type=real, metavar="X", help="price per GPU hour; adds the cost per million tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="folder on NVMe, written to the files")
-    predict_command.add_optimizer(parser)
+    Workload.add_arguments(parser, "optimizer")
     add("--details", action="store_true", help="also print the legend, measurements and excluded strategies")
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
     measured.add_arguments(parser)
@@ -164,20 +174,21 @@ def run(
     """
     # The first question about a class outside the table traces it, before anything is compared.
     with progress_line("comparing strategies, micro-batches and settings ..."), _without_collections():
-        question = build_advice_request(options)
-        runs = measured.collect_runs(options, functools.partial(_measured_request, question), read_run)
+        flags = AdviseFlags.from_options(options)
+        question = build_advice_request(flags)
+        runs = flags.runs.collect(functools.partial(_measured_request, question), read_run)
         question = _corrected(question, runs)
         advice = advise.advise(question)
         riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
         plain = advise.plain_option_in_16_bits(advice)
     best, files = advice.best, None
     if best and options.output:
-        files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
+        files = write_files(best, options.output, flags.nvme_path, flags.workload.model_name_or_path)
     # Only a request that prints them reads the records, which takes a third of the time.
     similar = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
     document = functools.partial(_document, advice, riskier, plain, what_ifs, similar, files, runs)
     lines = [*calibration_lines(runs), *what_ifs, *(similar if options.details else [])]
-    page = _page(advice, riskier, plain, lines, files, options)
+    page = _page(advice, riskier, plain, lines, files, flags, options.details)
     print_result(options.json, document, page, options.details or files is not None)
     return 0 if best else 1
 
@@ -215,39 +226,38 @@ def _corrected(question: advise.AdviceRequest, runs: Sequence[PredictedRun]) -> 
     return dataclasses.replace(question, correction=measured.correct(example, runs))
 
 
-def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
+def build_advice_request(flags: AdviseFlags) -> advise.AdviceRequest:
     """Return the request that the flags make; raise UserError if it is impossible."""
-    predict_command.check_required(options, "study advise llama-3.1-8b --hardware 8xH100")
-    box = box_from_args(options)
-    precision = options.precision or predict_command.usual_precision(box)
+    workload, box = flags.workload, flags.hardware.box()
+    precision = workload.precision or predict_command.usual_precision(box)
     predict_command.check_precision(box, precision)
-    batch = _global_batch(options, box)
-    shape = adapters.apply_lora_options(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
+    batch = _global_batch(flags, box)
+    shape = workload.adapt(model_shape(workload.model_name_or_path, ask_hub=workload.hub))
     question = advise.AdviceRequest(
         shape=shape,
         box=box,
-        sequence_length=resolve_length(shape, options.seq_length),
+        sequence_length=resolve_length(shape, workload.seq_length),
         precision=precision,
-        gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
-        attention=options.attn_implementation,
+        gradient_checkpointing=workload.gradient_checkpointing,
+        attention=workload.attn_implementation,
         global_batch=batch,
-        micro_batch=options.micro_batch or (options.accumulation and batch // box.ranks // options.accumulation),
-        optimizer=options.optimizer,
-        price_per_gpu_hour=options.price_per_gpu_hour,
-        reference_model=options.with_reference,
-        quantized=options.quantization == "4bit",
-        fsdp_version=predict_command.fsdp_version(options),
-        trainer=predict_command.trainer_settings(options),
+        micro_batch=workload.micro_batch or (workload.accumulation and batch // box.ranks // workload.accumulation),
+        optimizer=workload.optimizer,
+        price_per_gpu_hour=flags.price_per_gpu_hour,
+        reference_model=workload.with_reference,
+        quantized=workload.is_quantized,
+        fsdp_version=workload.fsdp_version or Request.fsdp_version,
+        trainer=workload.trainer,
     )
     predict_command.check_attention(question)
     return question
 
 
-def _global_batch(options: argparse.Namespace, box: Hardware) -> int:
+def _global_batch(flags: AdviseFlags, box: Hardware) -> int:
     """Return the samples of an optimizer step; raise UserError if ranks and the flags of a rank do not divide it."""
-    fixed = {name: getattr(options, name) for name in ("micro_batch", "accumulation") if getattr(options, name)}
-    unit: int = box.ranks * math.prod(fixed.values())
-    batch: int | None = options.global_batch_size
+    per_rank = {"micro_batch": flags.workload.micro_batch, "accumulation": flags.workload.accumulation}
+    fixed = {name: count for name, count in per_rank.items() if count}
+    unit, batch = box.ranks * math.prod(fixed.values()), flags.global_batch_size
     if len(fixed) == 2:
         # Both leave nothing open.
         if batch not in (None, unit):
@@ -331,9 +341,10 @@ def _page(
     plain: Option | None,
     lines: list[str],
     files: AdvisedFiles | None,
-    options: argparse.Namespace,
+    flags: AdviseFlags,
+    details: bool,
 ) -> Iterator[str | TextTable]:
-    question, best, details = advice.question, advice.best, options.details
+    question, best = advice.question, advice.best
     shape, box = question.shape, question.box
     loss = predict_command.loss_text(question.trainer.loss_kernel)
     yield _verdict(advice)
@@ -341,7 +352,7 @@ def _page(
     yield ""
     count = format_parameters(shape.parameters)
     yield (
-        f"{shape.name} ({count} parameters{adapters.lora_text(shape)}) on {box.name}:"
+        f"{shape.name} ({count} parameters{lora_text(shape)}) on {box.name}:"
         f" {box.ranks} x {box.device.name}, global batch {question.global_batch}, {question.sequence_length} tokens per"
         f" sample, {question.precision}{loss}{predict_command.optimizer_text(question.optimizer)}\n"
     )
@@ -365,16 +376,16 @@ def _page(
         yield ""
     if best is not None:
         yield from _notes(advice, best, riskier)
-        yield from _plain_lines(plain, best, options)
+        yield from _plain_lines(plain, best, flags)
     yield from lines
     if details and (line := advise.offload_line(advice)) is not None:
         yield line
     if best and files:
-        yield from _file_lines(files, best.request, options.nvme_path)
+        yield from _file_lines(files, best.request, flags.nvme_path)
     elif best:
         more = "" if details else "; --details has similar measurements"
         yield f"--output DIR writes files with fitted buckets{more}; the parts of these figures:"
-        yield f"  {predict_words(best.request, options)}"
+        yield f"  {predict_words(best.request, flags)}"
 
 
 def _verdict(advice: Advice) -> str:
@@ -483,11 +494,11 @@ def plain_note(plain: Option, best: Option) -> str:
     return f"{_plain_title(plain)}: {advise.speed_text(plain, best)} ({settings}), but {_WITHOUT_MASTERS}"
 
 
-def _plain_lines(plain: Option | None, best: Option, options: argparse.Namespace) -> Iterator[str]:
+def _plain_lines(plain: Option | None, best: Option, flags: AdviseFlags) -> Iterator[str]:
     """Yield the note on plain training of 16-bit weights, and the command that predicts it."""
     if plain is not None:
         yield plain_note(plain, best)
-        yield f"  {predict_words(plain.request, options)}"
+        yield f"  {predict_words(plain.request, flags)}"
 
 
 def _plain_title(plain: Option) -> str:
@@ -540,43 +551,30 @@ def remark(option: Option, best: Option | None) -> str:
     return f"{text}, but {best.name} {advise.reason_against(option, best)}"
 
 
-def predict_words(request: Request, options: argparse.Namespace) -> str:
+def predict_words(request: Request, flags: AdviseFlags) -> str:
     """Return the command that predicts an advised request, to the digit, with the parts of its memory and time."""
-    words = ["study", "predict", options.model_name_or_path, "--strategy", request.strategy.name, "--fitted"]
-    words += ["--hardware", options.hardware, "--micro_batch", f"{request.micro_batch}"]
-    words += ["--accumulation", f"{request.accumulation}"] * (request.accumulation > 1)
-    words += ["--gradient_checkpointing"] * request.gradient_checkpointing
-    # With adapters that is the default.
-    words += ["--pure_bf16"] * (request.pure and not request.shape.lora_rank)
-    defaults = {
-        "attn_implementation": "sdpa",
-        "peft": "none",
-        "quantization": "none",
-        "loss_kernel": "transformers",
-        "optimizer": "adamw",
-    }
-    for name in _SHARED_FLAGS:
-        value = getattr(options, name)
-        if value is not None and value != defaults.get(name):
-            words += [f"--{name}", _flag_text(value)]
-    for name in _SHARED_SWITCHES:
-        words += [f"--{name}"] * getattr(options, name)
-    if request.strategy.is_fsdp and request.fsdp_version != Request.fsdp_version:
-        words += ["--fsdp_version", f"{request.fsdp_version}"]
-        words += ["--reentrant_units"] * request.reentrant_units
-    if options.nvme_gb_per_s != (Hardware.nvme_read_gb_per_s, Hardware.nvme_write_gb_per_s):
-        words += ["--nvme_gb_per_s", ",".join(f"{rate:g}" for rate in options.nvme_gb_per_s)]
-    words += ["--bus_gb_per_s", f"{options.bus_gb_per_s:g}"] * math.isfinite(options.bus_gb_per_s)
-    words += [word for run in options.measured for word in ("--measured", run.complete(request.sequence_length))]
-    words += [word for file in options.calibrate for word in ("--calibrate", file)]
-    return shlex.join(words)
-
-
-def _flag_text(value: Any) -> str:
-    """Return a flag's value as text."""
-    if isinstance(value, tuple):
-        return ",".join(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    is_fsdp, hardware = request.strategy.is_fsdp, flags.hardware.hardware
+    workload = dataclasses.replace(
+        flags.workload,
+        micro_batch=request.micro_batch,
+        accumulation=request.accumulation,
+        gradient_checkpointing=request.gradient_checkpointing,
+        # With adapters that is the default.
+        pure_bf16=request.pure and not request.shape.lora_rank,
+        # Another strategy does not accept these flags.
+        fsdp_version=request.fsdp_version if is_fsdp else None,
+        reentrant_units=is_fsdp and request.reentrant_units,
+    )
+    words = ["study", "predict", workload.model_name_or_path, "--strategy", request.strategy.name, "--fitted"]
+    words += ["--hardware", hardware]
+    words += workload.flags(
+        accumulation=1,
+        gradient_checkpointing=False,
+        pure_bf16=False,
+        fsdp_version=Request.fsdp_version if is_fsdp else None,
+    )
+    words += changed_flags(flags.hardware, hardware=hardware)
+    return shlex.join(words + flags.runs.flags(request.sequence_length))
 
 
 def _named(option: Option) -> str:

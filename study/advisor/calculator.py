@@ -6,9 +6,7 @@ JSON: no object of Python is left in JavaScript.
 
 from __future__ import annotations
 
-import argparse
 import base64
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -90,7 +88,7 @@ class Calculator:
         self._files = folder / "files"
         self._given = folder / "given"
         self._folder = folder
-        self.options = argparse.Namespace()
+        self.flags: advise_command.AdviseFlags | None = None
         self.question: advise.AdviceRequest | None = None
         self.advice: advise.Advice | None = None
         self.found: dict[str, advise.Option] = {}
@@ -122,9 +120,9 @@ class Calculator:
         """Read the words of `study advise`, as JSON; return the request, and the strategies to compare."""
         parser = Parser(prog="study advise")
         advise_command.add_arguments(parser)
-        self.options = parser.parse_args(json.loads(words))
-        question = advise_command.build_advice_request(self.options)
-        self.question, self.advice, self.found = question, None, {}
+        flags = advise_command.AdviseFlags.from_options(parser.parse_args(json.loads(words)))
+        question = advise_command.build_advice_request(flags)
+        self.flags, self.question, self.advice, self.found = flags, question, None, {}
         box = question.box
         return {
             "names": advise.candidates(question),
@@ -188,19 +186,21 @@ class Calculator:
     @_as_json
     def files(self, name: str) -> dict[str, Any]:
         """Return the files of a strategy with the settings found, and the commands that launch and predict it."""
-        if name not in self.found:
+        if self.flags is None or name not in self.found:
             raise self._missing_question()
         shutil.rmtree(self._files, ignore_errors=True)
-        option, options = self.found[name], copy.copy(self.options)
-        if Path(options.model_name_or_path).parent == self._models:
+        option, flags, model = self.found[name], self.flags, self.flags.workload.model_name_or_path
+        if Path(model).parent == self._models:
             # As in the command that the page shows.
-            options.model_name_or_path = "config.json"
-        written = advise_command.write_files(option, self._files, options.nvme_path, options.model_name_or_path)
+            model = "config.json"
+            workload = dataclasses.replace(flags.workload, model_name_or_path=model)
+            flags = dataclasses.replace(flags, workload=workload)
+        written = advise_command.write_files(option, self._files, flags.nvme_path, model)
         files = sorted(self._files.iterdir())
         return {
             "texts": {file.name: self.without_folders(file.read_text(encoding="utf-8")) for file in files},
             "launch": self.without_folders(written.command),
-            "predict": advise_command.predict_words(option.request, options),
+            "predict": advise_command.predict_words(option.request, flags),
         }
 
     @_as_json

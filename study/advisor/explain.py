@@ -20,19 +20,19 @@ from study.advisor.explain_combinations import ENDS_WITH_ERROR, group_keys
 from study.advisor.explain_findings import findings
 from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
+from study.advisor.workload import Workload
 from study.config.errors import UserError, clip
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_number, rounded, rounded_seconds
 from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
-from study.predictor import adapter_options as adapters
 from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, sent_bytes
 from study.predictor.constants import FITTED
-from study.predictor.hardware import ANY_DEVICE, Hardware, box_from_args, parse_int
+from study.predictor.hardware import ANY_DEVICE, Hardware, HardwareFlags, parse_int
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
-from study.predictor.shape import USUAL_LENGTH, ModelShape, resolve_length
+from study.predictor.shape import USUAL_LENGTH, ModelShape, lora_text, resolve_length
 from study.predictor.state import loaded_whole_bytes, persistent_params, sub_groups
 from study.predictor.time import device_bytes, fits, predict_time, usable_bytes, why
 from study.predictor.zero3_gathers import simulate_gathers
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
     predict_command.add_program_arguments(parser)
-    predict_command.add_optimizer(parser)
+    Workload.add_arguments(parser, "optimizer")
     generated = "tokens that the program generates for each sample, as PPO and GRPO do"
     add("--generated_tokens", type=_COUNT, metavar="T", help=generated)
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
@@ -158,9 +158,10 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
     file = _with_fsdp_version(read_user_file(options.config), options.fsdp_version)
     if options.reentrant_units and file.sharding is None:
         raise UserError(f"--reentrant_units is for FSDP1, and {file.name} is not", "leave it out")
-    shape = adapters.apply_lora_options(model_shape(options.model[0], ask_hub=options.hub), options)
-    box = box_from_args(options) if options.hardware else None
-    case = resolve(file, shape, options.world_size, _program_settings(options, shape), box)
+    workload = _workload(options)
+    shape = workload.adapt(model_shape(options.model[0], ask_hub=workload.hub))
+    box = HardwareFlags.from_options(options).box() if options.hardware else None
+    case = resolve(file, shape, options.world_size, program_settings(workload, shape), box)
     text = resolve_path(options.config).read_text(encoding="utf-8")
     results = tuple(in_file(finding, file, text) for finding in findings(case))
     return dataclasses.replace(case, findings=results, generated_tokens=options.generated_tokens)
@@ -179,19 +180,26 @@ def _with_fsdp_version(file: UserFile, version: int | None) -> UserFile:
     return dataclasses.replace(file, fsdp={**file.fsdp, "fsdp_version": version})
 
 
-def _program_settings(options: argparse.Namespace, shape: ModelShape | None) -> ProgramSettings:
-    length = resolve_length(shape, options.seq_length) if shape else options.seq_length or USUAL_LENGTH
+def _workload(options: argparse.Namespace) -> Workload:
+    """Return the workload of a command line; raise UserError for flags that exclude each other."""
+    # Accelerate's default version of FSDP is 1; a file with another one has been refused.
+    return Workload.from_options(options, usual_fsdp_version=1)
+
+
+def program_settings(workload: Workload, shape: ModelShape | None) -> ProgramSettings:
+    """Return the settings of the training script; the sequence length is checked only with a shape."""
+    length = resolve_length(shape, workload.seq_length) if shape else workload.seq_length or USUAL_LENGTH
     return ProgramSettings(
-        length,
-        options.micro_batch,
-        options.accumulation,
-        options.gradient_checkpointing,
-        options.precision,
-        options.optimizer,
-        options.with_reference,
-        options.quantization == "4bit",
-        options.attn_implementation,
-        predict_command.trainer_settings(options),
+        sequence_length=length,
+        micro_batch=workload.micro_batch,
+        accumulation=workload.accumulation,
+        gradient_checkpointing=bool(workload.gradient_checkpointing),
+        mixed_precision=workload.precision,
+        optimizer=workload.optimizer,
+        reference_model=workload.with_reference,
+        quantized=workload.is_quantized,
+        attention=workload.attn_implementation,
+        trainer=workload.trainer,
     )
 
 
@@ -205,7 +213,7 @@ def _check(options: argparse.Namespace) -> int:
     for name in names:
         if not options.skip_others and not resolve_path(name).is_file():
             raise UserError(f"there is no file {name}", "name files, and at most one MODEL after them")
-    work, checked = _program_settings(options, model), names
+    work, checked = program_settings(_workload(options), model), names
     if options.skip_others:
         checked = [name for name in names if not is_inside(name, checked_tree(name)) or is_config(name)]
     for name in checked:
@@ -354,7 +362,7 @@ def subject_lines(case: ConfigCase) -> Iterator[str]:
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
     yield f"{case.file.name}: {engine}, {predict_command.precision_name(request)}{unset}, {ranks}"
     yield (
-        f"{case.shape.name}: {case.shape.parameters:,} parameters{adapters.lora_text(case.shape)}, micro-batch"
+        f"{case.shape.name}: {case.shape.parameters:,} parameters{lora_text(case.shape)}, micro-batch"
         f" {request.micro_batch} x accumulation {request.accumulation}, {request.sequence_length} tokens per sample"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )

@@ -123,17 +123,33 @@ _PARSERS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-def collect_runs(
-    options: argparse.Namespace, make_request: Callable[[RunText], Request], read_run: ReadRun | None
-) -> list[PredictedRun]:
-    """Return the measured runs of the flags with their predictions; raise UserError if one of them cannot be."""
-    runs = [text.measure(make_request(text)) for text in options.measured]
-    if options.calibrate and read_run is None:
-        raise UserError("--calibrate reads a file, and there is none here", "use --measured")
-    runs += [read_run(name) for name in options.calibrate if read_run is not None]
-    for run in runs:
-        check_run(run)
-    return [PredictedRun.predict(run) for run in runs]
+@dataclasses.dataclass(frozen=True)
+class RunFlags:
+    """Flags of measured runs."""
+
+    measured: tuple[RunText, ...] = ()
+    # Names of files.
+    calibrate: tuple[str, ...] = ()
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> RunFlags:
+        """Return the flags of a parsed command line."""
+        return cls(tuple(options.measured), tuple(options.calibrate))
+
+    def collect(self, make_request: Callable[[RunText], Request], read_run: ReadRun | None) -> list[PredictedRun]:
+        """Return the runs with their predictions; raise UserError if one of them cannot be."""
+        runs = [text.measure(make_request(text)) for text in self.measured]
+        if self.calibrate and read_run is None:
+            raise UserError("--calibrate reads a file, and there is none here", "use --measured")
+        runs += [read_run(name) for name in self.calibrate if read_run is not None]
+        for run in runs:
+            check_run(run)
+        return [PredictedRun.predict(run) for run in runs]
+
+    def flags(self, sequence_length: int) -> list[str]:
+        """Return the words of a command line of `study predict`, whose runs have this length if they name none."""
+        words = [word for run in self.measured for word in ("--measured", run.complete(sequence_length))]
+        return words + [word for file in self.calibrate for word in ("--calibrate", file)]
 
 
 def correct(question: Request, runs: Sequence[PredictedRun]) -> SetupCorrection | None:

@@ -14,29 +14,21 @@ from study.advisor import measured
 from study.advisor.explain_findings import request_notes
 from study.advisor.fitted import fit_settings, precision_under, usual_weights
 from study.advisor.user_settings import UserFile, check_deepspeed
+from study.advisor.workload import Workload
 from study.config import strategies
 from study.config.errors import UserError, require_extra
 from study.config.flags import Precision, RunConfig
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_parameters, rounded, rounded_seconds
 from study.host.memory import GIB
-from study.predictor import adapter_options as adapters
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
 from study.predictor.communication import predict_payload, sent_bytes
-from study.predictor.hardware import BOX_NAMES, Hardware, add_speed_arguments, box_from_args, parse_int, parse_tokens
+from study.predictor.hardware import BOX_NAMES, Hardware, HardwareFlags, parse_int
 from study.predictor.losses import LossKernel
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
-from study.predictor.request import (
-    Attention,
-    Estimate,
-    MemoryUse,
-    OptimizerName,
-    Request,
-    StepTime,
-    TrainerSettings,
-)
-from study.predictor.shape import USUAL_LENGTH, ModelShape, resolve_length
+from study.predictor.request import Estimate, MemoryUse, OptimizerName, Request, StepTime
+from study.predictor.shape import ModelShape, lora_text, resolve_length
 from study.predictor.state import checkpoint_bytes, engine_refusal
 from study.predictor.time import device_bytes, estimate, fits, offload_range, predict_time, usable_bytes, why
 from study.workloads.presets import PRESETS
@@ -75,47 +67,29 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `study explain` has, too."""
-    add = parser.add_argument
-    length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
-    add("--seq_length", type=parse_tokens, metavar="T", help=length)
-    add("--attn_implementation", choices=get_args(Attention), default="sdpa")
-    chunked = "compute the output layer and its loss in chunks of tokens, as Liger's kernel does"
-    add("--chunked_loss", action="store_true", help=chunked)
-    kernel = "the loss: transformers' (logits in fp32), torch's in the logits' type, or a fused kernel; docs/advice.md"
-    add("--loss_kernel", choices=get_args(LossKernel), default="transformers", help=kernel)
-    version = "of FSDP; by default 2, and for study explain that of the file, where Accelerate's default is 1"
-    add("--fsdp_version", type=int, choices=(1, 2), help=version)
-    around = "FSDP1 with adapters: reentrant checkpoints enclose its units, as in transformers before 4.52"
-    add("--reentrant_units", action="store_true", help=around)
-    adapters.add_arguments(parser)
-    add_speed_arguments(parser)
-    add("--hub", action="store_true", help="ask the hub for the model's config.json")
-    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+    Workload.add_arguments(parser)
+    HardwareFlags.add_arguments(parser)
+    Workload.add_arguments(parser, "hub")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
 
 
-def fsdp_version(options: argparse.Namespace) -> int:
-    """Return the version of FSDP that the flags name; raise UserError for --reentrant_units with version 2."""
-    version: int = options.fsdp_version or Request.fsdp_version
-    if options.reentrant_units and version != 1:
-        raise UserError("--reentrant_units is for FSDP1", "add --fsdp_version 1")
-    return version
+@dataclasses.dataclass(frozen=True)
+class PredictFlags:
+    """Flags of `study predict`, as the request needs them."""
 
+    workload: Workload
+    hardware: HardwareFlags
+    strategy: str
+    engine_override: tuple[str, ...]
+    fitted: bool
 
-def trainer_settings(options: argparse.Namespace) -> TrainerSettings:
-    """Return the settings of the user's trainer; raise UserError for a flag without an effect."""
-    if options.reentrant_units and options.peft != "lora":
-        raise UserError(
-            "--reentrant_units is about FSDP1's frozen units, and all weights are trained", "add --peft lora"
-        )
-    dropout = options.lora_dropout or 0.0
-    if not 0 <= dropout < 1:
-        raise UserError(f"--lora_dropout {dropout:g} is out of range", "use 0 or more, and less than 1")
-    if options.double_quant and options.quantization != "4bit":
-        raise UserError("--double_quant is about the scales of 4-bit weights", "add --quantization 4bit")
-    if options.chunked_loss and options.loss_kernel not in ("transformers", "liger"):
-        raise UserError(f"--chunked_loss is liger, and --loss_kernel is {options.loss_kernel}", "leave one of them out")
-    kernel: LossKernel = "liger" if options.chunked_loss else options.loss_kernel
-    return TrainerSettings(options.reentrant_units, dropout, options.double_quant, kernel)
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> PredictFlags:
+        """Return the flags of a parsed command line; raise UserError if one that is needed is missing, or for flags
+        that exclude each other."""
+        check_required(options, "study predict llama-3.1-8b --strategy zero3 --hardware 8xH100")
+        workload, hardware = Workload.from_options(options), HardwareFlags.from_options(options)
+        return cls(workload, hardware, options.strategy, tuple(options.engine_override), options.fitted)
 
 
 def check_required(options: argparse.Namespace, example: str) -> None:
@@ -131,12 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--strategy", metavar="S", help=f"one of {', '.join(_PREDICTED)}")
     add_model_arguments(parser)
-    add("--micro_batch", type=parse_int, default=1, metavar="B", help="samples of one forward pass on one rank")
-    add("--accumulation", type=parse_int, default=1, metavar="A", help="micro-batches of an optimizer step")
+    add("--micro_batch", type=parse_int, metavar="B", help="samples of one forward pass on one rank")
+    add("--accumulation", type=parse_int, metavar="A", help="micro-batches of an optimizer step")
     default = "default: bf16, else fp16, with 16-bit weights under DeepSpeed (--autocast: fp32 weights); fp32 on a CPU"
     add("--precision", choices=get_args(Precision), help=default)
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
-    add_optimizer(parser)
+    Workload.add_arguments(parser, "optimizer")
     add("--autocast", action="store_true", help="fp32 weights under autocast, as study/train.py has them")
     add("--dropout", action="store_true", help="the model's dropout is on")
     pure = "without DeepSpeed: weights, gradients and moments in bf16, no masters; by default with --peft lora in bf16"
@@ -149,28 +123,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_arguments(parser)
 
 
-def add_optimizer(parser: argparse.ArgumentParser, **options: Any) -> None:
-    """Add --optimizer, which `study explain` and `study advise` have, too."""
-    names = get_args(OptimizerName)
-    parser.add_argument("--optimizer", type=known_optimizer, choices=names, default="adamw", **options)
-
-
-def known_optimizer(text: str) -> str:
-    """Return the text; raise ArgumentTypeError for muon, with the command that supports it."""
-    if text == "muon":
-        instead = "`study virtual --optimizer muon --max_grad_norm 0` counts its bytes"
-        # single_partition_of_fp32_groups in stage_1_and_2.py; under zero.Init a parameter has no elements.
-        shards = "ZeRO gives a program's own Muon flat shards, not matrices: set optimizer.type in the DeepSpeed file"
-        raise argparse.ArgumentTypeError(f"Muon is not predicted: {instead}; {shards}")
-    return text
-
-
 def run(options: argparse.Namespace, read_run: measured.ReadRun | None = None) -> int:
     """Print the prediction, and return 0; `read_run` reads the files of --calibrate."""
     # A class outside the table is traced, on tensors without data.
     with progress_line("predicting memory and time ..."):
-        request = _request(options)
-        runs = measured.collect_runs(options, functools.partial(_measured_request, options), read_run)
+        flags = PredictFlags.from_options(options)
+        request = make_request(flags)
+        runs = measured.RunFlags.from_options(options).collect(functools.partial(_measured_request, flags), read_run)
         request = dataclasses.replace(request, correction=measured.correct(request, runs))
         memory, traced = predict_memory(request), None
         time = predict_time(request, memory)
@@ -184,17 +143,17 @@ def run(options: argparse.Namespace, read_run: measured.ReadRun | None = None) -
     return 0
 
 
-def _measured_request(options: argparse.Namespace, run: measured.RunText) -> Request:
+def _measured_request(flags: PredictFlags, run: measured.RunText) -> Request:
     """Return the request of a measured run: that of the flags, with the values of the run."""
     values = {
-        "strategy": run.strategy,
         "micro_batch": run.micro_batch,
         "accumulation": run.accumulation,
         "seq_length": run.seq_length,
         "gradient_checkpointing": run.checkpointing,
     }
-    changes = {name: value for name, value in values.items() if value is not None}
-    return _request(argparse.Namespace(**{**vars(options), **changes}))
+    changes: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    workload = dataclasses.replace(flags.workload, **changes)
+    return make_request(dataclasses.replace(flags, workload=workload, strategy=run.strategy or flags.strategy))
 
 
 def precision_name(request: Request) -> str:
@@ -280,13 +239,14 @@ def predicted_strategy(name: str) -> strategies.Strategy:
     return strategy
 
 
-def _request(options: argparse.Namespace) -> Request:
-    check_required(options, "study predict llama-3.1-8b --strategy zero3 --hardware 8xH100")
-    strategy = predicted_strategy(options.strategy)
-    box = box_from_args(options)
-    shape = adapters.apply_lora_options(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
-    precision, is_pure = _precision(options, strategy, shape, box)
-    config = RunConfig(precision=precision, engine_override=tuple(options.engine_override))
+def make_request(flags: PredictFlags) -> Request:
+    """Return the request that the flags make; raise UserError if it is impossible."""
+    workload = flags.workload
+    strategy = predicted_strategy(flags.strategy)
+    box = flags.hardware.box()
+    shape = workload.adapt(model_shape(workload.model_name_or_path, ask_hub=workload.hub))
+    precision, is_pure = _precision(workload, strategy, shape, box)
+    config = RunConfig(precision=precision, engine_override=flags.engine_override)
     strategy.check_engine_flags(config)
     check_precision(box, "bf16" if is_pure else precision)
     if strategy.name == "single":
@@ -300,29 +260,29 @@ def _request(options: argparse.Namespace) -> Request:
             f"--pure_bf16 is for strategies without DeepSpeed, and {strategy.name} has it",
             "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
         )
-    version = _fsdp_version(options, strategy)
+    version = _fsdp_version(workload, strategy)
     if strategy.is_fsdp and (refusal := shape.fsdp1_refusal if version == 1 else shape.fsdp_refusal):
         raise UserError(f"FSDP{version} does not train {shape.name}: {refusal}", "use zero3")
     request = Request(
         shape=shape,
         strategy=_overridden(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box),
         box=box,
-        sequence_length=resolve_length(shape, options.seq_length),
-        micro_batch=options.micro_batch,
-        accumulation=options.accumulation,
+        sequence_length=resolve_length(shape, workload.seq_length),
+        micro_batch=workload.micro_batch or 1,
+        accumulation=workload.accumulation or 1,
         precision="bf16-engine" if is_pure else precision,
-        gradient_checkpointing=options.gradient_checkpointing,
-        attention=options.attn_implementation,
+        gradient_checkpointing=bool(workload.gradient_checkpointing),
+        attention=workload.attn_implementation,
         pure=is_pure,
-        optimizer=options.optimizer,
-        dropout=options.dropout,
-        autocast=options.autocast or not strategy.is_fsdp,
-        reference_model=options.with_reference,
-        quantized=options.quantization == "4bit",
+        optimizer=workload.optimizer,
+        dropout=workload.dropout,
+        autocast=workload.autocast or not strategy.is_fsdp,
+        reference_model=workload.with_reference,
+        quantized=workload.is_quantized,
         fsdp_version=version,
-        **vars(trainer_settings(options)),
+        **vars(workload.trainer),
     )
-    if options.fitted:
+    if flags.fitted:
         stock = dataclasses.replace(request, strategy=strategy)
         fitted = fit_settings(stock)
         request = dataclasses.replace(request, strategy=_overridden(fitted.strategy, config, box))
@@ -333,31 +293,29 @@ def _request(options: argparse.Namespace) -> Request:
     return request
 
 
-def _fsdp_version(options: argparse.Namespace, strategy: strategies.Strategy) -> int:
+def _fsdp_version(workload: Workload, strategy: strategies.Strategy) -> int:
     """Return the version of FSDP; raise UserError for a flag that has no effect on this strategy."""
-    version = fsdp_version(options)
-    for flag in ("fsdp_version", "reentrant_units"):
-        if getattr(options, flag) and not strategy.is_fsdp:
+    for name in ("fsdp_version", "reentrant_units"):
+        if getattr(workload, name) and not strategy.is_fsdp:
             raise UserError(
-                f"--{flag} is for FSDP, and {strategy.name} is not", "use --strategy fsdp2, or leave it out"
+                f"--{name} is for FSDP, and {strategy.name} is not", "use --strategy fsdp2, or leave it out"
             )
-    return version
+    return workload.fsdp_version or Request.fsdp_version
 
 
 def _precision(
-    options: argparse.Namespace, strategy: strategies.Strategy, shape: ModelShape, box: Hardware
+    workload: Workload, strategy: strategies.Strategy, shape: ModelShape, box: Hardware
 ) -> tuple[Precision, bool]:
     """Return the precision, and whether the weights are loaded in 16 bits without an engine, as advice assumes them."""
-    requested: str = options.precision or usual_precision(box)
-    if options.precision and options.autocast:
-        return options.precision, bool(options.pure_bf16)
-    if requested.endswith("-engine"):
-        return cast(Precision, requested), bool(options.pure_bf16)
-    if options.pure_bf16 is not None or options.autocast:
-        return precision_under(strategy, requested), bool(options.pure_bf16)
+    requested = cast(Precision, workload.precision or usual_precision(box))
+    is_pure = bool(workload.pure_bf16)
+    if requested.endswith("-engine") or (workload.precision and workload.autocast):
+        return requested, is_pure
+    if workload.pure_bf16 is not None or workload.autocast:
+        return precision_under(strategy, requested), is_pure
     precision, is_pure = usual_weights(shape, strategy, requested)
     # The request of a program that loads 16-bit weights has an engine's precision; its flag has not.
-    return cast(Precision, requested) if is_pure else precision, is_pure
+    return requested if is_pure else precision, is_pure
 
 
 def _overridden(strategy: strategies.Strategy, config: RunConfig, box: Hardware) -> strategies.Strategy:
@@ -475,7 +433,7 @@ def _page(
     yield from pair_notes(request)
     yield ""
     yield (
-        f"{shape.name} ({format_parameters(shape.parameters)}{adapters.lora_text(shape)}), {strategy_text(request)} on"
+        f"{shape.name} ({format_parameters(shape.parameters)}{lora_text(shape)}), {strategy_text(request)} on"
         f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
         f"{loss_text(request.loss_kernel)}{', resharded after forward' * request.strategy.is_fsdp}"

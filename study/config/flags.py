@@ -157,8 +157,10 @@ _LATER_FLAGS = {
 _OLD_NAMES = {"group_size": "team_size"}
 
 
-def _flag(help_text: str, default: Any = None, at_least: int | None = None) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help_text, "at_least": at_least})
+def flag(help_text: str | None, default: Any = None, at_least: int | None = None, **options: Any) -> Any:
+    """Return the field of a dataclass that is a flag; `options` are those of add_argument that its type does not
+    imply."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "at_least": at_least, "options": options})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,58 +170,58 @@ class RunConfig:
     A field without a default is None until `resolved()` sets it to the default of its task and scale.
     """
 
-    task: Task = _flag("the training task: model head and data", "bert-imdb")
-    scale: Scale = _flag("paper: the setup of the studied documents; laptop: tiny; auto: paper with a GPU", "auto")
-    model_name_or_path: str = _flag("a preset of study/workloads/presets.yaml, a hub id or a local folder")
-    weights: Weights = _flag("initial weights: the published ones, or random ones from --seed")
-    data: str = _flag("hub, builtin (generated, no network), reviews (of films, by pip), or the path of a local copy")
-    dataset_config_name: WikitextName = _flag("which Wikitext `--data hub` means", "wikitext-2-raw-v1")
-    tokenizer_name: str | None = _flag("a hub id or local folder, instead of the model's own tokenizer")
-    seq_length: int = _flag("tokens per sample", at_least=2)
-    train_samples: int = _flag("training samples; 0: all there are", at_least=0)
-    eval_samples: int = _flag("evaluation samples; 0: all there are", at_least=0)
-    global_batch_size: int = _flag("samples per optimizer step over all ranks", at_least=1)
-    per_device_train_batch_size: int | None = _flag(
+    task: Task = flag("the training task: model head and data", "bert-imdb")
+    scale: Scale = flag("paper: the setup of the studied documents; laptop: tiny; auto: paper with a GPU", "auto")
+    model_name_or_path: str = flag("a preset of study/workloads/presets.yaml, a hub id or a local folder")
+    weights: Weights = flag("initial weights: the published ones, or random ones from --seed")
+    data: str = flag("hub, builtin (generated, no network), reviews (of films, by pip), or the path of a local copy")
+    dataset_config_name: WikitextName = flag("which Wikitext `--data hub` means", "wikitext-2-raw-v1")
+    tokenizer_name: str | None = flag("a hub id or local folder, instead of the model's own tokenizer")
+    seq_length: int = flag("tokens per sample", at_least=2)
+    train_samples: int = flag("training samples; 0: all there are", at_least=0)
+    eval_samples: int = flag("evaluation samples; 0: all there are", at_least=0)
+    global_batch_size: int = flag("samples per optimizer step over all ranks", at_least=1)
+    per_device_train_batch_size: int | None = flag(
         "samples per forward pass on one rank; accumulation is derived", at_least=1
     )
-    num_train_epochs: int = _flag("epochs over the training samples, if --max_steps is 0", at_least=1)
-    max_steps: int = _flag("optimizer steps; 0: as many as --num_train_epochs needs", at_least=0)
-    optimizer: Optimizer = _flag("muon: DeepSpeed's, for the matrices of hidden layers; AdamW for the rest", "adamw")
-    learning_rate: float = _flag("peak learning rate", at_least=0)
-    weight_decay: float = _flag("AdamW's decoupled weight decay", 0.0, at_least=0)
-    warmup_ratio: float = _flag("fraction of the steps in which the learning rate rises from 0", at_least=0)
-    lr_scheduler_type: Schedule = _flag("learning rate schedule after the warm-up", "linear")
-    max_grad_norm: float = _flag("clip the global gradient norm to this; 0: no clipping", 1.0, at_least=0)
-    dropout: float = _flag("every dropout probability of the model; -1 keeps the model's own")
-    precision: Precision = _flag("bf16, fp16: autocast over fp32 weights; bf16-engine, fp16-engine: DeepSpeed's own")
-    bf16_states: bool = _flag("with bf16-engine: no fp32 master weights, and optimizer states in bf16", False)
-    peft: Peft = _flag("lora: train adapters of all linear layers, and freeze the model's weights", "none")
-    lora_rank: int = _flag("rank of the LoRA adapters", 8, at_least=1)
-    lora_alpha: int = _flag("LoRA's alpha: adapter outputs are scaled by alpha / rank", 16, at_least=1)
-    gradient_checkpointing: bool = _flag("recompute activations in the backward pass", False)
-    attn_implementation: Attention = _flag(
+    num_train_epochs: int = flag("epochs over the training samples, if --max_steps is 0", at_least=1)
+    max_steps: int = flag("optimizer steps; 0: as many as --num_train_epochs needs", at_least=0)
+    optimizer: Optimizer = flag("muon: DeepSpeed's, for the matrices of hidden layers; AdamW for the rest", "adamw")
+    learning_rate: float = flag("peak learning rate", at_least=0)
+    weight_decay: float = flag("AdamW's decoupled weight decay", 0.0, at_least=0)
+    warmup_ratio: float = flag("fraction of the steps in which the learning rate rises from 0", at_least=0)
+    lr_scheduler_type: Schedule = flag("learning rate schedule after the warm-up", "linear")
+    max_grad_norm: float = flag("clip the global gradient norm to this; 0: no clipping", 1.0, at_least=0)
+    dropout: float = flag("every dropout probability of the model; -1 keeps the model's own")
+    precision: Precision = flag("bf16, fp16: autocast over fp32 weights; bf16-engine, fp16-engine: DeepSpeed's own")
+    bf16_states: bool = flag("with bf16-engine: no fp32 master weights, and optimizer states in bf16", False)
+    peft: Peft = flag("lora: train adapters of all linear layers, and freeze the model's weights", "none")
+    lora_rank: int = flag("rank of the LoRA adapters", 8, at_least=1)
+    lora_alpha: int = flag("LoRA's alpha: adapter outputs are scaled by alpha / rank", 16, at_least=1)
+    gradient_checkpointing: bool = flag("recompute activations in the backward pass", False)
+    attn_implementation: Attention = flag(
         "transformers' attention; sdpa: eager if a model does not support it; sdpa_causal: never builds a mask", "sdpa"
     )
-    torch_compile: bool = _flag("compile the model with torch.compile", False)
-    seed: int = _flag("seeds the initial weights, the order of the samples and dropout", 42, at_least=0)
-    eval_steps: int = _flag("evaluate every N steps and at the end; 0: only at the end", at_least=0)
-    logging_steps: int = _flag("write step rows, and check for NaN, every N steps", at_least=1)
-    nvme_path: str = _flag("folder on the NVMe that strategies offload to", "nvme_offload")
-    group_size: int | None = _flag(
+    torch_compile: bool = flag("compile the model with torch.compile", False)
+    seed: int = flag("seeds the initial weights, the order of the samples and dropout", 42, at_least=0)
+    eval_steps: int = flag("evaluate every N steps and at the end; 0: only at the end", at_least=0)
+    logging_steps: int = flag("write step rows, and check for NaN, every N steps", at_least=1)
+    nvme_path: str = flag("folder on the NVMe that strategies offload to", "nvme_offload")
+    group_size: int | None = flag(
         "ranks of one model-parallel group (tensor-, context- or sequence-parallel)", at_least=2
     )
-    device_memory_cap_gib: float | None = _flag("cap on GPU memory in GiB, to emulate a smaller GPU")
-    profile_steps: int = _flag("profile the last N steps with torch.profiler", 0, at_least=0)
-    engine_override: tuple[str, ...] = _flag("KEY=JSON set in the DeepSpeed config, dotted: a.b=5e6; repeatable", ())
-    output_dir: str | None = _flag("the run directory; by default runs/<run id>")
-    overwrite_output_dir: bool = _flag("replace an earlier run in the run directory", False)
-    checkpointing_steps: int = _flag("save a checkpoint every N steps; 0: never", 0, at_least=0)
-    resume_from_checkpoint: str | None = _flag("a checkpoint folder of an earlier run, or `latest` in --output_dir")
-    report_to: str = _flag("a tracker that Accelerate supports (tensorboard, wandb, ...), or none", "none")
-    virtual_world_size: int | None = _flag(
+    device_memory_cap_gib: float | None = flag("cap on GPU memory in GiB, to emulate a smaller GPU")
+    profile_steps: int = flag("profile the last N steps with torch.profiler", 0, at_least=0)
+    engine_override: tuple[str, ...] = flag("KEY=JSON set in the DeepSpeed config, dotted: a.b=5e6; repeatable", ())
+    output_dir: str | None = flag("the run directory; by default runs/<run id>")
+    overwrite_output_dir: bool = flag("replace an earlier run in the run directory", False)
+    checkpointing_steps: int = flag("save a checkpoint every N steps; 0: never", 0, at_least=0)
+    resume_from_checkpoint: str | None = flag("a checkpoint folder of an earlier run, or `latest` in --output_dir")
+    report_to: str = flag("a tracker that Accelerate supports (tensorboard, wandb, ...), or none", "none")
+    virtual_world_size: int | None = flag(
         "world size of a virtual job, of which one rank runs; its losses are meaningless"
     )
-    virtual_rank: int | None = _flag("rank of this process in the virtual job; 0 by default")
+    virtual_rank: int | None = flag("rank of this process in the virtual job; 0 by default")
 
     def total_steps(self, train_samples: int) -> int:
         """Return the optimizer steps of this run; an incomplete last batch of an epoch is dropped."""
@@ -446,24 +448,61 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> RunConfig:
 
 def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """Add the fields of RunConfig to a parser as flags."""
-    hints = _hints()
     for field in dataclasses.fields(RunConfig):
         if field.name in without:
             continue
-        kind = inner_type(hints[field.name])
-        options: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
-        if typing.get_origin(kind) is Literal:
-            options["choices"] = typing.get_args(kind)
-        elif kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif typing.get_origin(kind) is tuple:
-            options |= {"action": "append", "default": [], "metavar": "KEY=JSON"}
-        else:
-            options |= {"type": kind, "metavar": kind.__name__.upper()}
+        options = _argument_options(field, _hints()[field.name])
         parser.add_argument(f"--{field.name}", **options)
         if field.name in _OLD_NAMES:
             hidden = options | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
             parser.add_argument(f"--{_OLD_NAMES[field.name]}", dest=field.name, **hidden)
+
+
+def add_fields(parser: argparse.ArgumentParser, contract: type, names: Collection[str]) -> None:
+    """Add fields of a dataclass to a parser as flags, in the order of the fields."""
+    hints = typing.get_type_hints(contract)
+    for field in dataclasses.fields(contract):
+        if field.name in names:
+            parser.add_argument(f"--{field.name}", **_argument_options(field, hints[field.name]))
+
+
+def _argument_options(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """Return the options of add_argument that a field's type implies, and those of its metadata."""
+    kind, explicit = inner_type(hint), field.metadata["options"]
+    options: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
+    if typing.get_origin(kind) is Literal:
+        options["choices"] = typing.get_args(kind)
+    elif kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif "type" in explicit:
+        pass
+    elif typing.get_origin(kind) is tuple:
+        options |= {"action": "append", "default": [], "metavar": "KEY=JSON"}
+    else:
+        options |= {"type": kind, "metavar": kind.__name__.upper()}
+    return options | explicit
+
+
+def changed_flags(values: Any, **defaults: Any) -> list[str]:
+    """Return the words that set a dataclass's fields on a command line, without those at their defaults; `defaults` are
+    those of the command that differ from the dataclass's."""
+    words = list[str]()
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        if value == defaults.get(field.name, field.default):
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{field.name}" if value else f"--no-{field.name}")
+        else:
+            words += [f"--{field.name}", _flag_text(value)]
+    return words
+
+
+def _flag_text(value: Any) -> str:
+    """Return a flag's value as text."""
+    if isinstance(value, tuple):
+        return ",".join(map(_flag_text, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def format_flag(flag: str, value: Any) -> str:

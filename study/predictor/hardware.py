@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from study.config.errors import UserError, clip, did_you_mean
+from study.config.flags import add_fields, flag
 from study.config.places import install_command
 from study.config.strategies import DEFAULT_RANKS_PER_NODE
 from study.config.yaml_sections import load_package_yaml
@@ -310,38 +311,6 @@ def box_from_device_name(device_name: str, ranks: int, nodes: int) -> Hardware:
     return Hardware(device.name, device, ranks // nodes, nodes, network_gb_per_s=device.network_gb_per_s)
 
 
-def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for NVMe, network and host, which a hardware name does not set."""
-    add, usual = parser.add_argument, (Hardware.nvme_read_gb_per_s, Hardware.nvme_write_gb_per_s)
-    nvme = f"bandwidth of a node's NVMe; by default {usual[0]:g},{usual[1]:g}"
-    add("--nvme_gb_per_s", type=_two_speeds, default=usual, metavar="READ,WRITE", help=nvme)
-    add("--network_gb_per_s", type=_SPEED, metavar="X", help="network bandwidth per GPU, one direction")
-    bus = "bus bandwidth within a node, as nccl-tests print it, such as with NCCL_P2P_DISABLE=1"
-    add("--bus_gb_per_s", type=_SPEED, default=math.inf, metavar="X", help=bus)
-    add("--host_gb_per_s", type=_SPEED, metavar="X", help="memory bandwidth of Adam on the host, all ranks of a node")
-    add(
-        "--host_memory",
-        type=parse_gib,
-        metavar="GIB",
-        help="host memory of each node; without it the host is not checked",
-    )
-
-
-def box_from_args(options: argparse.Namespace) -> Hardware:
-    box, (read, write) = to_box(options.hardware), options.nvme_gb_per_s
-    if notice := machine_notice(box):
-        print(f"notice: {notice}", file=sys.stderr)
-    return dataclasses.replace(
-        box,
-        nvme_read_gb_per_s=read,
-        nvme_write_gb_per_s=write,
-        bus_gb_per_s=options.bus_gb_per_s,
-        host_memory_gb_per_s=options.host_gb_per_s or box.host_memory_gb_per_s,
-        network_gb_per_s=options.network_gb_per_s or box.network_gb_per_s,
-        host_gib_per_node=options.host_memory or box.host_gib_per_node,
-    )
-
-
 def _two_speeds(text: str) -> tuple[float, float]:
     """Parse READ,WRITE, as an argparse type."""
     try:
@@ -349,6 +318,59 @@ def _two_speeds(text: str) -> tuple[float, float]:
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is not two numbers above 0, such as 3.5,2") from None
     return read, write
+
+
+@dataclasses.dataclass(frozen=True)
+class HardwareFlags:
+    """Flags of hardware: its name, and the speeds and the memory that the name does not set."""
+
+    # Each command adds this flag itself.
+    hardware: str = ""
+    nvme_gb_per_s: tuple[float, float] = flag(
+        f"bandwidth of a node's NVMe; by default {Hardware.nvme_read_gb_per_s:g},{Hardware.nvme_write_gb_per_s:g}",
+        (Hardware.nvme_read_gb_per_s, Hardware.nvme_write_gb_per_s),
+        type=_two_speeds,
+        metavar="READ,WRITE",
+    )
+    network_gb_per_s: float | None = flag("network bandwidth per GPU, one direction", type=_SPEED, metavar="X")
+    bus_gb_per_s: float = flag(
+        "bus bandwidth within a node, as nccl-tests print it, such as with NCCL_P2P_DISABLE=1",
+        math.inf,
+        type=_SPEED,
+        metavar="X",
+    )
+    host_gb_per_s: float | None = flag(
+        "memory bandwidth of Adam on the host, all ranks of a node", type=_SPEED, metavar="X"
+    )
+    host_memory: float | None = flag(
+        "host memory of each node; without it the host is not checked", type=parse_gib, metavar="GIB"
+    )
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the flags for NVMe, network and host."""
+        names = [field.name for field in dataclasses.fields(HardwareFlags) if field.name != "hardware"]
+        add_fields(parser, HardwareFlags, names)
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> HardwareFlags:
+        """Return the flags of a parsed command line."""
+        return cls(**{field.name: getattr(options, field.name) for field in dataclasses.fields(cls)})
+
+    def box(self) -> Hardware:
+        """Return the hardware that is named; print a notice if its name is more often written for another one."""
+        box, (read, write) = to_box(self.hardware), self.nvme_gb_per_s
+        if notice := machine_notice(box):
+            print(f"notice: {notice}", file=sys.stderr)
+        return dataclasses.replace(
+            box,
+            nvme_read_gb_per_s=read,
+            nvme_write_gb_per_s=write,
+            bus_gb_per_s=self.bus_gb_per_s,
+            host_memory_gb_per_s=self.host_gb_per_s or box.host_memory_gb_per_s,
+            network_gb_per_s=self.network_gb_per_s or box.network_gb_per_s,
+            host_gib_per_node=self.host_memory or box.host_gib_per_node,
+        )
 
 
 def _spelled(text: str) -> str:

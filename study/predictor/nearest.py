@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from study.host.memory import GIB
-from study.predictor.adapter_options import lora_text
 from study.predictor.request import Request
+from study.predictor.shape import lora_text
 from study.predictor.validation import (
     Measurement,
     implausibility,

@@ -191,6 +191,14 @@ INFIX = ".lora_"
 
 
 @functools.lru_cache(maxsize=64)
+def lora_text(shape: ModelShape) -> str:
+    """Format LoRA's rank and trainable parameters, with a leading comma; empty without LoRA."""
+    if shape.lora_rank is None:
+        return ""
+    where = ", ".join(shape.lora_targets) or "all linear layers"
+    return f", LoRA of rank {shape.lora_rank} on {where}: {shape.trained_parameters / 1e6:,.3g} M trained"
+
+
 def with_adapters(shape: ModelShape, rank: int, targets: tuple[str, ...] = ()) -> ModelShape:
     """Return the shape with frozen base weights and LoRA adapters of a rank, by default on all linear layers; UserError
     if the rank is below 1, or if the model has no module of such a name."""

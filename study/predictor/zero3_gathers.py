@@ -321,8 +321,11 @@ def reference_gathers(request: Request) -> GatherTrace:
     if request.strategy.zero_stage == 3:
         return dataclasses.replace(simulate_gathers(request, trains=False), live_at_end=0)
     if request.fsdp_version == 1:
-        root, *units = (flat_units(request)[place].size for place in range(BEFORE, request.shape.layers))
-        live = root + (2 + request.box.gloo_copies_gathers) * max(units)
+        sizes = {place: unit.size for place, unit in flat_units(request).items()}
+        root = sizes.pop(BEFORE)
+        units = [*sizes.values()]
+        # Without a wrapping policy the root has all.
+        live = root + (2 + request.box.gloo_copies_gathers) * max(units, default=0)
     else:
         ranks = request.fsdp_ranks
         root, units = 0, [sum(param.shard_by_rows(ranks) * ranks for param in request.shape.params)]

@@ -35,6 +35,7 @@ from study.advisor.advise import (
 from study.advisor.advise_command import (
     SAVES_SHARDS,
     SUMS_WITHIN_GROUPS,
+    AdviseFlags,
     _file_lines,
     add_arguments,
     build_advice_request,
@@ -89,7 +90,7 @@ def ask(model: str, hardware: str, *flags: str) -> Advice:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["--model_name_or_path", model, "--hardware", hardware, *flags]
-    return advise(build_advice_request(parser.parse_args(words)))
+    return advise(build_advice_request(AdviseFlags.from_options(parser.parse_args(words))))
 
 
 def recommend(request: AdviceRequest, *names: str) -> Option:

@@ -16,13 +16,15 @@ import pytest
 
 from study.advisor import advise_command, explain, predict_command
 from study.advisor.advise import AdviceRequest, Option, advise, candidates
+from study.advisor.advise_command import AdviseFlags
 from study.advisor.explain_case import ConfigCase, resolve
+from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.user_settings import read_user_file
+from study.advisor.workload import Workload
 from study.cli import main
 from study.config.errors import UserError
 from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, WITH_GROUPS
-from study.predictor.adapter_options import apply_lora_options
-from study.predictor.hardware import box_from_args, to_box
+from study.predictor.hardware import HardwareFlags, to_box
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import Request
@@ -78,9 +80,10 @@ def parse(command: object, words: Sequence[str]) -> argparse.Namespace:
 def explained(file: Path, model: str, flags: Sequence[str]) -> ConfigCase:
     """Return the case whose figures `study explain FILE MODEL` prints."""
     options = parse(explain, [str(file), model, *flags])
-    shape = apply_lora_options(model_shape(model), options)
-    settings = explain._program_settings(options, shape)
-    return resolve(read_user_file(str(file)), shape, options.world_size, settings, box_from_args(options))
+    workload = Workload.from_options(options, usual_fsdp_version=1)
+    shape = workload.adapt(model_shape(model))
+    settings, box = explain.program_settings(workload, shape), HardwareFlags.from_options(options).box()
+    return resolve(read_user_file(str(file)), shape, options.world_size, settings, box)
 
 
 # Flags of a request that change a prediction, one choice of each kind, mostly none.
@@ -120,7 +123,7 @@ def draws() -> Iterator[tuple[str, list[str], random.Random]]:
         yield model, flags, draw
 
 
-def questions() -> Iterator[tuple[str, list[str], str, argparse.Namespace, AdviceRequest]]:
+def questions() -> Iterator[tuple[str, list[str], str, AdviseFlags, AdviceRequest]]:
     """Yield drawn requests that `study advise` accepts, each with a strategy that it tries."""
     for model, flags, draw in draws():
         batch = draw.choice((1, 2, 4, 8)) * to_box(flags[1]).ranks
@@ -129,8 +132,9 @@ def questions() -> Iterator[tuple[str, list[str], str, argparse.Namespace, Advic
         options = parse(advise_command, words)
         # A GPU without bf16, or an optimizer that an engine does not take.
         with contextlib.suppress(UserError):
-            question = advise_command.build_advice_request(options)
-            yield model, flags, draw.choice(candidates(question)), options, question
+            requested = AdviseFlags.from_options(options)
+            question = advise_command.build_advice_request(requested)
+            yield model, flags, draw.choice(candidates(question)), requested, question
 
 
 def work_flags(request: Request) -> list[str]:
@@ -140,7 +144,7 @@ def work_flags(request: Request) -> list[str]:
 
 def predicted(words: Sequence[str]) -> Request:
     """Return the request whose figures `study predict` prints."""
-    return predict_command._request(parse(predict_command, words))
+    return make_request(PredictFlags.from_options(parse(predict_command, words)))
 
 
 def flags_of_file(flags: Sequence[str], option: Option) -> list[str]:
@@ -155,12 +159,12 @@ def flags_of_file(flags: Sequence[str], option: Option) -> list[str]:
 
 
 def figures_of_advised_files(
-    option: Option, model: str, flags: list[str], options: argparse.Namespace, folder: Path
+    option: Option, model: str, flags: list[str], requested: AdviseFlags, folder: Path
 ) -> dict[str, Figures]:
     """Return each command's figures of the settings that are advised: of the printed command and the written files."""
     work = work_flags(option.request)
     files = advise_command.write_files(option, folder, "nvme", model)
-    command = shlex.split(advise_command.predict_words(option.request, options))
+    command = shlex.split(advise_command.predict_words(option.request, requested))
     return {
         "advise": figures(option.request),
         "predict": figures(predicted(command[2:])),
@@ -185,9 +189,9 @@ def figures_of_shipped_file(option: Option, model: str, flags: list[str]) -> dic
 
 def test_two_hundred_requests_have_one_figure_in_every_command(tmp_path: Path) -> None:
     different, drawn_names, drawn_flags, drawn_work = [], set(), set(), set()
-    for number, (model, flags, name, options, question) in enumerate(itertools.islice(questions(), COUNT)):
+    for number, (model, flags, name, requested, question) in enumerate(itertools.islice(questions(), COUNT)):
         (option,) = advise(question, [name]).options
-        advised = figures_of_advised_files(option, model, flags, options, tmp_path / str(number))
+        advised = figures_of_advised_files(option, model, flags, requested, tmp_path / str(number))
         by_file = [advised]
         if option.request.fsdp_version == 2:
             # The file of FSDP is one of version 2.

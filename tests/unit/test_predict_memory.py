@@ -421,6 +421,21 @@ def test_a_reference_model_gathers_as_measured(strategy: str, tied: bool, gather
     assert paired.parts["compute"] > plain.parts["compute"]
 
 
+@pytest.mark.parametrize("keeps_gathered", [False, True])
+def test_a_reference_model_under_fsdp1_without_a_wrapping_policy_stays_gathered(keeps_gathered: bool) -> None:
+    """torch's FSDP never frees the parameters of its root after a forward pass."""
+    shape, box = model_shape("gpt2"), box_of_ranks("4", ANY_DEVICE, 4)
+    fsdp1 = {"fsdp_version": 1, "fsdp_unwrapped": True, "fsdp_keeps_gathered": keeps_gathered}
+    alone = Request(shape, read_strategy("fsdp2"), box, 64, 2, 2, "bf16", False, "sdpa", **fsdp1)  # type: ignore[arg-type]
+    request = dataclasses.replace(alone, reference_model=True)
+    trace = reference_gathers(request)
+    assert trace.elements == 0
+    assert trace.live_at_end == pytest.approx(shape.parameters, rel=1e-4)
+    more = predict_memory(request).device_parts["parameters"] - predict_memory(alone).device_parts["parameters"]
+    shard = 4 * shape.parameters / 4
+    assert more == pytest.approx(shard + request.gathered_bytes * shape.parameters, rel=1e-4)
+
+
 def test_fsdp1_has_a_tensor_between_two_layers_in_its_root() -> None:
     """BART's encoder has a norm of its embedding, and T5's one after its last layer."""
     for kind in ("bart", "t5", "llava"):

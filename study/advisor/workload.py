@@ -1,0 +1,174 @@
+"""The trained workload of `study predict`, `study advise` and `study explain`, whose flags are made from its fields."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, Literal
+
+from study.config.errors import UserError
+from study.config.flags import Peft, RunConfig, add_fields, changed_flags, flag
+from study.predictor.hardware import parse_tokens
+from study.predictor.lora_targets import ALL_LINEAR, DEFAULT_TARGETS
+from study.predictor.losses import LossKernel
+from study.predictor.request import Attention, OptimizerName, Request, TrainerSettings
+from study.predictor.shape import USUAL_LENGTH, ModelShape, with_adapters
+
+Quantization = Literal["none", "4bit"]
+
+
+def parse_targets(text: str) -> tuple[str, ...]:
+    """Return the names of --lora_targets; raise ArgumentTypeError without any."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names such as q_proj,v_proj")
+    return names
+
+
+def known_optimizer(text: str) -> str:
+    """Return the text; raise ArgumentTypeError for muon, with the command that supports it."""
+    if text == "muon":
+        instead = "`study virtual --optimizer muon --max_grad_norm 0` counts its bytes"
+        # single_partition_of_fp32_groups in stage_1_and_2.py; under zero.Init a parameter has no elements.
+        shards = "ZeRO gives a program's own Muon flat shards, not matrices: set optimizer.type in the DeepSpeed file"
+        raise argparse.ArgumentTypeError(f"Muon is not predicted: {instead}; {shards}")
+    return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The trained model and its settings. Each field with `flag` is a flag of all three commands, in the order of help.
+
+    The other fields are flags, too, which each command adds itself: their choices, defaults or help differ.
+    """
+
+    model_name_or_path: str = ""
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    # None: `study advise` tries both.
+    gradient_checkpointing: bool | None = None
+    pure_bf16: bool | None = None
+    autocast: bool = False
+    dropout: bool = False
+    seq_length: int | None = flag(
+        f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum", type=parse_tokens, metavar="T"
+    )
+    precision: str | None = None
+    attn_implementation: Attention = flag(None, "sdpa")
+    chunked_loss: bool = flag(
+        "compute the output layer and its loss in chunks of tokens, as Liger's kernel does", False, action="store_true"
+    )
+    loss_kernel: LossKernel = flag(
+        "the loss: transformers' (logits in fp32), torch's in the logits' type, or a fused kernel; docs/advice.md",
+        "transformers",
+    )
+    fsdp_version: int | None = flag(
+        "of FSDP; by default 2, and for study explain that of the file, where Accelerate's default is 1",
+        type=int,
+        choices=(1, 2),
+    )
+    reentrant_units: bool = flag(
+        "FSDP1 with adapters: reentrant checkpoints enclose its units, as in transformers before 4.52",
+        False,
+        action="store_true",
+    )
+    peft: Peft = flag("lora: train only adapters (QLoRA: with --quantization 4bit)", "none")
+    lora_dropout: float | None = flag(
+        "LoRA's dropout: with more than 0 each adapter keeps its own input and a mask; by default 0", metavar="P"
+    )
+    lora_rank: int | None = flag(f"rank of the LoRA adapters; by default {RunConfig.lora_rank}", metavar="R")
+    lora_targets: tuple[str, ...] | None = flag(
+        f"modules with adapters, as peft's target_modules: q_proj,v_proj, or {ALL_LINEAR}; by default peft's own",
+        type=parse_targets,
+        metavar="NAMES",
+    )
+    optimizer: OptimizerName = flag(None, "adamw", type=known_optimizer)
+    quantization: Quantization = flag("4bit: QLoRA", "none")
+    double_quant: bool = flag(
+        "with 4bit: bnb_4bit_use_double_quant, 0.127 and not 0.5 bits of scales a weight", False, action="store_true"
+    )
+    with_reference: bool = flag("a frozen copy, as in DPO and GRPO", False, action="store_true")
+    hub: bool = flag("ask the hub for the model's config.json", False, action="store_true")
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
+        """Add the named fields to a parser as flags; without names all that have the same place in each help."""
+        add_fields(parser, Workload, names or _SAME_PLACE)
+
+    @classmethod
+    def from_options(
+        cls, options: argparse.Namespace, usual_fsdp_version: int = Request.fsdp_version, **values: Any
+    ) -> Workload:
+        """Return the workload of a parsed command line, with these values of fields that it names differently.
+
+        Raise UserError for flags that exclude each other, lack another one, or have no effect.
+        """
+        parsed = vars(options) | values
+        names = [field.name for field in dataclasses.fields(cls) if field.name in parsed]
+        workload = cls(**{name: parsed[name] for name in names})
+        workload._check_adapters()
+        workload._check_trainer(workload.fsdp_version or usual_fsdp_version)
+        return workload
+
+    def _check_adapters(self) -> None:
+        if self.is_quantized and self.peft != "lora":
+            raise UserError("--quantization 4bit is for frozen weights, and all are trained", "add --peft lora")
+        if self.with_reference and self.peft == "lora":
+            raise UserError("--with_reference: with LoRA the model without adapters is the reference", "leave it out")
+        for name in ("lora_rank", "lora_targets", "lora_dropout"):
+            if self.peft != "lora" and (value := getattr(self, name)) is not None:
+                text = ",".join(value) if isinstance(value, tuple) else value
+                raise UserError(f"--{name} {text} has no effect without adapters", "add --peft lora")
+
+    def _check_trainer(self, fsdp_version: int) -> None:
+        if self.reentrant_units and fsdp_version != 1:
+            raise UserError("--reentrant_units is for FSDP1", "add --fsdp_version 1")
+        if self.reentrant_units and self.peft != "lora":
+            raise UserError(
+                "--reentrant_units is about FSDP1's frozen units, and all weights are trained", "add --peft lora"
+            )
+        if not 0 <= self.trainer.lora_dropout < 1:
+            problem = f"--lora_dropout {self.trainer.lora_dropout:g} is out of range"
+            raise UserError(problem, "use 0 or more, and less than 1")
+        if self.double_quant and not self.is_quantized:
+            raise UserError("--double_quant is about the scales of 4-bit weights", "add --quantization 4bit")
+        if self.chunked_loss and self.loss_kernel not in ("transformers", "liger"):
+            problem = f"--chunked_loss is liger, and --loss_kernel is {self.loss_kernel}"
+            raise UserError(problem, "leave one of them out")
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quantization == "4bit"
+
+    @property
+    def trainer(self) -> TrainerSettings:
+        """The settings of the user's trainer."""
+        kernel: LossKernel = "liger" if self.chunked_loss else self.loss_kernel
+        return TrainerSettings(self.reentrant_units, self.lora_dropout or 0.0, self.double_quant, kernel)
+
+    def adapt(self, shape: ModelShape) -> ModelShape:
+        """Return the model's shape, with adapters if they are trained; raise UserError if it cannot be trained so."""
+        if shape.quantized_by == "4bit" and not self.is_quantized:
+            fix = "add --peft lora --quantization 4bit, or remove quantization_config from config.json to predict"
+            raise UserError(f"{shape.name} has 4-bit weights, which stay frozen", f"{fix} 16 bits")
+        if self.peft != "lora":
+            return shape
+        rank = RunConfig.lora_rank if self.lora_rank is None else self.lora_rank
+        return with_adapters(shape, rank, self._find_targets(shape))
+
+    def _find_targets(self, shape: ModelShape) -> tuple[str, ...]:
+        """Return the modules with adapters: by default peft's own of this model type; none for all linear layers."""
+        if self.lora_targets is None and shape.model_type not in DEFAULT_TARGETS:
+            fix = f"add --lora_targets {ALL_LINEAR}, or the names of modules"
+            raise UserError(f"peft has no default targets for adapters of a {shape.model_type}", fix)
+        names = DEFAULT_TARGETS[shape.model_type] if self.lora_targets is None else self.lora_targets
+        return () if ALL_LINEAR in names else names
+
+    def flags(self, **defaults: Any) -> list[str]:
+        """Return the words of a command line that set all but the model, and no default; `defaults` are those of the
+        command that differ from the fields'."""
+        return changed_flags(self, model_name_or_path=self.model_name_or_path, **defaults)
+
+
+_ELSEWHERE = ("hub", "optimizer")
+_SAME_PLACE = [field.name for field in dataclasses.fields(Workload) if field.metadata and field.name not in _ELSEWHERE]
