@@ -1,6 +1,6 @@
 """The run directory: written by training, read by all other code.
 
-Every document is written completely or not at all. study/records/schema.py defines which values are valid.
+Every document is written completely or not at all. study/records/models.py defines which values are valid.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_sealed(status: Mapping[str, Any]) -> bool:
     """Whether a run closed its record; False if it was killed."""
-    return status.keys() >= SEAL.keys()
+    return status.keys() >= SEAL
 
 
 def digests(path: Path) -> dict[str, str]:
