@@ -75,6 +75,10 @@ def deduplicate_runs(runs: list[LoadedRun]) -> tuple[list[LoadedRun], list[str]]
 
 _CELL = (*CONFIG_COLUMNS, "strategy", "world_size", "trainer")
 RUNS_FILE, STEPS_FILE = "runs.parquet", "steps.parquet"
+# These files are kept in git.
+_COMPACT: dict[str, Any] = {"compression": "zstd", "compression_level": 19, "write_statistics": False}
+# Types of columns of runs, which may have no value for some.
+_NULLABLE = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 _REFUSED, _REMAINING, _DIGEST = b"study.refused", b"study.remaining", b"study.digest"
 
 
@@ -201,13 +205,16 @@ def _chosen(records: Records, mask: pd.Series) -> Records:
 def write_parquet(records: Records, folder: Path) -> None:
     """Write both tables as parquet files, with a digest of their content."""
     folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pandas(records.steps, preserve_index=False), folder / STEPS_FILE)
+    pq.write_table(pa.Table.from_pandas(records.steps, preserve_index=False), folder / STEPS_FILE, **_COMPACT)
     frame = records.runs.astype(RUN_COLUMNS)
-    runs = pa.Table.from_pandas(frame, preserve_index=False)
+    # Arrow's and pandas' notes on 170 columns would be half of the file.
+    runs = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
     remaining = json.dumps([progress._asdict() for progress in records.remaining]).encode()
     notes = {_REFUSED: json.dumps(records.refused).encode(), _REMAINING: remaining}
-    notes |= {**(runs.schema.metadata or {}), _DIGEST: _digest(frame, folder / STEPS_FILE)}
-    pq.write_table(runs.replace_schema_metadata(notes), folder / RUNS_FILE)
+    notes[_DIGEST] = _digest(frame, folder / STEPS_FILE)
+    with pq.ParquetWriter(folder / RUNS_FILE, runs.schema, store_schema=False, **_COMPACT) as writer:
+        writer.write_table(runs)
+        writer.add_key_value_metadata(notes)
 
 
 def _digest(runs: pd.DataFrame, steps: Path) -> bytes:
@@ -219,13 +226,13 @@ def _digest(runs: pd.DataFrame, steps: Path) -> bytes:
 
 def read_runs_table(folder: Path) -> pd.DataFrame:
     """Read only the table of runs, which is much faster than `read_parquet`; does not check the digest."""
-    return _with_run_columns(folder / RUNS_FILE, _read_table(folder / RUNS_FILE)[0])
+    return _with_run_columns(folder / RUNS_FILE, _read_table(folder / RUNS_FILE, _NULLABLE)[0])
 
 
 def read_parquet(folder: Path) -> Records:
     """Read the tables of a report and check their digest; raises UserError."""
     file, steps_file = folder / RUNS_FILE, folder / STEPS_FILE
-    runs, notes = _read_table(file)
+    runs, notes = _read_table(file, _NULLABLE)
     steps, _ = _read_table(steps_file)
     if _DIGEST not in notes:
         raise UserError(f"{file} has no digest: `study report` did not write it, or an older version did", _fix(file))
@@ -284,10 +291,10 @@ def _fix(file: Path) -> str:
     return f"remove it, and rebuild it from its runs: study report {file.parent.name} --runs_dir DIR"
 
 
-def _read_table(file: Path) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
+def _read_table(file: Path, types: Mapping[Any, Any] = {}) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
     try:
         table = pq.read_table(file)
-        return table.to_pandas(), table.schema.metadata or {}
+        return table.to_pandas(types_mapper=types.get), table.schema.metadata or {}
     except (OSError, ValueError) as error:
         raise UserError(f"{file} is not readable ({first_line(error)[:200]})", _fix(file)) from None
 

@@ -161,9 +161,9 @@ def workload_names(keys: Sequence[str]) -> dict[str, str]:
         keys_by_model[values["task"], values["model_name_or_path"]].append(key)
     texts = {}
     for (task, _), group in keys_by_model.items():
+        varying = {field for field in parsed[group[0]] if len({json.dumps(parsed[key][field]) for key in group}) > 1}
         for key in group:
             values = parsed[key]
-            varying = {field for field in values if len({json.dumps(parsed[peer][field]) for peer in group}) > 1}
             fields = [field for field in values if field in ("model_name_or_path", "data") or field in varying]
             words = [format_setting(field, values[field]) for field in fields if values[field] not in (None, False)]
             texts[key] = ", ".join(words) if task else "workload not recorded"

@@ -41,7 +41,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
     if study.models["eval_loss"].terms.empty:
         raise UserError("no seed has all its 16 cells yet", "run: study autopsy run")
     with new_report(output, ()) as folder:
-        study.arms.to_parquet(folder / FILE, index=False, compression="zstd")
+        study.arms.to_parquet(folder / FILE, index=False, compression="zstd", write_statistics=False)
         for name, why in run_notebooks(["autopsy"], NOTEBOOKS, folder, TIME_LIMIT_S, lambda _line: None).items():
             raise UserError(f"notebooks/{name}.ipynb failed in {why}", "fix that cell")
         # The first of each kind is about the loss, as the sentence is.
