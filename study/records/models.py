@@ -58,7 +58,14 @@ def _is_tree(value: Any, levels: int = _MAX_LEVELS) -> bool:
 
 
 def _require_keys(keys: tuple[str, ...]) -> AfterValidator:
-    return _must(lambda value: value.keys() == set(keys), f"must have exactly the keys {', '.join(keys)}")
+    """Return a rule for an object that has these keys and no other."""
+
+    def check(value: dict[str, Any]) -> dict[str, Any]:
+        if value.keys() != set(keys):
+            raise ValueError(f"has the keys {', '.join(value)}, and must have {', '.join(keys)}")
+        return value
+
+    return AfterValidator(check)
 
 
 # Kinds of values.
@@ -80,9 +87,8 @@ ConsecutiveSteps = Annotated[
     Field(min_length=1),
     _must(lambda steps: steps == [*range(steps[0], steps[0] + len(steps))], "must be consecutive steps"),
 ]
-Figures = Annotated[
-    Any, _must(_is_tree, f"must be a tree of at most {_MAX_LEVELS} levels whose every leaf is a number from 0 up")
-]
+_FIGURES = f"must be a tree of at most {_MAX_LEVELS} levels whose every leaf is a number from 0 up"
+Figures = Annotated[Any, _must(_is_tree, _FIGURES)]
 Amounts = dict[str, Amount | None]
 FigureTrees = dict[str, Figures]
 PlaceBytes = Annotated[Amounts, _require_keys(STATE_PLACES)]
@@ -214,12 +220,20 @@ class SummaryRecord(Record):
     warmup_steps: Count = LACKING
 
 
-class RankState(Record):
-    """Model state of a rank. Other keys have trees of figures."""
+class RankFigures(Record):
+    """A record of a rank that may have other keys, with trees of figures."""
 
     model_config = pydantic.ConfigDict(extra="allow")
-    __pydantic_extra__: FigureTrees
 
+    @pydantic.model_validator(mode="after")
+    def _has_only_figures_in_other_keys(self) -> RankFigures:
+        for key, value in (self.model_extra or {}).items():
+            if not _is_tree(value):
+                raise ValueError(f"{key} {_FIGURES}")
+        return self
+
+
+class RankState(RankFigures):
     state_bytes: StateBytes
     pieces: FigureTrees = LACKING
     buffer_bytes: FigureTrees = LACKING
@@ -232,12 +246,7 @@ class RankState(Record):
     grads_after_backward: Amounts | None = LACKING
 
 
-class RankMemory(Record):
-    """Memory of a rank. Other keys have trees of figures."""
-
-    model_config = pydantic.ConfigDict(extra="allow")
-    __pydantic_extra__: FigureTrees
-
+class RankMemory(RankFigures):
     rank: Count
     phases: dict[str, PhasePeaks]
     device_mean_over_steps: Amount | None
@@ -381,6 +390,7 @@ def refusal(error: pydantic.ValidationError) -> str:
         message = "must be an object"
     else:
         message = re.sub(r"^\w+ should", "must", first["msg"])
-    # A rule of a whole document names its keys itself.
-    is_document = not first["loc"] and isinstance(first["input"], dict)
-    return message if is_document else f"{inside}{key} is {first['input']!r:.200}: {message}".strip()
+    if first["type"] == "value_error" and isinstance(first["input"], dict):
+        # The rule of an object names its keys itself.
+        return f"{inside}{key}: {message}".removeprefix(": ")
+    return f"{inside}{key} is {first['input']!r:.200}: {message}".strip()
