@@ -133,7 +133,8 @@ class RunWriter:
     def set_crash_hint(self, hint: str) -> None:
         """Set the hint for the case that the run is killed, unless another rank has already recorded an outcome."""
         self.status["hint"] = hint
-        if read_status(self.folder)["ended_at"] is None:
+        # Not checked, since the models of records would add 8 MiB to the memory of the run.
+        if read_json(self.folder / "status.json")["ended_at"] is None:
             self.write("status.json", self.status)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ from study.config.errors import RunFailed
 from study.config.flags import RunConfig
 from study.host.memory import GIB
 from study.records.directory import finite_or_none, read_rows
-from study.records.models import SummaryRecord
 from study.records.schema import PEAKS, STATE_KINDS, STATE_PLACES
 from study.records.virtual_summary import largest
 from study.workloads import metrics, tasks
@@ -210,6 +209,9 @@ def summarize(
 
     from study.metrics.flops import model_flops_per_sample
     from study.predictor.hardware import mfu
+
+    # pydantic, so not before the memory of the run is measured.
+    from study.records.models import SummaryRecord
 
     time = ranks[0]["time"]
     virtual = bool(config.virtual_world_size)
