@@ -384,13 +384,12 @@ def refusal(error: pydantic.ValidationError) -> str:
         return f"{inside}lacks {', '.join(str(place[-1]) for place in missing if place[:-1] == outer)}"
     if first["type"] == "extra_forbidden":
         return f"{inside}has the unknown key {key!r}"
+    rule = re.sub(r"^\w+ should", "must", first["msg"])
+    if first["type"] in ("model_type", "dict_type"):
+        rule = "must be an object"
     if first["type"] == "value_error":
-        message = str(first["ctx"]["error"])
-    elif first["type"] in ("model_type", "dict_type"):
-        message = "must be an object"
-    else:
-        message = re.sub(r"^\w+ should", "must", first["msg"])
-    if first["type"] == "value_error" and isinstance(first["input"], dict):
-        # The rule of an object names its keys itself.
-        return f"{inside}{key}: {message}".removeprefix(": ")
-    return f"{inside}{key} is {first['input']!r:.200}: {message}".strip()
+        rule = str(first["ctx"]["error"])
+        if isinstance(first["input"], dict):
+            # It names the keys of the object itself.
+            return f"{inside}{key}: {rule}".removeprefix(": ")
+    return f"{inside}{key} is {first['input']!r:.200}: {rule}".strip()
