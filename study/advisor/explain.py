@@ -156,7 +156,7 @@ def _check_flags(options: argparse.Namespace) -> None:
         strategies = shlex.join(["study", "predict", options.config, "--strategy", "zero3"])
         raise UserError(f"{options.config} is a model, and no file is named", f"{command}; of a strategy: {strategies}")
     if not options.model:
-        # What is wrong with the file goes first.
+        # Errors of the file go first.
         read_user_file(options.config)
     if len(options.model) != 1:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
