@@ -215,7 +215,10 @@ class PeakWatch(TorchDispatchMode):
         self._is_new_peak = False
         try:
             total = self._tensor_bytes()
-            if total >= self.peak_bytes * (1 - _GROWTH):
+            if total > self.peak_bytes * (1 + _GROWTH):
+                # Something else was allocated meanwhile.
+                self._measure()
+            elif total >= self.peak_bytes * (1 - _GROWTH):
                 self._split_peak()
                 self.peak_bytes = max(total, self.peak_bytes)
                 self.log.replace_peak(self.peak_bytes, self.parts)

@@ -294,7 +294,10 @@ def test_a_failure_inside_is_listed_and_training_goes_on(
     assert (torch.autograd.backward, _BaseDataLoaderIter.__next__) == (backward, load)
 
 
-def test_a_copy_that_gloo_frees_late_is_not_part_of_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operations_before", [0, 3])
+def test_a_copy_that_gloo_frees_late_is_not_part_of_a_peak(
+    operations_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its threads may get no core for some time after a collective has ended."""
     if bytes_in_use(CPU) is None:
         pytest.skip("the heap is not measured before psutil 7.2")
@@ -311,6 +314,8 @@ def test_a_copy_that_gloo_frees_late_is_not_part_of_a_peak(monkeypatch: pytest.M
     watch = PeakWatch(model, optimizer, PartTimer(model, optimizer, CPU, failures), CPU, failures)
     monkeypatch.undo()
     with watch:
+        for _ in range(operations_before):
+            torch.ones(1)
         copy = libc.malloc(size)
         ctypes.memset(copy, 1, size)
         freeing = threading.Timer(0.2, libc.free, (copy,))
