@@ -14,6 +14,7 @@ from study.config.flags import RunConfig, resolve_config
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
 from study.records.directory import seal
+from study.records.models import Record
 from study.records.schema import SEAL
 from study.report.document import Answer
 
@@ -261,6 +262,11 @@ def _measurements(config: RunConfig, strategy: str, ranks: int, gpu: bool, rows:
     }
     traffic = {"step": min(4, len(rows)), "world_size": ranks, "collectives": collectives}
     return {"memory.json": memory, "traffic.json": traffic, "summary.json": summary}
+
+
+def required_keys(model: type[Record]) -> tuple[str, ...]:
+    """Return the keys that every record of this version and of older ones has."""
+    return tuple(key for key, field in model.model_fields.items() if field.is_required())
 
 
 def answered(answer: Answer | None) -> Answer:

@@ -103,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("config", metavar="CONFIG", help="a DeepSpeed JSON or an Accelerate YAML; with --strict also several")
     model_help = "a preset, a folder with config.json, or its sizes: layers=..,hidden=..,.."
     add("model", nargs="*", metavar="MODEL", help=model_help)
+    add("--model", "--model_name_or_path", dest="named_model", metavar="M", help="the same as MODEL")
     add("--world_size", type=_COUNT, metavar="N", help="ranks of the whole job; by default as in the Accelerate file")
     add(
         "--hardware", metavar="BOX", help="8xH100, 2x8xA100-40, this: whether the peak fits, by default on all its GPUs"
@@ -124,10 +125,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the explanation; return 1 if the engine refuses the file, 3 with warnings under --strict, else 0."""
-    if options.strict and options.hardware:
-        raise UserError("--strict checks files, and --hardware is for an explanation", "leave one of them out")
     if options.strict:
+        _check_strict_flags(options)
         return _check(options)
+    _check_flags(options)
+    with progress_line("reading the file and predicting its settings ..."):
+        case = read_case(options)
+        page = [] if options.json else list(_page(case, options.details))
+    print_result(options.json, lambda: _document(case), page, options.details)
+    return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
+
+
+def _check_strict_flags(options: argparse.Namespace) -> None:
+    """Raise UserError for a flag that --strict has no use for."""
+    if options.hardware:
+        raise UserError("--strict checks files, and --hardware is for an explanation", "leave one of them out")
+    if options.named_model:
+        raise UserError("--strict checks files, for any model", "leave --model out")
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Set the model of an explanation; raise UserError unless a file and a model are named, in this order."""
+    if options.named_model:
+        options.model = [*options.model, options.named_model]
     for flag, is_given in (("--output_format", options.output_format), ("--skip_others", options.skip_others)):
         if is_given:
             raise UserError(f"{flag} is for --strict", f"add --strict, or leave {flag} out")
@@ -135,6 +155,9 @@ def run(options: argparse.Namespace) -> int:
         command = shlex.join(["study", "explain", "ds.json", options.config])
         strategies = shlex.join(["study", "predict", options.config, "--strategy", "zero3"])
         raise UserError(f"{options.config} is a model, and no file is named", f"{command}; of a strategy: {strategies}")
+    if not options.model:
+        # Errors of the file go first.
+        read_user_file(options.config)
     if len(options.model) != 1:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
         example = shlex.join(["study", "explain", options.config, "llama-3.1-8b"])
@@ -143,11 +166,6 @@ def run(options: argparse.Namespace) -> int:
     if not resolve_path(config).exists() and resolve_path(model).is_file() and find_preset(config) is not None:
         command = shlex.join(["study", "explain", model, config])
         raise UserError(f"{config} is a model and {model} a file", f"name the file first: {command}")
-    with progress_line("reading the file and predicting its settings ..."):
-        case = read_case(options)
-        page = [] if options.json else list(_page(case, options.details))
-    print_result(options.json, lambda: _document(case), page, options.details)
-    return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 
 def read_case(options: argparse.Namespace) -> ConfigCase:

@@ -58,7 +58,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model = f"a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes"
     add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=model)
-    add("--model_name_or_path", metavar="M", help="the same as MODEL")
+    add("--model", "--model_name_or_path", dest="model_name_or_path", metavar="M", help="the same as MODEL")
     box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}; another GPU by its"
     box += " figures: 8xmemory=192GiB,tflops=1300,bandwidth=5300"
     add("--hardware", metavar="BOX", help=box)

@@ -24,7 +24,10 @@ FLAGS = _by_name(
         "--seq_length": "max_seq_length max_length context context_length block_size model_max_length cutoff_len",
         "--hardware 8xH100": "num_processes num_gpus gpus gpu ngpus nproc_per_node world_size",
         "--hardware 4x8xH100": "nodes num_nodes nnodes num_machines",
-        "--strategy zero3": "zero_stage stage zero",
+        "--strategy zero3 | --features zero3": "zero_stage stage zero zero3",
+        "--strategy zero2 | --features zero2": "zero2",
+        "--strategy zero1 | --features zero1": "zero1",
+        "--features zero2": "strategy",
         "--strategy zero2_cpu": "cpu_offload offload offload_optimizer zero_offload",
         "--strategy fsdp2": "fsdp use_fsdp",
         "--optimizer": "optim",
@@ -113,8 +116,9 @@ def find_family(name: str) -> tuple[str, str]:
 
 
 def find_flag(flag: str, flags: Mapping[str, object]) -> str:
-    """Return the flag of a command, with a value, that has the meaning of another program's; empty without one."""
-    meant = FLAGS.get(flag.removeprefix("--"), ())
+    """Return the flag of a command, with a value, that has the meaning of another program's; empty for a word and
+    without one."""
+    meant = FLAGS.get(flag[2:], ()) if flag[:2] == "--" else ()
     return next((text for text in meant if text.partition(" ")[0] in flags), "")
 
 

@@ -35,7 +35,7 @@ _GROWTH = 0.01
 # waits on while more of it than this fraction and these bytes has no owner, in all at most this often in a step.
 _SETTLED_AFTER_S = 0.02
 _UNOWNED_FRACTION, _UNOWNED_BYTES = 0.03, 2**18
-_MOST_WAITS = 50
+_MAX_WAITS = 50
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
@@ -86,7 +86,7 @@ class PeakWatch(TorchDispatchMode):
         self._waits_for_gloo = not self._is_cuda and dist.is_initialized()
         self._outside = self._reducer_bytes = 0
         self._is_new_peak = self._is_off = False
-        self._waits_left = _MOST_WAITS
+        self._waits_left = _MAX_WAITS
         self.flops = 0
         self.flops_by_dtype: Counter[str] = Counter()
         self.peak_bytes = 0

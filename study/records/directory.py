@@ -1,6 +1,6 @@
 """The run directory: written by training, read by all other code.
 
-Every document is written completely or not at all. study/records/schema.py defines which values are valid.
+Every document is written completely or not at all. study/records/models.py defines which values are valid.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class RunWriter:
     def set_crash_hint(self, hint: str) -> None:
         """Set the hint for the case that the run is killed, unless another rank has already recorded an outcome."""
         self.status["hint"] = hint
-        if read_status(self.folder)["ended_at"] is None:
+        # Not checked, since the models of records would add 8 MiB to the memory of the run.
+        if read_json(self.folder / "status.json")["ended_at"] is None:
             self.write("status.json", self.status)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
@@ -170,7 +171,7 @@ def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_sealed(status: Mapping[str, Any]) -> bool:
     """Whether a run closed its record; False if it was killed."""
-    return status.keys() >= SEAL.keys()
+    return status.keys() >= SEAL
 
 
 def digests(path: Path) -> dict[str, str]:

@@ -7,8 +7,9 @@ import json
 import re
 import shlex
 import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,16 @@ from study.config.errors import UserError, replace_unprintable
 from study.config.flags import RunConfig, inner_type, parse_command_line, resolve_config
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.records.directory import Run, read_json
-from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_OPTIONAL, RecordError, validate
+from study.records.models import (
+    EngineRecord,
+    EnvironmentRecord,
+    EvaluationRow,
+    Record,
+    StatusRecord,
+    StepRow,
+    SummaryRecord,
+)
+from study.records.schema import SEAL, STATE_KINDS, STATE_PLACES, RecordError, validate
 from study.records.virtual_summary import GRADIENT_READ_POINTS, largest
 
 # sweep.json: the planned cell of a run, its searches, and the speed of the machine.
@@ -71,32 +81,50 @@ STATE_COLUMNS = {f"{kind}_bytes_{place}": (kind, place) for kind in STATE_KINDS 
 _FOLDERS = re.compile(r"(?<![\w./:~-])/(?:[^\s/:'\"()]+/){2,}")
 _MAY_NAME_FOLDERS = {"data", "tokenizer_name", "model_name_or_path", "status_reason", "status_hint"}
 _PATHS = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "nvme_path"}
-_TYPES: dict[Any, str] = {bool: "boolean", int: "Int64", float: "float64"}
 _FLOORS = {
     "floor_loss": "expected_loss",
     "floor_accuracy": "expected_accuracy",
     "floor_eval_loss": "oracle_eval_loss",
     "floor_eval_accuracy": "oracle_eval_accuracy",
 }
+_TYPES: dict[Any, str] = {bool: "boolean", int: "Int64", float: "float64"}
+
+
+def _column_type(hint: Any) -> str:
+    """Return the type of the column of a field; texts and JSON have the type `str`."""
+    kind = inner_type(hint)
+    if typing.get_origin(kind) is typing.Annotated:
+        kind = typing.get_args(kind)[0]
+    return _TYPES.get(kind, "str")
+
+
+class Copied(NamedTuple):
+    """A column that has the value and the type of a key of a file."""
+
+    model: type[Record]
+    key: str
+
+    @property
+    def type(self) -> str:
+        return _column_type(self.model.model_fields[self.key].annotation)
+
+
+def _copied(model: type[Record], *keys: str, **renamed: str) -> dict[str, Copied]:
+    """Return columns by name: of keys with the same name, then of renamed ones."""
+    return {column: Copied(model, key) for column, key in ({key: key for key in keys} | renamed).items()}
 
 
 CONFIG_COLUMNS = {
-    name: _TYPES.get(inner_type(hint), "str")
-    for name, hint in typing.get_type_hints(RunConfig).items()
-    if name not in _PATHS
+    name: _column_type(hint) for name, hint in typing.get_type_hints(RunConfig).items() if name not in _PATHS
 }
-RUN_COLUMNS: dict[str, str] = {
+_COLUMNS: dict[str, str | Copied] = {
     "run": "str",
-    **{f"status_{key}": "str" for key in ("state", "reason", "hint", "started_at", "ended_at")},
-    "status_attempt": "Int64",
+    **{f"status_{key}": Copied(StatusRecord, key) for key in StatusRecord.model_fields if key not in SEAL},
     "sealed": "boolean",
     # Comparison labels, from study/records/fairness.py and workloads.py.
     **dict.fromkeys(("workload", "workload_key", "arm", "baseline", "confounded", "confounded_loss", "notes"), "str"),
-    "strategy": "str",
-    "world_size": "Int64",
-    "virtual": "boolean",
-    "trainer": "str",
-    **dict.fromkeys(("model_parameters", "model_layers", "preset_layers"), "Int64"),
+    **_copied(EngineRecord, "strategy", "world_size", "virtual", "trainer"),
+    **_copied(EngineRecord, "model_parameters", "model_layers", "preset_layers"),
     "repeat": "Int64",
     # Name of the stack; null for the installed packages.
     "stack": "str",
@@ -104,17 +132,19 @@ RUN_COLUMNS: dict[str, str] = {
     "searches": "str",
     "probe": "boolean",
     **CONFIG_COLUMNS,
-    **dict.fromkeys(("distributed_type", "engine_precision", "param_dtype", "optimizer_class"), "str"),
-    **dict.fromkeys(("optimizer_settings", "buckets", "warnings", "initial_weights_sha256"), "str"),
-    **dict.fromkeys(("offload_optimizer", "offload_param", "train_data_sha256", "eval_data_sha256"), "str"),
-    "zero_stage": "Int64",
-    "gradient_accumulation_steps": "Int64",
+    # Settings of the live engine; the requested ones are in the columns of the config.
+    **_copied(EngineRecord, "distributed_type", engine_precision="precision"),
+    **_copied(EngineRecord, "param_dtype", "optimizer_class"),
+    **dict.fromkeys(("optimizer_settings", "buckets", "warnings"), "str"),
+    **_copied(EngineRecord, "initial_weights_sha256", "offload_optimizer", "offload_param"),
+    **dict.fromkeys(("train_data_sha256", "eval_data_sha256"), "str"),
+    **_copied(EngineRecord, "zero_stage", "gradient_accumulation_steps"),
     # Size of the model-parallel group, whose ranks share samples; null without one.
     "group_ranks": "Int64",
-    "micro_batch_size": "Int64",
-    "gradient_clipping": "float64",
+    **_copied(EngineRecord, micro_batch_size="per_device_train_batch_size"),
+    **_copied(EngineRecord, "gradient_clipping"),
     "samples_sha256": "str",
-    **{key: "float64" for key in (*SUMMARY_KEYS, *SUMMARY_OPTIONAL) if key != "state_bytes_per_rank"},
+    **{key: "float64" for key in SummaryRecord.model_fields if key != "state_bytes_per_rank"},
     **dict.fromkeys(STATE_COLUMNS, "float64"),
     **dict.fromkeys(MEMORY_COLUMNS, "float64"),
     **dict.fromkeys(
@@ -130,26 +160,26 @@ RUN_COLUMNS: dict[str, str] = {
     # Content of profile.json; null if no step was profiled.
     "profile": "str",
     **dict.fromkeys(_FLOORS, "float64"),
-    **dict.fromkeys(("cpu", "devices", "driver", "git_commit", "code_sha256", "study_version"), "str"),
-    "git_dirty": "boolean",
-    **dict.fromkeys(("cpu_cores", "threads_per_rank"), "Int64"),
-    "host_memory_gib": "float64",
+    **dict.fromkeys(("cpu", "devices"), "str"),
+    **_copied(EnvironmentRecord, "driver", "git_commit", "code_sha256"),
+    "study_version": "str",
+    **_copied(EnvironmentRecord, "git_dirty", "cpu_cores", "threads_per_rank", "host_memory_gib"),
     # Matmul rate of this machine in the precision of the run, measured at the start of the sweep.
     "matmul_tflops": "float64",
-    **{f"{name}_version": "str" for name in ("torch", "deepspeed", "accelerate", "transformers")},
+    **_copied(EngineRecord, torch_version="torch", deepspeed_version="deepspeed"),
+    **dict.fromkeys(("accelerate_version", "transformers_version"), "str"),
 }
-STEP_COLUMNS: dict[str, str] = {
-    "run": "str",
-    "step": "int64",
-    "loss": "float64",
-    "lr": "float64",
-    "grad_norm": "float64",
-    "step_time_s": "float64",
-    "tokens": "int64",
-    "samples_hash": "str",
-    "eval_loss": "float64",
-    "eval_accuracy": "float64",
-    "eval_perplexity": "float64",
+RUN_COLUMNS = {name: column if isinstance(column, str) else column.type for name, column in _COLUMNS.items()}
+# Columns of a row of steps.jsonl, and of the evaluation after it.
+_OF_STEP = {key: Copied(StepRow, key) for key in StepRow.model_fields if key != "skipped"}
+_OF_EVALUATION = {
+    f"eval_{key.removeprefix('eval_')}": Copied(EvaluationRow, key)
+    for key in EvaluationRow.model_fields
+    if key != "step"
+}
+# Whole numbers of a step have no null.
+STEP_COLUMNS = {"run": "str"} | {
+    name: column.type.replace("Int64", "int64") for name, column in (_OF_STEP | _OF_EVALUATION).items()
 }
 _REPEAT = re.compile(r"-r([1-9]\d{0,5})$")
 
@@ -158,7 +188,7 @@ def run_row(run: Run) -> dict[str, Any]:
     """Return the row of a run by column; None means not recorded. Raises RecordError."""
     numbered = _REPEAT.search(run.path.name)
     row: dict[str, Any] = {"run": run.path.name, "repeat": int(numbered[1]) if numbered else 1, "virtual": False}
-    row |= {f"status_{key}": value for key, value in run.status.items()}
+    row |= _copy(StatusRecord, run.status)
     notes = read_notes(run.path)
     row["stack"] = notes.get("stack")
     row["searches"] = json.dumps(notes["searches"]) if "searches" in notes else None
@@ -202,41 +232,22 @@ def run_row(run: Run) -> dict[str, Any]:
     return {key: row.get(key) for key in RUN_COLUMNS}
 
 
+def _copy(model: type[Record], document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the columns that are copied from this file; None for a key that it lacks."""
+    columns = ((name, column) for name, column in _COLUMNS.items() if isinstance(column, Copied))
+    return {name: document.get(column.key) for name, column in columns if column.model is model}
+
+
 def _engine(engine: dict[str, Any]) -> dict[str, Any]:
     if not engine:
         return {}
-    copied = (
-        "strategy",
-        "world_size",
-        "virtual",
-        "distributed_type",
-        "param_dtype",
-        "optimizer_class",
-        "zero_stage",
-        "offload_optimizer",
-        "offload_param",
-        "initial_weights_sha256",
-        "gradient_clipping",
-        "gradient_accumulation_steps",
-        "model_parameters",
-        "model_layers",
-        "preset_layers",
-    )
-    # Settings of the live engine; the requested ones are in the columns of the config.
-    renamed = {
-        "engine_precision": "precision",
-        "micro_batch_size": "per_device_train_batch_size",
-        "torch_version": "torch",
-        "deepspeed_version": "deepspeed",
-    }
     hashes = (engine.get("data") or {}).get("tokens_sha256")
     digests = (
         {split: text for split, text in hashes.items() if isinstance(text, str)} if isinstance(hashes, dict) else {}
     )
     settings = engine.get("optimizer_settings")
     return {
-        **{key: engine.get(key) for key in copied},
-        **{column: engine.get(key) for column, key in renamed.items()},
+        **_copy(EngineRecord, engine),
         "group_ranks": (engine.get("model_parallel_group") or {}).get("ranks"),
         "trainer": engine.get("trainer", "study"),
         "warnings": json.dumps(engine["warnings"]),
@@ -250,11 +261,10 @@ def _engine(engine: dict[str, Any]) -> dict[str, Any]:
 def _environment(environment: dict[str, Any]) -> dict[str, Any]:
     if not environment:
         return {}
-    copied = ("cpu_cores", "threads_per_rank", "host_memory_gib", "driver", "git_commit", "git_dirty", "code_sha256")
     packages, boxes = environment.get("packages", {}), [environment, *environment.get("other_machines", [])]
     devices = dict.fromkeys(tuple(device["name"] for device in box.get("devices", [])) for box in boxes)
     return {
-        **{key: environment.get(key) for key in copied},
+        **_copy(EnvironmentRecord, environment),
         # Machines of the same kind are listed once.
         "cpu": " + ".join(dict.fromkeys(box["cpu"] for box in boxes if box.get("cpu"))) or None,
         "devices": json.dumps([name for names in devices for name in names]),
@@ -293,12 +303,14 @@ def _memory(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def step_block(run: Run) -> dict[str, Any]:
     """Return the steps of a successful run by column; an evaluation is in the row of the preceding step."""
-    block: dict[str, Any] = {"samples_hash": np.array([step["samples_hash"] for step in run.steps], dtype=object)}
-    for key in ("step", "tokens", "loss", "lr", "grad_norm", "step_time_s"):
-        block[key] = np.array([step[key] for step in run.steps], dtype=STEP_COLUMNS[key])
-    for key in ("eval_loss", "accuracy", "perplexity"):
+    block: dict[str, Any] = {
+        name: np.array([step[column.key] for step in run.steps], dtype=STEP_COLUMNS[name].replace("str", "object"))
+        for name, column in _OF_STEP.items()
+    }
+    for name, column in _OF_EVALUATION.items():
         values = np.full(len(run.steps), np.nan)
         for row in run.evals:
-            values[row["step"] - 1] = np.nan if row.get(key) is None else row[key]
-        block[f"eval_{key.removeprefix('eval_')}"] = values
+            value = row.get(column.key)
+            values[row["step"] - 1] = np.nan if value is None else value
+        block[name] = values
     return block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterator, Sequence
 
@@ -18,9 +19,10 @@ from study.compositions.features import Combination
 from study.compositions.matrix import Matrix
 from study.config.errors import UserError
 from study.config.printing import print_page
+from study.config.strategies import STRATEGY_NAMES
 from study.host.stacks import package_version, release_key
-from study.releases.causes import Cause, read_causes
-from study.releases.judge import FAULTY, UNTESTED, has_releases
+from study.releases.causes import GRID, Cause, read_causes
+from study.releases.judge import FAULTY, UNTESTED, JudgedStack, find_untested, has_releases
 
 # Packages that decide whether a stack was tested.
 _PACKAGES = ("deepspeed", "accelerate", "torch")
@@ -34,6 +36,8 @@ _WORDS = {
     "pairs": "not tested as a whole",
     "untested": "not tested",
 }
+# Features of the trainings of the grid of releases, besides the stage; all of them clip.
+_IN_GRID = {"accelerate", "accumulation", "clipping", "bf16", "cpu_adam", "optimizer_cpu", "all_cpu"}
 _HOW = "tested on two to four CPU ranks, in three steps of a tiny model"
 
 
@@ -65,6 +69,8 @@ def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
         return FAULTY, [f"{request}: {outcome}: {described}", source]
     every_matrix = [*matrices, *read_other_matrices()]
     tested = next((matrix for matrix in every_matrix if has_releases(matrix, versions)), None)
+    if tested is None and _is_in_grid(options.features, versions, newest):
+        return 0, [f"{request}: right", "by the grid of `study releases`: two CPU ranks, with clipping"]
     if tested is None:
         nearest = _format_answer(options.features, _next_newer(every_matrix, versions, newest))
         return UNTESTED, [f"{request}: not tested; {command}", nearest, _HOW]
@@ -114,9 +120,9 @@ def _check(options: argparse.Namespace) -> None:
 
 def _known_causes(combination: Combination, versions: dict[str, str | None], newest: Matrix) -> list[Cause]:
     """Return the causes of wrong gradients that these releases have in the combination, on GPUs."""
-    stack = {**versions, "transformers": package_version("transformers") or newest.stack["transformers"]}
+    stack = _with_transformers(versions, newest)
     optimizer = "muon" if combination.has("muon") else "adamw"
-    precision = "bf16-engine" if combination.has("bf16", "fp32_accumulation") else "fp32"
+    precision = _precision(combination)
     return [
         cause
         for cause in read_causes()
@@ -125,6 +131,27 @@ def _known_causes(combination: Combination, versions: dict[str, str | None], new
         and cause.is_in(stack)
         and cause.shows_in(_strategy(combination), combination.micro_steps, precision)
     ]
+
+
+def _is_in_grid(combination: Combination, versions: dict[str, str | None], newest: Matrix) -> bool:
+    """Whether the grid of releases trained the combination with these packages."""
+    strategy, features = _strategy(combination), combination.features[1:]
+    if strategy not in STRATEGY_NAMES or not _IN_GRID.issuperset(features):
+        return False
+    # Accelerate makes DeepSpeedCPUAdam of AdamW; in the engine's own loop the program does.
+    if combination.has("optimizer_cpu", "all_cpu") and combination.has("cpu_adam") == combination.has("accelerate"):
+        return False
+    packages = {name: version or "0" for name, version in _with_transformers(versions, newest).items()}
+    stack = JudgedStack(**packages, precision=_precision(combination), strategy=strategy)
+    return find_untested(json.loads(GRID.read_text(encoding="utf-8")), stack) is None
+
+
+def _with_transformers(versions: dict[str, str | None], newest: Matrix) -> dict[str, str | None]:
+    return {**versions, "transformers": package_version("transformers") or newest.stack["transformers"]}
+
+
+def _precision(combination: Combination) -> str:
+    return "bf16-engine" if combination.has("bf16", "fp32_accumulation") else "fp32"
 
 
 def _strategy(combination: Combination) -> str:

@@ -172,7 +172,7 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     """Judge a stack by the tests and the known faults; `is_default`: no release was asked for."""
     letters, tested = document["letters"], [row["DeepSpeed"] for row in document["releases"]]
     faults = {letters[cause.id]: cause for cause in stack.known_faults(stack.deepspeed)}
-    untested = _untested(document, stack)
+    untested = find_untested(document, stack)
     notes = [untested] if untested else []
     if is_default and not package_version("deepspeed"):
         notes.append("not installed here, but the newest tested")
@@ -305,7 +305,7 @@ def other_pair_lines(document: Mapping[str, Any], stack: JudgedStack, causes: It
     ]
 
 
-def _untested(document: Mapping[str, Any], stack: JudgedStack) -> str | None:
+def find_untested(document: Mapping[str, Any], stack: JudgedStack) -> str | None:
     """Return what of a stack was not tested, and the nearest that was; None if it was tested."""
     if stack.strategy and read_strategy(stack.strategy).deepspeed is None:
         return f"not tested: {stack.strategy} runs without DeepSpeed"

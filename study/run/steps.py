@@ -14,7 +14,7 @@ from study.config.errors import RunFailed
 from study.config.flags import RunConfig
 from study.host.memory import GIB
 from study.records.directory import finite_or_none, read_rows
-from study.records.schema import PEAKS, STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_OPTIONAL
+from study.records.schema import PEAKS, STATE_KINDS, STATE_PLACES
 from study.records.virtual_summary import largest
 from study.workloads import metrics, tasks
 
@@ -210,6 +210,9 @@ def summarize(
     from study.metrics.flops import model_flops_per_sample
     from study.predictor.hardware import mfu
 
+    # pydantic, so not before the memory of the run is measured.
+    from study.records.models import SummaryRecord
+
     time = ranks[0]["time"]
     virtual = bool(config.virtual_world_size)
     # A virtual rank's time excludes communication, so no throughput follows from it.
@@ -262,8 +265,8 @@ def summarize(
         "steps_skipped": log.skipped_before + log.skipped_steps,
         "warmup_steps": time["warmup_steps"],
     }
-    expected_keys = {*SUMMARY_KEYS, *SUMMARY_OPTIONAL}
-    assert set(summary) == expected_keys, set(summary) ^ expected_keys
+    expected_keys = SummaryRecord.model_fields.keys()
+    assert summary.keys() == expected_keys, summary.keys() ^ expected_keys
     return summary
 
 

@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from study.predictor.buckets import STAGE0_BUCKET
-from study.records.schema import PEAKS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_OPTIONAL
+from study.records.models import SummaryRecord
+from study.records.schema import PEAKS, STATE_PLACES
 from study.records.virtual_summary import GRADIENT_READ_POINTS, Summary, with_total
 
 # Figures of a summary by their names in `_figures`, or patterns of these names.
@@ -276,7 +277,7 @@ def _larger_gradients(figures: Mapping[str, list[Any]], line: dict[str, float], 
 def _at_target(summaries: Sequence[Summary], line: Mapping[str, float | None]) -> Summary:
     """Return the figures of the model from the line; None for those of a run that differ between depths."""
     first = summaries[0]
-    run_figures = {*SUMMARY_KEYS, *SUMMARY_OPTIONAL} & first.keys()
+    run_figures = SummaryRecord.model_fields.keys() & first.keys()
     return {
         **{name: None for name in run_figures if any(shallow.get(name) != first[name] for shallow in summaries)},
         **{name: line.get(name) for name in (*COUNTS, *PEAKS, *STEP_TIMES)},

@@ -32,7 +32,7 @@ def test_a_run_imports_its_own_engine_and_nothing_of_the_reports(strategy: str, 
         "from study.config.flags import RunConfig\nfrom study.workloads.sources import load_reviews\n"
         "load_reviews(RunConfig(data='builtin', train_samples=8, eval_samples=8), None)\n"
         "assert 'datasets' not in sys.modules\n"
-        "from transformers import GPT2LMHeadModel\nimport evaluate\n"
+        "from transformers import GPT2LMHeadModel\nimport evaluate\nimport study.run.open, study.run.steps\n"
         "print(sorted({name.partition('.')[0] for name, module in sys.modules.items() if module is not None}))\n"
         "print(gc.isenabled())",
     )
@@ -40,6 +40,8 @@ def test_a_run_imports_its_own_engine_and_nothing_of_the_reports(strategy: str, 
     assert collects == "True"
     assert "'transformers'" in packages
     assert ("'deepspeed'" in packages) is with_deepspeed
+    # Memory of a run without DeepSpeed has no part of it.
+    assert ("'pydantic'" in packages) is with_deepspeed
     assert importlib.util.find_spec("sklearn") or "'scipy'" not in packages
     assert "'matplotlib'" not in packages
 

@@ -14,10 +14,11 @@ from study.config.flags import RunConfig
 from study.records import frames
 from study.records.directory import read_run
 from study.records.frames import Records, read_parquet, read_records, write_parquet
+from study.records.models import SummaryRecord
 from study.records.rows import RUN_COLUMNS, STEP_COLUMNS
-from study.records.schema import NEW_NAMES, SUMMARY_KEYS
+from study.records.schema import NEW_NAMES
 from study.report.questions import TABLES, answers
-from synthetic_records import as_never_started, reseal, state_bytes, write_run
+from synthetic_records import as_never_started, required_keys, reseal, state_bytes, write_run
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_every_figure_of_a_record_is_in_its_row(runs: Path) -> None:
     assert list(records.runs) == list(RUN_COLUMNS)
     row = records.runs.set_index("strategy").loc["zero3"]
     run = read_run(next(runs.glob("*-zero3-*")))
-    for key in {*SUMMARY_KEYS} - {"state_bytes_per_rank"}:
+    for key in {*required_keys(SummaryRecord)} - {"state_bytes_per_rank"}:
         assert run.summary[key] == row[key] or (run.summary[key] is None and pd.isna(row[key]))
     for kind, places in state_bytes("zero3", 2).items():
         assert {place: row[f"{kind}_bytes_{place}"] for place in places} == places

@@ -1000,3 +1000,15 @@ def test_a_given_host_memory_is_checked_and_named(capsys: pytest.CaptureFixture[
             lines.append(capsys.readouterr().out.splitlines()[0])
         assert re.match(r"Does not fit.*: needs [0-9.,]+ GiB of host memory, of 512, in training", lines[0])
         assert lines[1].startswith("Fits")
+
+
+def test_a_model_is_named_as_a_word_or_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(ROOT / "accelerate_configs" / "zero3.yaml")
+    rest = ["--hardware", "8xH100", "--json"]
+    answers = []
+    for model in (["gpt2"], ["--model", "gpt2"], ["--model_name_or_path", "gpt2"]):
+        assert main(["explain", file, *model, *rest]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[1:] == answers[:1] * 2
+    assert main(["explain", file]) == 2
+    assert "the model is missing" in capsys.readouterr().err

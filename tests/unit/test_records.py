@@ -20,15 +20,17 @@ import yaml
 import synthetic_records
 from engines import ROOT
 from study.config.errors import RunFailed, UserError, first_line
-from study.records import directory, schema
+from study.records import directory
 from study.records.directory import RunWriter, end_interrupted_run, is_finished, read_json, read_run, read_status
 from study.records.frames import read_records
 from study.records.lock import lock_run_directory
-from study.records.schema import SUMMARY_KEYS, RecordError
+from study.records.models import FILES as MODELS
+from study.records.models import SummaryRecord
+from study.records.schema import RecordError, validate
 from study.run.checkpoint import save_checkpoint
 from study.sweep.cell_outcome import cell_state
 from sweeps import contents
-from synthetic_records import without_seal
+from synthetic_records import required_keys, without_seal
 
 STEPS = 6
 SEAL = "was changed after the run had closed its record"
@@ -76,7 +78,7 @@ def test_a_run_reads_back_as_it_was_written(run_directory: Path) -> None:
     assert (run.summary, run.memory, run.traffic, run.steps, run.evals) == (SUMMARY, MEMORY, TRAFFIC, ROWS, EVALS)
     assert (run.state, run.status["attempt"], is_finished(run_directory)) == ("ok", 1, True)
     assert run.status["started_at"] <= run.status["ended_at"]
-    assert {*SUMMARY_KEYS, "sent_bytes_per_step", "gloo_sent_bytes_per_step"} <= set(SUMMARY)
+    assert {*required_keys(SummaryRecord), "sent_bytes_per_step", "gloo_sent_bytes_per_step"} <= set(SUMMARY)
     # The files of the design and no leftover.
     assert {file.name for file in run_directory.iterdir()} == {*FILES}
     assert {file.stat().st_mode & 0o777 for file in run_directory.glob("*.json")} == {0o644}
@@ -268,7 +270,7 @@ def test_a_key_or_a_value_that_no_run_writes_is_refused(run_directory: Path) -> 
         file = run_directory / name
         before = file.read_text()
         changes = [(key, methodcaller("update", {key: value})) for key, several in values.items() for value in several]
-        for key, change in [*changes, *((key, methodcaller("pop", key)) for key in schema._FILES[name].required)]:
+        for key, change in [*changes, *((key, methodcaller("pop", key)) for key in required_keys(MODELS[name]))]:
             rewrite(file, change)
             assert_refused(run_directory, name, key)
             file.write_text(before)
@@ -283,6 +285,13 @@ def test_a_key_or_a_value_that_no_run_writes_is_refused(run_directory: Path) -> 
     (run_directory / "summary.json").write_text("{}")
     records = read_records(run_directory.parent)
     assert (list(records.runs["run"]), len(records.refused)) == (["other"], 1)
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), WRONG["reasons"])
+def test_a_refusal_says_in_a_line_what_is_wrong_where_and_what_is_right(name: str, content: Any, reason: str) -> None:
+    with pytest.raises(RecordError) as refusal:
+        validate(Path(name), content)
+    assert (refusal.value.file, refusal.value.reason) == (Path(name), reason)
 
 
 @pytest.mark.parametrize("token", ["NaN", "-Infinity", "1e999", "1" + "0" * 400])

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from study.records.directory import read_run
-from study.records.schema import PEAKS, STATE_PLACES, SUMMARY_KEYS
+from study.records.models import SummaryRecord
+from study.records.schema import PEAKS, STATE_PLACES
 from study.records.virtual_summary import Summary, summarize_record, with_total
 from study.virtual.command import describe, table
 from study.virtual.extrapolation import STEP_TIMES, extrapolate
-from synthetic_records import write_run
+from synthetic_records import required_keys, write_run
 
 AROUND, PER_LAYER, RANKS = 100, 10, 4
 # Larger than every model below, unless a test sets another value.
@@ -186,7 +187,7 @@ def test_an_extrapolated_document_has_the_keys_of_a_measured_one(tmp_path: Path)
     run = read_run(write_run(tmp_path, "zero3", virtual=True, ranks=64, gpu=False, config=config, engine=engine))
     run.memory["ranks"][1:] = []
     measured = summarize_record(run)
-    assert set(SUMMARY_KEYS) <= set(measured)
+    assert set(required_keys(SummaryRecord)) <= set(measured)
     result = line(*(measured | {"model_layers": layers} for layers in (2, 3, 4)))
     assert set(result) == set(measured)
     assert measured["sent_bytes_per_step"] == run.traffic["collectives"]["all_reduce"]["wire_bytes_per_rank"]
