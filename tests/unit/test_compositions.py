@@ -368,6 +368,9 @@ def test_a_matrix_is_read_as_it_was_written(tmp_path: Path) -> None:
     matrix = next(read_matrices())
     matrix.write(tmp_path / "matrix.json")
     assert Matrix.read(tmp_path / "matrix.json") == matrix
+    document = json.loads((tmp_path / "matrix.json").read_text(encoding="utf-8"))
+    # Each finding is a run, too, and is stored once.
+    assert len(document["runs"]) + len(document["findings"]) == len(matrix.outcomes)
 
 
 def test_the_recorded_recall() -> None:
