@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -35,17 +36,18 @@ from study.compositions.features import (
     read_rows,
 )
 from study.compositions.groups import ContextRing, make_group
-from study.compositions.locate import first_difference
+from study.compositions.locate import first_difference, largest_share_of_limit
 from study.compositions.matrix import Matrix
 from study.compositions.reference import PlainReference, make_reference, reference_key
 from study.compositions.session import CombinationOutcome
+from study.compositions.tiny_model import make_batch
 from study.compositions.trace import FigureTrace, Place, plain_name
 from study.config.errors import UserError
-from study.config.places import REPOSITORY
 from study.releases.combinations import judge_features
 from study.report.pages import compositions
+from tools.clean_runs import draw_equal_runs
 
-REPLANTED = json.loads((REPOSITORY / "reports" / "compositions" / "replanted.json").read_text(encoding="utf-8"))
+REPLANTED = json.loads(compositions.RECALL.read_text(encoding="utf-8"))
 
 
 def test_a_combination_has_one_level_of_every_row() -> None:
@@ -146,6 +148,26 @@ def test_the_reference_allows_little_where_a_gradient_is_not_zero(reference: Pla
 
 def test_equal_figures_have_no_difference(reference: PlainReference) -> None:
     assert first_difference(reference.traces, reference) is None
+
+
+def test_the_largest_difference_is_a_share_of_what_rounding_allows(reference: PlainReference) -> None:
+    assert largest_share_of_limit(reference.traces, reference) == 0
+    place = Place(1, "gradient", "model.decoder.layers.1.fc2.weight")
+    value, allowed = reference.traces[0].figures[place], reference.allowed[0][place]
+    for share in (0.5, 2):
+        traces = changed(reference, place.stage, {place.tensor: value * (1 + share * allowed)})
+        assert largest_share_of_limit(traces, reference) == pytest.approx(share, rel=1e-6)
+        assert (first_difference(traces, reference) is None) == (share < 1)
+
+
+def test_another_seed_has_other_weights_and_other_samples(reference: PlainReference) -> None:
+    combination = make_combination(["zero2", "accumulation"])
+    traces = make_reference(combination, seed=1).traces
+    weights, losses = Place(1, "weight", "model.decoder.layers.1.fc2.weight"), Place(1, "loss", "micro-batch 1")
+    for place in (weights, losses):
+        assert not np.allclose(traces[0].figures[place], reference.traces[0].figures[place], rtol=1e-3)
+    batches = [make_batch(combination, 1, 0, 0, 2, seed=seed)["input_ids"] for seed in (0, 1)]
+    assert not torch.equal(*batches)
 
 
 def changed(reference: PlainReference, stage: str, change: dict[str, np.ndarray]) -> dict[int, FigureTrace]:
@@ -386,11 +408,22 @@ def test_the_recorded_recall() -> None:
     assert divided == {"tp", "ulysses", "cp"}
 
 
+def test_clean_runs_are_drawn_from_all_engines_alike() -> None:
+    matrix = next(read_matrices())
+    drawn = draw_equal_runs(matrix, 200, seed=7)
+    assert drawn == draw_equal_runs(matrix, 200, seed=7) != draw_equal_runs(matrix, 200, seed=8)
+    equal = Counter(run.level("engine") for run, outcome in matrix.outcomes.items() if outcome.is_equal)
+    counts = Counter(combination.level("engine") for combination in drawn)
+    most = max(counts.values())
+    assert all(counts[engine] in (equal[engine], most, most - 1) for engine in equal)
+
+
 def test_the_page_is_that_of_the_records() -> None:
     assert compositions.PAGE.read_text(encoding="utf-8") == compositions.page(
         next(read_matrices()), REPLANTED, list(read_other_matrices())
     )
-    assert compositions.RESTORED_FAULTS_PAGE.read_text(encoding="utf-8") == compositions.restored_faults_page(REPLANTED)
+    faults_page = compositions.restored_faults_page(REPLANTED)
+    assert compositions.RESTORED_FAULTS_PAGE.read_text(encoding="utf-8") == faults_page
 
 
 def test_every_feature_is_in_one_group_of_how_common_it_is() -> None:
