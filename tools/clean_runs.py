@@ -3,8 +3,8 @@
     python tools/clean_runs.py [--runs 200] [--seed 1] [--only FEATURES...]
 
 Each run has another seed than the stored runs. It writes reports/compositions/clean.json after
-each run; a file of an earlier call with the same seed on the same stack is continued. --only repeats drawn combinations
-and replaces their rows. The exit status is 1 if a run is not equal.
+each run; a file of an earlier call with the same seed on the same stack is continued. --only repeats combinations of
+that file and replaces their rows. The exit status is 1 if a run is not equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from study.compositions.answers import read_matrices
 from study.compositions.command import installed_stack
-from study.compositions.features import Combination
+from study.compositions.features import Combination, make_combination
 from study.compositions.matrix import Matrix
 from study.compositions.session import CombinationOutcome, CombinationSession
 from study.records.directory import json_by_row
@@ -62,20 +62,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure false alarms of study verify --features.")
     parser.add_argument("--runs", type=int, default=200, help="number of combinations")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
-    parser.add_argument("--only", nargs="+", metavar="FEATURES", help="drawn combinations to repeat")
+    parser.add_argument("--only", nargs="+", metavar="FEATURES", help="combinations of the file to repeat")
     options = parser.parse_args()
     stack = installed_stack()
-    drawn = draw_equal_runs(next(read_matrices()), options.runs, options.seed)
     rows = {row["features"]: row for row in _earlier_rows(stack, options.seed)}
+    # The stored runs have seed 0.
+    drawn = enumerate(draw_equal_runs(next(read_matrices()), options.runs, options.seed), start=1)
+    planned = {combination: seed for seed, combination in drawn if combination.name not in rows}
+    if options.only:
+        planned = {make_combination(name.split(",")): rows[name]["seed"] for name in options.only}
     with CombinationSession() as session:
-        # The stored runs have seed 0.
-        for seed, combination in enumerate(drawn, start=1):
-            if combination.name not in options.only if options.only else combination.name in rows:
-                continue
+        for combination, seed in planned.items():
             row = make_row(session.run_with_seed(combination, seed), seed)
             rows[combination.name] = row
-            print(f"[{seed}/{len(drawn)}] {json.dumps(row)}", flush=True)
-            ordered = [rows[run.name] for run in drawn if run.name in rows]
+            print(f"[{seed}/{options.runs}] {json.dumps(row)}", flush=True)
+            ordered = sorted(rows.values(), key=lambda row: row["seed"])
             RESULT.write_text(json_by_row({"stack": stack, "seed": options.seed, "runs": ordered}), encoding="utf-8")
     alarms = [row for row in rows.values() if row["kind"] != "equal"]
     print(f"seed {options.seed}: {len(alarms)} of {len(rows)} clean runs are not equal")

@@ -102,9 +102,7 @@ def first_difference(traces: Mapping[int, FigureTrace], reference: PlainReferenc
 
 def largest_share_of_limit(traces: Mapping[int, FigureTrace], reference: PlainReference) -> float:
     """Return the largest difference of a figure as a share of its limit, which rounding gives; above 1 it differs."""
-    limits = ((size, reference.allowed[rank][place]) for rank, place, size in _differences(traces, reference))
-    # A figure that is 0 but for rounding has no limit.
-    return max((size / limit for size, limit in limits if np.isfinite(limit)), default=0.0)
+    return max(size / reference.allowed[rank][place] for rank, place, size in _differences(traces, reference))
 
 
 def _differences(traces: Mapping[int, FigureTrace], reference: PlainReference) -> Iterator[tuple[int, Place, float]]:

@@ -23,6 +23,10 @@ PERTURBED_COPIES = 3
 # unit in the last place: sums in another order.
 TIMES_THE_COPIES = 6.0
 MIN_HALF_ULPS = 16.0
+# A weight is rounded once, to one of its two neighbours: by 2^-7 of it at most in bf16.
+MIN_HALF_ULPS_OF_WEIGHT = 4.0
+# Stages of weights.
+_WEIGHTS = ("weight", "resumed")
 # Adam's bias correction in 32 bits, as DeepSpeed's optimizers have it: half a unit in the last place of 0.999, divided
 # by 1 - 0.999. The copies' rates differ by it.
 BIAS_CORRECTION = 2.0**-24 / (1 - 0.999)
@@ -77,11 +81,11 @@ def make_reference(combination: Combination, seed: int = 0) -> PlainReference:
     copies = [_PlainTraining(combination, seed, perturbation=number) for number in range(PERTURBED_COPIES)]
     for training in copies:
         training.train()
-    least = MIN_HALF_ULPS * _rounding(combination)
+    rounding = _rounding(combination)
     allowed = {
         rank: {
             place: max(
-                least,
+                rounding * (MIN_HALF_ULPS_OF_WEIGHT if place.stage in _WEIGHTS else MIN_HALF_ULPS),
                 TIMES_THE_COPIES * max(difference(copy_.traces[rank].figures[place], value) for copy_ in copies),
                 _rounding_of_weight(trace, place, value),
             )
