@@ -23,7 +23,7 @@ PERTURBED_COPIES = 3
 # unit in the last place: sums in another order.
 TIMES_THE_COPIES = 6.0
 MIN_HALF_ULPS = 16.0
-# A weight is rounded once, to one of its two neighbours: by 2^-7 of it at most in bf16.
+# A weight is rounded once, up or down: by 2^-7 of it at most in bf16.
 MIN_HALF_ULPS_OF_WEIGHT = 4.0
 # Stages of weights.
 _WEIGHTS = ("weight", "resumed")
