@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 _SMALL_BUCKET = 700
 
 
-def run_rank(combination: Combination, rank: int, folder: Path) -> FigureTrace:
+def run_rank(combination: Combination, rank: int, folder: Path, seed: int = 0) -> FigureTrace:
     """Train the combination as one rank of the process group that the environment describes."""
-    return make_loop(combination, rank, folder).train()
+    return make_loop(combination, rank, folder, seed=seed).train()
 
 
 def make_loop(
-    combination: Combination, rank: int, folder: Path, size: tiny_model.DecoderSize = tiny_model.TINY
+    combination: Combination, rank: int, folder: Path, size: tiny_model.DecoderSize = tiny_model.TINY, seed: int = 0
 ) -> Loop:
     """Return the combination's training on this rank, not started."""
     import torch
@@ -37,7 +37,7 @@ def make_loop(
     torch.set_num_threads(1)
     if combination.has("muon", "config_muon"):
         _run_muon_in_fp32()
-    return _choose_loop(combination)(combination, rank, folder, size)
+    return _choose_loop(combination)(combination, rank, folder, size, seed)
 
 
 def _choose_loop(combination: Combination) -> type[Loop]:
@@ -60,8 +60,10 @@ class Loop(abc.ABC):
 
     model: torch.nn.Module
 
-    def __init__(self, combination: Combination, rank: int, folder: Path, size: tiny_model.DecoderSize):
+    def __init__(self, combination: Combination, rank: int, folder: Path, size: tiny_model.DecoderSize, seed: int):
         self.combination, self.rank, self.folder, self.size = combination, rank, folder, size
+        # Of the initial weights and the samples.
+        self.seed = seed
         self.group = make_group(combination, rank)
         self.trace = FigureTrace()
         # Off where only the cost of a step counts: reading a figure may gather it.
@@ -70,7 +72,7 @@ class Loop(abc.ABC):
         self._before: dict[str, torch.Tensor] = {}
 
     def train(self) -> FigureTrace:
-        self.start(seed=0)
+        self.start(self.seed)
         for step in range(1, tiny_model.STEPS + 1):
             self._before = self.read("master")
             self.train_step(step)
@@ -78,7 +80,8 @@ class Loop(abc.ABC):
                 self._evaluate(step)
             if self.combination.has("resume") and step == tiny_model.RESUMED_AFTER:
                 self.save()
-                self.start(seed=1)
+                # Other weights, which the checkpoint replaces.
+                self.start(self.seed + 1)
                 self.load()
                 for name, weight in self.read("weight").items():
                     self.trace.note(Place(step, "resumed", name), weight)
@@ -110,7 +113,9 @@ class Loop(abc.ABC):
     def batch(self, step: int, micro_step: int) -> dict[str, torch.Tensor]:
         combination = self.combination
         data_rank = combination.data_rank(self.rank)
-        return tiny_model.make_batch(combination, step, micro_step, data_rank, combination.data_ranks, self.size)
+        return tiny_model.make_batch(
+            combination, step, micro_step, data_rank, combination.data_ranks, self.size, self.seed
+        )
 
     @contextlib.contextmanager
     def loss(self, step: int, micro_step: int) -> Iterator[torch.Tensor]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from study.compositions.features import Combination, make_combination
-from study.compositions.locate import first_difference
+from study.compositions.locate import first_difference, largest_share_of_limit
 from study.compositions.reference import PlainReference, make_reference, reference_key
 from study.compositions.trace import FigureTrace
 from study.config.errors import Unsupported
@@ -96,16 +96,18 @@ def _import_engines(strategies: Sequence[str]) -> None:
 def _outcome(request: dict[str, Any], folder: Path, references: _References) -> dict[str, Any]:
     combination = make_combination(request["features"])
     outcome: dict[str, Any] = {"combination": combination.name}
-    reference = references.get(combination)
+    seed = request.get("seed", 0)
+    reference = references.get(combination, seed)
     if reference is None:
         return outcome | {"kind": "no reference", "says": references.failure}
-    failure = run_ranks(_trace_rank, combination, folder, request.get("fault"))
+    failure = run_ranks(_trace_rank, combination, folder, request.get("fault"), seed)
     if failure is not None:
         return outcome | failure
     traces = {rank: FigureTrace.load(folder / f"trace-{rank}.npz") for rank in range(combination.ranks)}
-    mismatch = first_difference(traces, reference.expand_ranks(combination))
+    expanded = reference.expand_ranks(combination)
+    mismatch = first_difference(traces, expanded)
     if mismatch is None:
-        return outcome | {"kind": "equal", "says": ""}
+        return outcome | {"kind": "equal", "says": "", "share_of_limit": largest_share_of_limit(traces, expanded)}
     return outcome | {"kind": "differs", "says": mismatch.describe, "difference": dataclasses.asdict(mismatch)}
 
 
@@ -138,22 +140,22 @@ class _References:
         self.failure = ""
         folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, combination: Combination) -> PlainReference | None:
-        key = reference_key(combination)
+    def get(self, combination: Combination, seed: int) -> PlainReference | None:
+        key = f"{reference_key(combination)}-{seed}"
         if key not in self._known:
             place = self._folder / key
             place.mkdir(exist_ok=True)
-            _wait([_fork(_make_reference, combination, place)], TIME_LIMIT_S, place)
+            _wait([_fork(_make_reference, combination, place, seed)], TIME_LIMIT_S, place)
             self._known[key] = load_reference(place, combination.data_ranks) if (place / "done").exists() else None
         if self._known[key] is None:
             self.failure = _last_line(self._folder / key)
         return self._known[key]
 
 
-def _make_reference(combination: Combination, folder: Path) -> None:
+def _make_reference(combination: Combination, folder: Path, seed: int) -> None:
     import numpy as np
 
-    reference = make_reference(combination)
+    reference = make_reference(combination, seed)
     for rank, trace in reference.traces.items():
         trace.save(folder / f"trace-{rank}.npz")
         allowed = {place.key: np.array(value) for place, value in reference.allowed[rank].items()}
@@ -185,12 +187,12 @@ def load_reference(folder: Path, ranks: int) -> PlainReference:
     return PlainReference(traces, allowed, shares)
 
 
-def _trace_rank(combination: Combination, rank: int, folder: Path, fault: str | None) -> None:
+def _trace_rank(combination: Combination, rank: int, folder: Path, fault: str | None, seed: int) -> None:
     from study.compositions.engines import run_rank
 
     if fault is not None:
         plant_fault(*fault.rsplit(":", 1))
-    run_rank(combination, rank, folder).save(folder / f"trace-{rank}.npz")
+    run_rank(combination, rank, folder, seed).save(folder / f"trace-{rank}.npz")
 
 
 def _run_rank(

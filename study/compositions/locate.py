@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,16 +71,11 @@ def _shares_text(weights: tuple[tuple[float, ...], ...]) -> str:
 
 def first_difference(traces: Mapping[int, FigureTrace], reference: PlainReference) -> FirstDifference | None:
     """Return the first place outside rounding over all ranks; None if there is none."""
-    wrong: list[tuple[tuple[int, int], int, Place, float]] = []
-    for rank, trace in traces.items():
-        allowed = reference.allowed[rank]
-        for place, value in trace.figures.items():
-            expected = reference.traces[rank].figures.get(place)
-            if expected is None:
-                continue
-            size = difference(value, expected)
-            if size > allowed[place]:
-                wrong.append((place.order, rank, place, size))
+    wrong = [
+        (place.order, rank, place, size)
+        for rank, place, size in _differences(traces, reference)
+        if size > reference.allowed[rank][place]
+    ]
     if not wrong:
         return None
     first = min(order for order, *_ in wrong)
@@ -103,6 +98,20 @@ def first_difference(traces: Mapping[int, FigureTrace], reference: PlainReferenc
         _weights(entries, traces[rank], reference) if place.stage == "gradient" and place.step == 1 else None,
         (value.shape, expected.shape) if value.shape != expected.shape else None,
     )
+
+
+def largest_share_of_limit(traces: Mapping[int, FigureTrace], reference: PlainReference) -> float:
+    """Return the largest difference of a figure as a share of its limit, which rounding gives; above 1 it differs."""
+    return max(size / reference.allowed[rank][place] for rank, place, size in _differences(traces, reference))
+
+
+def _differences(traces: Mapping[int, FigureTrace], reference: PlainReference) -> Iterator[tuple[int, Place, float]]:
+    """Yield rank, place and size of each difference to the reference, also those of rounding."""
+    for rank, trace in traces.items():
+        for place, value in trace.figures.items():
+            expected = reference.traces[rank].figures.get(place)
+            if expected is not None:
+                yield rank, place, difference(value, expected)
 
 
 def _factor(value: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], allowed: float) -> float | None:

@@ -58,7 +58,11 @@ class Matrix:
             "triples": self.triples,
             "open_triples": sorted(map(sorted, self.open_triples)),
             "findings": [_stored(outcome) for outcome in self.findings.values()],
-            "runs": [_stored_run(outcome) for outcome in self.outcomes.values()],
+            "runs": [
+                _stored_run(outcome)
+                for combination, outcome in self.outcomes.items()
+                if outcome != self.findings.get(combination)
+            ],
         }
 
     def write(self, file: Path) -> None:
@@ -78,6 +82,8 @@ class Matrix:
         for entry in document["findings"]:
             outcome = _read_stored(entry)
             matrix.findings[outcome.combination] = outcome
+            # A finding is a run, too, and is stored once.
+            matrix.outcomes.setdefault(outcome.combination, outcome)
         return matrix
 
 

@@ -23,6 +23,10 @@ PERTURBED_COPIES = 3
 # unit in the last place: sums in another order.
 TIMES_THE_COPIES = 6.0
 MIN_HALF_ULPS = 16.0
+# A weight is rounded once, up or down: by 2^-7 of it at most in bf16.
+MIN_HALF_ULPS_OF_WEIGHT = 4.0
+# Stages of weights.
+_WEIGHTS = ("weight", "resumed")
 # Adam's bias correction in 32 bits, as DeepSpeed's optimizers have it: half a unit in the last place of 0.999, divided
 # by 1 - 0.999. The copies' rates differ by it.
 BIAS_CORRECTION = 2.0**-24 / (1 - 0.999)
@@ -67,18 +71,21 @@ class PlainReference:
         return PlainReference(traces, allowed, self.shares)
 
 
-def make_reference(combination: Combination) -> PlainReference:
-    """Train the combination in this process, once exactly and in perturbed copies."""
-    exact = _PlainTraining(combination, perturbation=None)
+def make_reference(combination: Combination, seed: int = 0) -> PlainReference:
+    """Train the combination in this process, once exactly and in perturbed copies.
+
+    The seed is that of the initial weights and the samples.
+    """
+    exact = _PlainTraining(combination, seed, perturbation=None)
     exact.train()
-    copies = [_PlainTraining(combination, perturbation=seed) for seed in range(PERTURBED_COPIES)]
+    copies = [_PlainTraining(combination, seed, perturbation=number) for number in range(PERTURBED_COPIES)]
     for training in copies:
         training.train()
-    least = MIN_HALF_ULPS * _rounding(combination)
+    rounding = _rounding(combination)
     allowed = {
         rank: {
             place: max(
-                least,
+                rounding * (MIN_HALF_ULPS_OF_WEIGHT if place.stage in _WEIGHTS else MIN_HALF_ULPS),
                 TIMES_THE_COPIES * max(difference(copy_.traces[rank].figures[place], value) for copy_ in copies),
                 _rounding_of_weight(trace, place, value),
             )
@@ -115,13 +122,13 @@ def _rounding(combination: Combination) -> float:
 class _PlainTraining:
     """Every rank's micro-batches, one after the other, with the mean of their gradients."""
 
-    def __init__(self, combination: Combination, perturbation: int | None):
+    def __init__(self, combination: Combination, seed: int, perturbation: int | None):
         import torch
 
-        self._combination = combination
+        self._combination, self._seed = combination, seed
         self.traces = {rank: FigureTrace() for rank in range(combination.data_ranks)}
         self.shares: dict[tuple[int, int], dict[str, np.ndarray[Any, Any]]] = {}
-        self._masters = tiny_model.make_model(combination)
+        self._masters = tiny_model.make_model(combination, seed)
         self._noise = None if perturbation is None else torch.Generator().manual_seed(perturbation)
         with torch.no_grad():
             for weight in self._masters.parameters():
@@ -171,7 +178,7 @@ class _PlainTraining:
         total: dict[str, torch.Tensor] = {}
         for rank in range(ranks):
             for micro_step in range(micro_steps):
-                batch = tiny_model.make_batch(combination, step, micro_step, rank, ranks)
+                batch = tiny_model.make_batch(combination, step, micro_step, rank, ranks, seed=self._seed)
                 self._place = (step, rank) if micro_step == 0 else None
                 loss = self._loss(batch)
                 self._place = None
@@ -239,7 +246,8 @@ class _PlainTraining:
         self._weights.eval()
         with torch.no_grad():
             for rank, trace in self.traces.items():
-                batch = tiny_model.make_batch(self._combination, 0, step, rank, self._combination.data_ranks)
+                ranks = self._combination.data_ranks
+                batch = tiny_model.make_batch(self._combination, 0, step, rank, ranks, seed=self._seed)
                 trace.note(Place(step, "evaluation"), self._loss(batch))
         self._weights.train()
 

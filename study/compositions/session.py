@@ -28,6 +28,8 @@ class CombinationOutcome:
     line: str
     seconds: float
     difference: dict[str, Any] | None = None
+    # Of an equal run just made: its largest difference as a share of the limit there.
+    share_of_limit: float | None = dataclasses.field(default=None, compare=False)
 
     @property
     def is_equal(self) -> bool:
@@ -127,12 +129,16 @@ class CombinationSession(RankServer):
         """Run a combination with a planted fault: FILE:NAME of a table FAULTS."""
         return self._ask(combination, fault)
 
+    def run_with_seed(self, combination: Combination, seed: int) -> CombinationOutcome:
+        """Run a combination with other initial weights and samples than those of `run`, whose seed is 0."""
+        return self._ask(combination, None, seed)
+
     def remember(self, outcome: CombinationOutcome) -> None:
         """Take the outcome of an earlier session for a combination."""
         self._known[outcome.combination] = outcome
 
-    def _ask(self, combination: Combination, fault: str | None) -> CombinationOutcome:
-        fields = self.ask({"features": list(combination.features), "fault": fault})
+    def _ask(self, combination: Combination, fault: str | None, seed: int = 0) -> CombinationOutcome:
+        fields = self.ask({"features": list(combination.features), "fault": fault, "seed": seed})
         return CombinationOutcome(
             combination,
             fields["kind"],
@@ -140,6 +146,7 @@ class CombinationSession(RankServer):
             fields.get("line", ""),
             fields["seconds"],
             fields.get("difference"),
+            fields.get("share_of_limit"),
         )
 
     def reduce(

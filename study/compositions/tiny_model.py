@@ -120,12 +120,18 @@ def is_hidden_matrix(name: str) -> bool:
 
 
 def make_batch(
-    combination: Combination, step: int, micro_step: int, rank: int, ranks: int, size: DecoderSize = TINY
+    combination: Combination,
+    step: int,
+    micro_step: int,
+    rank: int,
+    ranks: int,
+    size: DecoderSize = TINY,
+    seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Return the samples of one micro-batch on one rank; step 0 is the evaluation's."""
     import torch
 
-    generator = torch.Generator().manual_seed(1 + rank + 10 * micro_step + 1000 * step)
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro_step + 1000 * step + 10_000 * seed)
     samples = 1 if combination.has("uneven") and rank == ranks - 1 else SAMPLES
     tokens = torch.randint(0, size.vocabulary, (samples, size.length), generator=generator)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}

@@ -17,6 +17,11 @@ def share_interval(successes: int, trials: int) -> tuple[float, float]:
     return low, high
 
 
+def share_upper_bound(successes: int, trials: int) -> float:
+    """Return the one-sided upper bound (95 %) of a share; after 0 of many trials about 3 / trials."""
+    return _find_fraction(successes + 1, trials, CONFIDENCE) if successes < trials else 1.0
+
+
 def share_text(successes: int, trials: int) -> str:
     """Return a count with the interval of its share, such as "7 of 10 (35% to 93%)"."""
     if not trials:

@@ -43,6 +43,16 @@ def test_an_engine_trains_as_one_process(session: CombinationSession, features: 
     assert (result.kind, result.says) == ("equal", "")
 
 
+@pytest.mark.parametrize("features", ["zero2,accumulation", "fsdp2,accelerate,resume"])
+def test_an_engine_trains_as_one_process_from_other_weights_with_other_samples(
+    session: CombinationSession, features: str
+) -> None:
+    result = session.run_with_seed(make_combination(features.split(",")), seed=3)
+    assert (result.kind, result.says) == ("equal", "")
+    assert result.share_of_limit is not None
+    assert 0 <= result.share_of_limit <= 1
+
+
 def test_ulysses_below_stage_3_doubles_the_gradients_of_two_ranks(session: CombinationSession) -> None:
     result = session.run(make_combination(["zero2", "ulysses"]))
     assert result.difference is not None

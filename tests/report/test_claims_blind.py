@@ -21,7 +21,7 @@ from study.claims.scoreboard import JudgedClaim, Scoreboard
 from study.claims.verdicts import PROXY, CheckResult, combine
 from study.cli import main
 from study.config.errors import UserError
-from study.records.shares import share_interval, share_text
+from study.records.shares import share_interval, share_text, share_upper_bound
 
 CLAIMS = 82
 
@@ -198,6 +198,8 @@ def test_the_interval_of_a_share_is_that_of_the_beta_distribution(trials: int) -
         low = special.betaincinv(successes, failures + 1, 0.025) if successes else 0
         high = special.betaincinv(successes + 1, failures, 0.975) if failures else 1
         assert share_interval(successes, trials) == pytest.approx((low, high), abs=1e-12)
+        bound = special.betaincinv(successes + 1, failures, 0.95) if failures else 1
+        assert share_upper_bound(successes, trials) == pytest.approx(bound, abs=1e-12)
     assert share_text(7, 10) == "7 of 10 (35% to 93%)"
     assert share_text(0, 0) == "0 of 0"
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -35,17 +36,19 @@ from study.compositions.features import (
     read_rows,
 )
 from study.compositions.groups import ContextRing, make_group
-from study.compositions.locate import first_difference
+from study.compositions.locate import first_difference, largest_share_of_limit
 from study.compositions.matrix import Matrix
 from study.compositions.reference import PlainReference, make_reference, reference_key
 from study.compositions.session import CombinationOutcome
+from study.compositions.tiny_model import make_batch
 from study.compositions.trace import FigureTrace, Place, plain_name
 from study.config.errors import UserError
-from study.config.places import REPOSITORY
 from study.releases.combinations import judge_features
 from study.report.pages import compositions
+from tools.clean_runs import draw_equal_runs
 
-REPLANTED = json.loads((REPOSITORY / "reports" / "compositions" / "replanted.json").read_text(encoding="utf-8"))
+REPLANTED = json.loads(compositions.RECALL.read_text(encoding="utf-8"))
+CLEAN = json.loads(compositions.CLEAN_RUNS.read_text(encoding="utf-8"))
 
 
 def test_a_combination_has_one_level_of_every_row() -> None:
@@ -146,6 +149,36 @@ def test_the_reference_allows_little_where_a_gradient_is_not_zero(reference: Pla
 
 def test_equal_figures_have_no_difference(reference: PlainReference) -> None:
     assert first_difference(reference.traces, reference) is None
+
+
+def test_the_largest_difference_is_a_share_of_what_rounding_allows(reference: PlainReference) -> None:
+    assert largest_share_of_limit(reference.traces, reference) == 0
+    place = Place(1, "gradient", "model.decoder.layers.1.fc2.weight")
+    value, allowed = reference.traces[0].figures[place], reference.allowed[0][place]
+    for times in (0.5, 2):
+        traces = changed(reference, place.stage, {place.tensor: value * (1 + times * allowed)})
+        assert largest_share_of_limit(traces, reference) == pytest.approx(times, rel=1e-6)
+        assert (first_difference(traces, reference) is None) == (times < 1)
+
+
+def test_a_weight_is_allowed_less_than_a_sum() -> None:
+    allowed = make_reference(make_combination(["zero3", "bf16"])).allowed[0]
+    limits = {
+        stage: [limit for place, limit in allowed.items() if place.stage == stage] for stage in ("weight", "loss")
+    }
+    half_ulp = 2**-9
+    assert min(limits["loss"]) == 16 * half_ulp
+    assert 4 * half_ulp <= min(limits["weight"]) < 10 * half_ulp
+
+
+def test_another_seed_has_other_weights_and_other_samples(reference: PlainReference) -> None:
+    combination = make_combination(["zero2", "accumulation"])
+    traces = make_reference(combination, seed=1).traces
+    weights, losses = Place(1, "weight", "model.decoder.layers.1.fc2.weight"), Place(1, "loss", "micro-batch 1")
+    for place in (weights, losses):
+        assert not np.allclose(traces[0].figures[place], reference.traces[0].figures[place], rtol=1e-3)
+    batches = [make_batch(combination, 1, 0, 0, 2, seed=seed)["input_ids"] for seed in (0, 1)]
+    assert not torch.equal(*batches)
 
 
 def changed(reference: PlainReference, stage: str, change: dict[str, np.ndarray]) -> dict[int, FigureTrace]:
@@ -368,6 +401,9 @@ def test_a_matrix_is_read_as_it_was_written(tmp_path: Path) -> None:
     matrix = next(read_matrices())
     matrix.write(tmp_path / "matrix.json")
     assert Matrix.read(tmp_path / "matrix.json") == matrix
+    document = json.loads((tmp_path / "matrix.json").read_text(encoding="utf-8"))
+    # Each finding is a run, too, and is stored once.
+    assert len(document["runs"]) + len(document["findings"]) == len(matrix.outcomes)
 
 
 def test_the_recorded_recall() -> None:
@@ -383,11 +419,48 @@ def test_the_recorded_recall() -> None:
     assert divided == {"tp", "ulysses", "cp"}
 
 
+def test_the_recorded_clean_runs_are_equal_runs_of_the_newest_matrix_with_other_seeds() -> None:
+    matrix, rows = next(read_matrices()), CLEAN["runs"]
+    assert CLEAN["stack"] == matrix.stack
+    assert len(rows) >= 200
+    combinations = [make_combination(row["features"].split(",")) for row in rows]
+    assert len(set(combinations)) == len(rows)
+    outcomes = [matrix.outcomes[combination] for combination in combinations]
+    # One was equal when it was drawn: its clean run led to a fault.
+    assert all(outcome.is_equal or match_known_finding(outcome, matrix.stack) for outcome in outcomes)
+    assert sum(outcome.is_equal for outcome in outcomes) >= len(rows) - 1
+    assert {combination.level("engine") for combination in combinations} == set(read_rows()["engine"].levels)
+    # The stored runs have 0.
+    assert sorted(row["seed"] for row in rows) == list(range(1, len(rows) + 1))
+    assert all(0 <= row["share_of_limit"] <= 1 for row in rows if row["kind"] == "equal")
+
+
+def test_the_pages_have_the_false_alarms_of_the_clean_runs() -> None:
+    different = {row["features"] for row in CLEAN["runs"] if row["kind"] != "equal"}
+    faults = {"zero3,cpu_adam,bf16,optimizer_cpu,tied,reentrant,warmup_cosine_lr,resume,uneven,zenflow"}
+    alarms = len(different - faults)
+    for file in (compositions.PAGE, compositions.RESTORED_FAULTS_PAGE):
+        assert f" {alarms} of {len(CLEAN['runs']) - len(faults)} " in file.read_text(encoding="utf-8").replace(
+            "**", " "
+        ).replace(";", " ")
+
+
+def test_clean_runs_are_drawn_from_all_engines_alike() -> None:
+    matrix = next(read_matrices())
+    drawn = draw_equal_runs(matrix, 200, seed=7)
+    assert drawn == draw_equal_runs(matrix, 200, seed=7) != draw_equal_runs(matrix, 200, seed=8)
+    equal = Counter(run.level("engine") for run, outcome in matrix.outcomes.items() if outcome.is_equal)
+    counts = Counter(combination.level("engine") for combination in drawn)
+    most = max(counts.values())
+    assert all(counts[engine] in (equal[engine], most, most - 1) for engine in equal)
+
+
 def test_the_page_is_that_of_the_records() -> None:
     assert compositions.PAGE.read_text(encoding="utf-8") == compositions.page(
-        next(read_matrices()), REPLANTED, list(read_other_matrices())
+        next(read_matrices()), REPLANTED, CLEAN, list(read_other_matrices())
     )
-    assert compositions.RESTORED_FAULTS_PAGE.read_text(encoding="utf-8") == compositions.restored_faults_page(REPLANTED)
+    faults_page = compositions.restored_faults_page(REPLANTED, CLEAN)
+    assert compositions.RESTORED_FAULTS_PAGE.read_text(encoding="utf-8") == faults_page
 
 
 def test_every_feature_is_in_one_group_of_how_common_it_is() -> None:

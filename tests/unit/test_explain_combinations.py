@@ -74,6 +74,7 @@ def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_p
         "hpZ gathers layers from a rank with another part of them",
     }
     assert conditional == {
+        "Adam's bias correction begins again after a resume with ZenFlow",
         "the checkpoint does not restore the weights with the optimizer on NVMe",
         "after a checkpoint is loaded frozen weights are the old ones",
         "gradients of different experts are mixed",

@@ -18,9 +18,18 @@ from study.compositions.answers import (
     read_other_matrices,
 )
 from study.compositions.changes import combinations_to_repeat, find_changes
-from study.compositions.features import Combination, rarity, read_common_groups, read_reports, read_rows
+from study.compositions.features import (
+    Combination,
+    make_combination,
+    rarity,
+    read_common_groups,
+    read_reports,
+    read_rows,
+)
 from study.compositions.matrix import Matrix
+from study.compositions.session import CombinationOutcome
 from study.config.places import REPOSITORY
+from study.records.shares import share_upper_bound
 from study.report.document import render_markdown
 
 PAGE = REPOSITORY / "docs" / "compositions.md"
@@ -31,6 +40,7 @@ _SHOWN = 3
 _LONGEST_MESSAGE = 160
 _INSTEAD = "Instead"
 RECALL = REPOSITORY / "reports" / "compositions" / "replanted.json"
+CLEAN_RUNS = REPOSITORY / "reports" / "compositions" / "clean.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +63,7 @@ class ExplainedFindings:
         return ", ".join(f"`{combination.name}`" for combination in self.combinations)
 
 
-def page(matrix: Matrix, recall: dict[str, Any], matrices: Sequence[Matrix] = ()) -> str:
+def page(matrix: Matrix, recall: dict[str, Any], clean: dict[str, Any], matrices: Sequence[Matrix] = ()) -> str:
     """Return the page of the newest matrix, and of those with other releases of torch and Accelerate."""
     wrong = _explain_findings(matrix, "wrong")
     refused = _explain_findings(matrix, "refused")
@@ -92,6 +102,7 @@ def page(matrix: Matrix, recall: dict[str, Any], matrices: Sequence[Matrix] = ()
         deepspeed=_deepspeed_table(matrix, [item for item in matrices if _has_other_deepspeed(matrix, item)]),
         others=_others_table(matrix, [item for item in matrices if not _has_other_deepspeed(matrix, item)]),
         **_recall_counts(recall),
+        **_clean_counts(clean),
     )
 
 
@@ -269,13 +280,33 @@ def _recall_counts(recall: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def restored_faults_page(recall: dict[str, Any]) -> str:
+def _clean_counts(clean: dict[str, Any]) -> dict[str, Any]:
+    """Return the false alarms of clean runs, for both pages."""
+    runs = clean["runs"]
+    different = [
+        CombinationOutcome(make_combination(row["features"].split(",")), row["kind"], row["says"], row["line"], 0.0)
+        for row in runs
+        if row["kind"] != "equal"
+    ]
+    alarms = sum(match_known_finding(outcome, clean["stack"]) is None for outcome in different)
+    faults = len(different) - alarms
+    return {
+        "clean_runs": len(runs) - faults,
+        "clean_alarms": alarms,
+        "clean_faults": faults,
+        "clean_bound": format(share_upper_bound(alarms, len(runs) - faults), ".1%"),
+        "clean_nearest": format(max(row["share_of_limit"] for row in runs if row["kind"] == "equal"), ".0%"),
+    }
+
+
+def restored_faults_page(recall: dict[str, Any], clean: dict[str, Any]) -> str:
     """Return the page of restored faults."""
     return render_markdown(
         "restored_faults.md.j2",
         stack=_stack_text(recall["stack"]),
         table=_restored_faults_table(recall["faults"]),
         **_recall_counts(recall),
+        **_clean_counts(clean),
     )
 
 
@@ -316,8 +347,9 @@ def _feature_table() -> pd.DataFrame:
 def main() -> None:
     """Write both pages."""
     recall = json.loads(RECALL.read_text(encoding="utf-8"))
-    RESTORED_FAULTS_PAGE.write_text(restored_faults_page(recall), encoding="utf-8")
-    PAGE.write_text(page(next(read_matrices()), recall, list(read_other_matrices())), encoding="utf-8")
+    clean = json.loads(CLEAN_RUNS.read_text(encoding="utf-8"))
+    RESTORED_FAULTS_PAGE.write_text(restored_faults_page(recall, clean), encoding="utf-8")
+    PAGE.write_text(page(next(read_matrices()), recall, clean, list(read_other_matrices())), encoding="utf-8")
 
 
 if __name__ == "__main__":
