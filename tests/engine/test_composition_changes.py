@@ -16,8 +16,8 @@ FAULTS_FILE = REPOSITORY / "tests" / "probes" / "replanted.py"
 class FaultySession(CombinationSession):
     """Runs every combination on engines with a fault of DeepSpeed 0.18.3, as a release would bring it back."""
 
-    def _ask(self, combination, fault):
-        return super()._ask(combination, f"{FAULTS_FILE}:last_micro_step_only")
+    def _ask(self, combination, fault, seed=0):
+        return super()._ask(combination, f"{FAULTS_FILE}:last_micro_step_only", seed)
 
 
 def test_a_release_that_brings_a_fault_back_is_reported_with_the_smallest_combination(tmp_path: Path) -> None:
