@@ -315,8 +315,8 @@ def test_a_refusal_is_copied_with_its_problem_and_its_fix() -> None:
 
 
 def test_what_other_programs_call_something_leads_to_what_exists_here() -> None:
-    parsers = build_parser(PREDICTING)[1].choices
-    flags = {flag for name in PREDICTING for flag in parsers[name]._option_string_actions}
+    parsers = build_parser((*PREDICTING, "releases"))[1].choices
+    flags = {flag for parser in parsers.values() for flag in parser._option_string_actions}
     for name, meant in other_names.FLAGS.items():
         # None is a flag of every command: a name that is known is never refused.
         assert not all(f"--{name}" in parsers[command]._option_string_actions for command in PREDICTING), name
