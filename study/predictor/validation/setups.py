@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from study.predictor.calibration import MeasuredRun, PredictedRun, make_correction
@@ -58,15 +58,14 @@ class SetupPair:
 def list_pairs(figure: SetupFigure, single_error: float = SINGLE_ERROR) -> list[SetupPair]:
     """Return every pair of different configurations of a setup."""
     pairs = []
-    for rows in _setups(figure):
-        runs = {id(row): _predicted(row, figure) for row in rows}
-        for measured in rows:
-            correction = make_correction([runs[id(measured)]], single_error)
-            for row in rows:
+    for setup in _setups(figure):
+        for measured, measured_run in setup:
+            correction = make_correction([measured_run], single_error)
+            for row, run in setup:
                 if row.request.configuration == measured.request.configuration:
                     continue
                 corrected = dataclasses.replace(row, request=dataclasses.replace(row.request, correction=correction))
-                run, page = runs[id(row)], row.url.partition("#")[0]
+                page = row.url.partition("#")[0]
                 if figure == "step":
                     value, before, after = row.step_s, run.step_s, predicted_step_s(corrected)
                 else:
@@ -76,14 +75,15 @@ def list_pairs(figure: SetupFigure, single_error: float = SINGLE_ERROR) -> list[
     return pairs
 
 
-def _setups(figure: SetupFigure) -> Iterator[list[Measurement]]:
-    """Yield the rows of each setup that have the figure."""
+@functools.cache
+def _setups(figure: SetupFigure) -> list[list[tuple[Measurement, PredictedRun]]]:
+    """Return the rows of each setup that have the figure, with their predictions."""
     setups: dict[tuple[object, ...], list[Measurement]] = {}
     for row in published_rows():
         value = row.step_s if figure == "step" else row.peak_bytes
         if value is not None and implausibility(row) is None:
             setups.setdefault((*_setup(row), row.peak_kind if figure == "peak" else ""), []).append(row)
-    yield from (rows for rows in setups.values() if len(rows) > 1)
+    return [[(row, _predicted(row, figure)) for row in rows] for rows in setups.values() if len(rows) > 1]
 
 
 def _setup(row: Measurement) -> tuple[object, ...]:
@@ -131,7 +131,13 @@ def medians_by_page(pairs: Iterable[SetupPair], *, before: bool = False) -> dict
 
 def fit_single_error() -> float:
     """Return the single error with the smallest mean error of pages."""
-    return _best_single_error({single_error: list_pairs("step", single_error) for single_error in _SINGLE_ERRORS})
+    return _best_single_error(_step_pairs())
+
+
+@functools.cache
+def _step_pairs() -> dict[float, list[SetupPair]]:
+    """Return the pairs of steps by single error."""
+    return {single_error: list_pairs("step", single_error) for single_error in _SINGLE_ERRORS}
 
 
 def _best_single_error(pairs: Mapping[float, Sequence[SetupPair]], without: str | None = None) -> float:
@@ -148,7 +154,7 @@ def held_out_pairs(figure: SetupFigure) -> list[SetupPair]:
     """Return the pairs, those of steps with a single error that was fitted without their page."""
     if figure == "peak":
         return list_pairs("peak")
-    by_error = {single_error: list_pairs("step", single_error) for single_error in _SINGLE_ERRORS}
+    by_error = _step_pairs()
     held_out = []
     for page in medians_by_page(by_error[0.0]):
         single_error = _best_single_error(by_error, without=page)
