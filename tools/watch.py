@@ -5,7 +5,7 @@
 
 RUNS_DIR gets compositions.json, which a later call continues, changes.md, and newer.txt with the newer releases.
 --pretend gives an installed package another release, to see the whole without a new one. --equal_with repeats equal
-runs whatever the releases, as after a change of what rounding allows. The exit status is 0 if nothing is newer or
+runs whatever the releases, as after a change of the limits of rounding. The exit status is 0 if nothing is newer or
 nothing changed, 1 if an outcome changed, and 3 if the time was over before.
 """
 

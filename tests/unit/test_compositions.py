@@ -460,12 +460,12 @@ def test_clean_runs_of_an_earlier_call_stay_whatever_the_matrix_is_now() -> None
     rows = {row["features"]: row for row in CLEAN["runs"]}
     assert plan_runs(matrix, 200, CLEAN["seed"], rows) == {}
     # Half of the rows, with gaps, and a matrix without the runs that were drawn first.
-    kept = {name: row for name, row in rows.items() if row["seed"] % 2}
+    odd_rows = {name: row for name, row in rows.items() if row["seed"] % 2}
     drawn = list(draw_equal_runs(matrix, CLEAN["seed"]))
     smaller = Matrix(matrix.stack, {run: matrix.outcomes[run] for run in drawn[20:]})
-    planned = plan_runs(smaller, 202, CLEAN["seed"], kept)
+    planned = plan_runs(smaller, 202, CLEAN["seed"], odd_rows)
     assert sorted(planned.values()) == [*range(2, 201, 2), 201, 202]
-    assert kept.keys().isdisjoint(run.name for run in planned)
+    assert odd_rows.keys().isdisjoint(run.name for run in planned)
 
 
 def test_an_interrupted_draw_goes_on_where_it_ended() -> None:
