@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -52,6 +52,15 @@ def combinations_to_repeat(stored: Matrix) -> list[Combination]:
         combination for combination, outcome in stored.findings.items() if not _needs_a_gpu(outcome, stored.stack)
     ]
     return sorted([*equal, *findings], key=lambda combination: len(combination.features))
+
+
+def equal_runs_with(stored: Matrix, levels: Collection[str]) -> list[Combination]:
+    """Return the equal runs that have one of these features, the smallest first."""
+    return [
+        combination
+        for combination in combinations_to_repeat(stored)
+        if stored.outcomes[combination].is_equal and combination.has(*levels)
+    ]
 
 
 def combinations_over_releases(stored: Matrix) -> list[Combination]:
@@ -171,8 +180,8 @@ def _explanation(matrix: Matrix, outcome: CombinationOutcome) -> CombinationOutc
     return None
 
 
-def changes_page(stored: Matrix, matrix: Matrix, *, is_complete: bool) -> str:
-    """Return the differences between two stacks in Markdown."""
+def changes_page(stored: Matrix, matrix: Matrix, *, missing: int) -> str:
+    """Return the differences between two stacks in Markdown; `missing` combinations were not run in time."""
     changes = list(find_changes(stored, matrix))
     repeated = [combination for combination in combinations_to_repeat(stored) if combination in matrix.outcomes]
     counts = {kind: sum(change.kind == kind for change in changes) for kind in _HEADINGS}
@@ -184,8 +193,7 @@ def changes_page(stored: Matrix, matrix: Matrix, *, is_complete: bool) -> str:
         "| --- | --- | --- |",
         *(f"| {name} | {stored.stack.get(name)} | {version} |" for name, version in matrix.stack.items()),
     ]
-    if not is_complete:
-        missing = len(combinations_to_repeat(stored)) - len(repeated)
+    if missing:
         lines += ["", f"{missing} combinations were not run: the time was over."]
     for kind, heading in _HEADINGS.items():
         chosen = [change for change in changes if change.kind == kind]

@@ -31,10 +31,20 @@ def test_a_release_that_brings_a_fault_back_is_reported_with_the_smallest_combin
     assert {change.kind for change in changes} == {"broken"}
     assert {change.shown_by.combination.name for change in changes if change.shown_by} == {"zero2,accumulation"}
     assert Matrix.read(file).findings.keys() == now.findings.keys()
-    assert "each micro-batch counts (rank 0: 0 0 0 1; rank 1: 0 0 0 1)" in changes_page(stored, now, is_complete=True)
+    assert "each micro-batch counts (rank 0: 0 0 0 1; rank 1: 0 0 0 1)" in changes_page(stored, now, missing=0)
     # A later call finds everything done.
     with CombinationSession() as session:
         assert repeat(stored, Matrix.read(file), session, minutes=5, report=lines.append)
+
+
+def test_equal_runs_are_repeated_whatever_the_releases(tmp_path: Path) -> None:
+    status, out, _ = watch("--runs_dir", str(tmp_path), "--equal_with", "bf16", "--minutes", "0.001")
+    assert status == 3
+    assert "newer than the stored matrix: nothing" in out
+    assert ": equal\n" in out
+    page = (tmp_path / "changes.md").read_text()
+    assert page.startswith("**1 combinations: 0 equal before and not now")
+    assert "were not run: the time was over" in page
 
 
 def test_a_pretended_release_is_run_until_the_time_is_over(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from study.compositions.answers import read_matrices
-from study.compositions.changes import changes_page, combinations_to_repeat, find_changes
+from study.compositions.changes import changes_page, combinations_to_repeat, equal_runs_with, find_changes
 from study.compositions.features import make_combination
 from study.compositions.matrix import Matrix
 from study.compositions.session import CombinationOutcome
@@ -39,6 +39,16 @@ def test_everything_that_a_cpu_can_run_of_the_stored_matrix_is_repeated() -> Non
     assert {outcome.combination.name for outcome in STORED.outcomes.values() if outcome.is_equal} <= names
 
 
+def test_equal_runs_with_a_feature_are_repeated_after_a_change_of_what_rounding_allows() -> None:
+    chosen = equal_runs_with(STORED, ["bf16", "autocast"])
+    assert chosen == sorted(chosen, key=lambda combination: len(combination.features))
+    assert set(chosen) == {
+        combination
+        for combination, result in STORED.outcomes.items()
+        if result.is_equal and {"bf16", "autocast"} & set(combination.features)
+    }
+
+
 def test_a_change_is_another_outcome_or_another_stage_and_not_another_line() -> None:
     before = make_matrix(
         outcome("zero1"),
@@ -64,7 +74,7 @@ def test_a_change_is_another_outcome_or_another_stage_and_not_another_line() -> 
         ("other", "zero3,clipping_unset"),
         ("mended", "zero1,clipping_unset"),
     ]
-    page = changes_page(before, now, is_complete=False)
+    page = changes_page(before, now, missing=1)
     assert page.startswith("**5 combinations: 1 equal before and not now, 1 equal now, 1 not equal in another way.**")
     assert "| deepspeed | 1.0 | 99.0 |" in page
     assert "1 combinations were not run" in page

@@ -45,7 +45,7 @@ from study.compositions.trace import FigureTrace, Place, plain_name
 from study.config.errors import UserError
 from study.releases.combinations import judge_features
 from study.report.pages import compositions
-from tools.clean_runs import draw_equal_runs
+from tools.clean_runs import draw_equal_runs, plan_runs
 
 REPLANTED = json.loads(compositions.RECALL.read_text(encoding="utf-8"))
 CLEAN = json.loads(compositions.CLEAN_RUNS.read_text(encoding="utf-8"))
@@ -447,12 +447,32 @@ def test_the_pages_have_the_false_alarms_of_the_clean_runs() -> None:
 
 def test_clean_runs_are_drawn_from_all_engines_alike() -> None:
     matrix = next(read_matrices())
-    drawn = draw_equal_runs(matrix, 200, seed=7)
-    assert drawn == draw_equal_runs(matrix, 200, seed=7) != draw_equal_runs(matrix, 200, seed=8)
+    orders = {seed: list(draw_equal_runs(matrix, seed)) for seed in (7, 8)}
+    assert orders[7] == list(draw_equal_runs(matrix, seed=7)) != orders[8]
     equal = Counter(run.level("engine") for run, outcome in matrix.outcomes.items() if outcome.is_equal)
-    counts = Counter(combination.level("engine") for combination in drawn)
+    counts = Counter(combination.level("engine") for combination in orders[7][:200])
     most = max(counts.values())
     assert all(counts[engine] in (equal[engine], most, most - 1) for engine in equal)
+
+
+def test_clean_runs_of_an_earlier_call_stay_whatever_the_matrix_is_now() -> None:
+    matrix = next(read_matrices())
+    rows = {row["features"]: row for row in CLEAN["runs"]}
+    assert plan_runs(matrix, 200, CLEAN["seed"], rows) == {}
+    # Half of the rows, with gaps, and a matrix without the runs that were drawn first.
+    odd_rows = {name: row for name, row in rows.items() if row["seed"] % 2}
+    drawn = list(draw_equal_runs(matrix, CLEAN["seed"]))
+    smaller = Matrix(matrix.stack, {run: matrix.outcomes[run] for run in drawn[20:]})
+    planned = plan_runs(smaller, 202, CLEAN["seed"], odd_rows)
+    assert sorted(planned.values()) == [*range(2, 201, 2), 201, 202]
+    assert odd_rows.keys().isdisjoint(run.name for run in planned)
+
+
+def test_an_interrupted_draw_goes_on_where_it_ended() -> None:
+    matrix = next(read_matrices())
+    planned = plan_runs(matrix, 30, 5, {})
+    rows = {run.name: {"seed": seed} for run, seed in planned.items() if seed <= 12}
+    assert plan_runs(matrix, 30, 5, rows) == {run: seed for run, seed in planned.items() if seed > 12}
 
 
 def test_the_page_is_that_of_the_records() -> None:
