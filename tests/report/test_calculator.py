@@ -933,8 +933,8 @@ def test_the_limit_is_above_the_bars_and_no_label_is_below_either(page: Page) ->
         assert len(layers["rows"]) == len(rows(page))
         for ends in layers["rows"]:
             assert ends == sorted(ends)
-        left, right = layers["drawing"]
-        assert all(left <= text[0] and text[1] <= right for text in layers["texts"])
+        start, end = layers["drawing"]
+        assert all(start <= text[0] and text[1] <= end for text in layers["texts"])
         assert layers["faded"] == 0
     legend = page.locator("#legend li").all_inner_texts()
     assert legend[-1] == "90 % bound of the peak"
