@@ -30,6 +30,7 @@ from study import cli
 from study.advisor import explain
 from study.config.errors import UserError
 from study.config.flags import Parser
+from study.config.registry import REGISTRY
 from study.config.text import rounded
 from study.predictor.hardware import to_box
 from study.predictor.time import FILE as INTERVALS
@@ -43,11 +44,10 @@ ROOT = Path(__file__).parents[2]
 ADDRESS = "#model=gpt2-xl&gpus=2&device=4090&host_memory=64&seq_length=1024"
 WORDS = ["gpt2-xl", "--hardware", "2x4090", "--host_memory", "64", "--seq_length", "1024"]
 PYTHON_TIMEOUT_MS = 240_000
-DRAWN = 8
 # As on the page.
 FORM_ORDER = (
     *("model", "seq_length", "nodes", "gpus", "device"),
-    *("host_memory", "host_gb_per_s", "nvme_gb_per_s", "bus_gb_per_s", "network_gb_per_s"),
+    *("host_memory", "host_gb_per_s", "nvme_gb_per_s", "bus_gb_per_s", "network_gb_per_s", "price_per_gpu_hour"),
     *("global_batch_size", "micro_batch", "accumulation", "optimizer", "precision"),
     *("peft", "lora_rank", "lora_targets", "with_reference"),
     *("gradient_checkpointing", "attn_implementation", "loss_kernel"),
@@ -327,6 +327,8 @@ def test_files_and_changes_are_those_of_the_command(
     document = advised(capsys, [*WORDS, "--output", str(tmp_path)])
     page.click(f"button[aria-label='files of {document['recommended']}']")
     page.wait_for_selector("#files pre")
+    # The keyboard goes on at the files.
+    assert page.evaluate("document.activeElement.ariaLabel") == "commands"
     texts = [text.replace("\n", "") for text in page.locator("#files pre").all_inner_texts()]
     for file in tmp_path.iterdir():
         assert file.read_text().replace(f"{tmp_path}/", "").replace("\n", "") in texts
@@ -364,41 +366,54 @@ def test_files_and_changes_are_those_of_the_command(
     assert drawing.count(" tokens/s") >= drawing.count("<circle")
 
 
-# The answers of Python in the browser to questions, each a list of words: its rows and ranks, or its refusal.
-EACH = """
-async (questions) => {
+# The answer of Python in the browser to the words of a question: its rows, rank and changes, or its refusal.
+ASK = """
+async ([words, withChanges]) => {
   const { call } = await import("./common.js");
   const status = document.createElement("p");
-  const answers = [];
-  for (const words of questions) {
-    const about = await call(status, "ask", JSON.stringify(words));
-    const rows = {};
-    for (const name of about.names ?? []) rows[name] = await call(status, "best", name);
-    answers.push({ about, rows, rank: about.names ? await call(status, "rank") : null });
-  }
-  return answers;
+  const about = await call(status, "ask", JSON.stringify(words));
+  if (about.refused) return { about };
+  const rows = {};
+  for (const name of about.names) rows[name] = await call(status, "best", name);
+  const rank = await call(status, "rank");
+  return { about, rows, rank, changes: withChanges ? await call(status, "changes") : {} };
 }
 """
 
 
-def test_drawn_questions_have_the_answers_of_the_command(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
-    # Forty take longer than a minute; the page of `study serve` is asked them, by the same methods.
+@pytest.mark.parametrize(
+    ("count", "with_changes"),
+    [
+        # Without the changes, so that it takes less than a minute.
+        pytest.param(8, False, id="eight"),
+        pytest.param(40, True, id="forty", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_drawn_questions_have_the_answers_of_the_command(
+    page: Page, capsys: pytest.CaptureFixture[str], count: int, with_changes: bool
+) -> None:
     seed = int(os.environ.get("ZERO_STUDY_DRAWN_SEED") or random.randrange(1_000_000))
     with capsys.disabled():
         print(f"ZERO_STUDY_DRAWN_SEED={seed}", end=" ", flush=True)
-    questions = list(drawn_questions(DRAWN, seed))
-    for words, ours in zip(questions, page.evaluate(EACH, questions), strict=True):
-        if "refused" in ours["about"]:
+    refused = 0
+    for words in drawn_questions(count, seed):
+        ours = page.evaluate(ASK, [words, with_changes])
+        about = ours["about"]
+        if "refused" in about:
+            refused += 1
             capsys.readouterr()
             assert cli.main(["advise", *words]) == 2
-            message = f"error: {ours['about']['refused']}. To fix it: {ours['about']['fix']}.\n"
-            assert capsys.readouterr().err == message
+            assert capsys.readouterr().err == f"error: {about['refused']}. To fix it: {about['fix']}.\n"
             continue
         document = advised(capsys, words)
+        answer = {**about, **ours["rank"], **ours["changes"]}
+        shared = {name: value for name, value in answer.items() if name in document}
+        assert shared.keys() >= {"model", "parameters", "hardware", "recommended", "how_sure", *ours["changes"]}
+        assert_same(shared, {name: document[name] for name in shared})
         assert ours["rank"]["order"] == [row["strategy"] for row in document["strategies"]], words
-        assert ours["rank"]["recommended"] == document["recommended"], words
         for row in document["strategies"]:
             assert_same({name: ours["rows"][row["strategy"]][name] for name in row}, row)
+    assert refused <= count // 2
 
 
 @pytest.mark.parametrize(
@@ -423,9 +438,17 @@ def test_an_impossible_question_is_refused_with_its_remedy(
     status = page.inner_text("#status")
     assert says in status
     assert "To fix it: " in status
+    assert page.locator("#status.refused").count() == 1
     assert page.is_hidden("#result")
     assert page.locator("img").count() == 0
     assert all(url.startswith(site) for url in requests)
+
+
+def test_each_strategy_of_the_advice_is_described(tab: Page, site: str) -> None:
+    tab.goto(f"{site}/index.html")
+    described = tab.locator("#strategies dt").all_text_contents()
+    assert sorted(described) == sorted(name for name, entry in REGISTRY.items() if entry.simplicity is not None)
+    assert all(tab.locator("#strategies dd").all_text_contents())
 
 
 # What people ask, what they enter, and the command of the same request.
@@ -454,6 +477,10 @@ QUESTIONS = {
     "Qwen3 8B at 4,096 tokens on two 4090s with 128 GiB": (
         {"model": "qwen3-8b", "gpus": "2", "device": "4090", "host_memory": "128", "seq_length": "4096"},
         "qwen3-8b --hardware 2x4090 --host_memory 128 --seq_length 4096",
+    ),
+    "Llama 3 8B at 4k tokens on eight 3090s of a host with 512 GB": (
+        {"model": "Meta-Llama-3-8B-Instruct", "device": "3090", "seq_length": "4k", "host_memory": "512GB"},
+        "Meta-Llama-3-8B-Instruct --hardware 8x3090 --host_memory 512GB --seq_length 4k",
     ),
     "32 GPUs of one machine, or of four": (
         {"model": "llama-3.1-8b", "gpus": "32", "device": "H100"},
@@ -661,6 +688,7 @@ def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytes
         "nvme_gb_per_s": "7,3",
         "bus_gb_per_s": "4",
         "network_gb_per_s": "3",
+        "price_per_gpu_hour": "2.5",
         "seq_length": "256",
         "global_batch_size": "32",
         "micro_batch": "2",
@@ -674,13 +702,20 @@ def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytes
         "loss_kernel": "liger",
     }
     visit(page, f"#{urllib.parse.urlencode(fields)}")
-    assert page.evaluate("[...document.querySelector('#form').elements].filter((field) => field.name).length") == 23
+    assert page.evaluate("[...document.querySelector('#form').elements].filter((field) => field.name).length") == 24
     command = page.inner_text("#command").split()[2:]
     document = advised(capsys, command)
     # The micro-batch and the accumulation are those that were asked for.
     assert {(row["micro_batch"], row["accumulation"]) for row in document["strategies"] if row["fits"]} == {(2, 2)}
     assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
     assert {*fields.values()} - {"gpt2", "2", "4", "A10", "qlora"} <= {*command}
+    # Only a price has a column of costs.
+    (place,) = [place for place, title in enumerate(page.evaluate(TITLES)) if title == "cost of 1 M tokens"]
+    costs = {name: cells[place - 1] for name, cells in rows(page).items()}
+    for row in document["strategies"]:
+        cost = costs[row["strategy"]]
+        assert (cost == "-") == (not row["fits"])
+        assert not row["fits"] or number(cost) == pytest.approx(row["cost_per_million_tokens"], rel=THREE_DIGITS)
     # A link has the version of the code; that of another version is named.
     assert "the link is of version" not in page.inner_text("#status")
     ask(page)
@@ -866,23 +901,27 @@ def test_python_starts_with_the_first_input(tab: Page, site: str, requests: list
     assert sum(url.endswith("study.zip") for url in requests) == 1
 
 
-# The limit's place among the parts of bars and the labels; the ends of a label and of its ground.
+# The places of the limit and of the parts of bars in the drawing; the ends of each name, size and bar, and of texts.
 LAYERS = """
 () => {
-  const drawn = [...document.querySelectorAll("#bars svg *")];
+  const drawing = document.querySelector("#bars svg");
+  const drawn = [...drawing.querySelectorAll("*")];
   const places = (selector) => drawn.flatMap((element, place) => (element.matches(selector) ? [place] : []));
   const ends = (element) => [element.getBoundingClientRect().left, element.getBoundingClientRect().right];
-  const grounds = drawn.filter((element) => element.matches(".ground"));
   return {
-    parts: places("g rect"), limit: places(".limit"), grounds: places(".ground"),
-    labels: grounds.map((ground) => [ends(ground), ends(ground.nextSibling)]),
+    parts: places("g rect"), limit: places(".limit"), drawing: ends(drawing),
+    texts: [...drawing.querySelectorAll("text")].map(ends),
+    rows: [...drawing.querySelectorAll(".label")].map((size) => {
+      const [name, bar] = [size.previousSibling, size.previousSibling.previousSibling];
+      return [...ends(name), ...ends(size), ends(bar)[0]];
+    }),
     faded: drawn.filter((element) => element.matches("g.out text")).length,
   };
 }
 """
 
 
-def test_the_limit_is_above_the_bars_and_below_the_labels(page: Page) -> None:
+def test_the_limit_is_above_the_bars_and_no_label_is_below_either(page: Page) -> None:
     for width in (400, 1400):
         page.set_viewport_size({"width": width, "height": 900})
         # Some of these do not fit, and the limit crosses their bars.
@@ -890,10 +929,12 @@ def test_the_limit_is_above_the_bars_and_below_the_labels(page: Page) -> None:
         layers = page.evaluate(LAYERS)
         assert page.locator("#bars g.out").count() > 2
         (limit,) = layers["limit"]
-        assert max(layers["parts"]) < limit < min(layers["grounds"])
-        assert len(layers["labels"]) == len(rows(page))
-        for ground, label in layers["labels"]:
-            assert ground[0] < label[0] < label[1] <= ground[1]
+        assert max(layers["parts"]) < limit
+        assert len(layers["rows"]) == len(rows(page))
+        for ends in layers["rows"]:
+            assert ends == sorted(ends)
+        start, end = layers["drawing"]
+        assert all(start <= text[0] and text[1] <= end for text in layers["texts"])
         assert layers["faded"] == 0
     legend = page.locator("#legend li").all_inner_texts()
     assert legend[-1] == "90 % bound of the peak"
@@ -935,8 +976,11 @@ def test_the_texts_of_drawings_are_readable_at_any_width(page: Page) -> None:
         assert min(heights) > 11
 
 
-def test_the_table_needs_no_scrolling_in_a_wide_window(page: Page) -> None:
+@pytest.mark.parametrize("address", ["", "#model=llama-3.1-70b&nodes=8&price_per_gpu_hour=2.5"])
+def test_the_table_needs_no_scrolling_in_a_wide_window(page: Page, address: str) -> None:
     page.set_viewport_size({"width": 1400, "height": 900})
+    if address:
+        visit(page, address)
     assert page.evaluate("document.querySelector('#table').scrollWidth") <= page.evaluate(
         "document.querySelector('#table').parentElement.clientWidth"
     )

@@ -1,8 +1,11 @@
 // A drawing of the memory of one GPU by part, one bar a strategy.
 const SPACE = "http://www.w3.org/2000/svg";
 const LINE = 22;
-const LEFT = 150;
-const RIGHT = 64;
+// The ends of names and sizes, which are columns before the bars, and the beginning of the bars.
+const NAMES = 138;
+const SIZES = 204;
+const LEFT = 212;
+const RIGHT = 12;
 // The width of a letter, at most.
 export const LETTER = 6.7;
 
@@ -27,11 +30,12 @@ export function bars(list, limit, limitText, size, width) {
   const texts = list.map((item) => `${item.name} ${item.label}${item.fits ? "" : ", does not fit"}`);
   drawing.append(make("title", {}, `Predicted memory of one GPU, ${limitText}: ${texts.join(", ")}`));
   const x = LEFT + limit * scale;
-  // The limit crosses bars that do not fit, and no label.
-  list.forEach((item, place) => drawing.append(bar(item, place * LINE, scale, size, end)));
+  // The limit crosses bars that do not fit.
+  list.forEach((item, place) => drawing.append(bar(item, place * LINE, scale, size, end), ...labels(item, place * LINE)));
   drawing.append(make("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "limit" }));
-  list.forEach((item, place) => drawing.append(...labels(item, place * LINE, scale, end)));
-  drawing.append(make("text", { x, y: bottom + 15, class: "middle" }, limitText));
+  drawing.append(make("text", { x: SIZES, y: bottom + 15, class: "end" }, "predicted peak of one GPU"));
+  const middle = Math.min(x, width - (limitText.length * LETTER) / 2);
+  drawing.append(make("text", { x: middle, y: bottom + 15, class: "middle" }, limitText));
   return drawing;
 }
 
@@ -61,14 +65,12 @@ function whisker(from, to, y) {
   ];
 }
 
-// The name before a bar, and its size after it on the ground of the page.
-function labels(item, y, scale, end) {
-  const kind = item.fits ? "" : " quiet";
-  const x = Math.min(LEFT + Math.max(item.total, item.bound) * scale, end) + 2;
+// The name and the size before a bar. After it the size would be taken for that of the bound.
+function labels(item, y) {
+  const kind = item.fits ? "end" : "end quiet";
   return [
-    make("text", { x: LEFT - 8, y: y + 15, class: `end${kind}` }, item.name),
-    make("rect", { x, y: y + 3, width: item.label.length * LETTER + 6, height: LINE - 6, class: "ground" }),
-    make("text", { x: x + 3, y: y + 15, class: `label${kind}` }, item.label),
+    make("text", { x: NAMES, y: y + 15, class: kind }, item.name),
+    make("text", { x: SIZES, y: y + 15, class: `${kind} label` }, item.label),
   ];
 }
 

@@ -13,9 +13,9 @@ const fields = [...form.elements].filter((field) => field.name);
 const DEFAULTS = { model: "llama-3.1-8b", nodes: "1", gpus: "8", device: "H100" };
 // Fields that are flags of `study advise` by the same name.
 const FLAGS = ["host_memory", "host_gb_per_s", "nvme_gb_per_s", "bus_gb_per_s", "network_gb_per_s", "seq_length", "global_batch_size", "micro_batch", "accumulation", "optimizer",
-  "precision", "gradient_checkpointing", "attn_implementation", "loss_kernel"];
+  "precision", "gradient_checkpointing", "attn_implementation", "loss_kernel", "price_per_gpu_hour"];
 // Of these `study explain` has another form, or none; the file's form has its own micro-batch and accumulation.
-const OTHERWISE = ["global_batch_size", "micro_batch", "accumulation", "precision", "gradient_checkpointing"];
+const OTHERWISE = ["global_batch_size", "micro_batch", "accumulation", "precision", "gradient_checkpointing", "price_per_gpu_hour"];
 const USUAL = { optimizer: "adamw", gradient_checkpointing: "auto", attn_implementation: "sdpa" };
 
 // Fields that change an answer only with these values of others: else they are hidden, and in no command and no link.
@@ -148,6 +148,7 @@ function predict(asked = words(), own = ownModel()) {
   computed = new Promise((done) => { endComputed = done; });
   // A stored answer stays until Python has the whole one.
   const isShown = showStored(asked, own);
+  at("status").className = "";
   if (!isShown) at("status").textContent = isStarted() ? "comparing ..." : "";
   // How long Python loads is not known; then it counts strategies.
   at("progress").removeAttribute("value");
@@ -184,6 +185,7 @@ function whenComputed() {
 }
 
 function refuse({ refused, fix }) {
+  at("status").className = "refused";
   at("status").textContent = `${refused}. To fix it: ${fix}.`;
   at("answer").textContent = "";
   at("progress").hidden = true;
@@ -199,13 +201,17 @@ function clearDetails() {
   at("what-if").hidden = true;
 }
 
+// Three digits, as in the sentences of the answer, also where the last ones are zero.
+function withZeros(number) {
+  return number.toLocaleString("en", { minimumSignificantDigits: 3, maximumSignificantDigits: 3 });
+}
+
 function size(bytes) {
-  const gib = bytes / GIB;
-  return gib >= 100 ? Math.round(gib).toLocaleString("en") : gib.toPrecision(3);
+  return withZeros(bytes / GIB);
 }
 
 function rounded(number) {
-  return Number(number.toPrecision(3)).toLocaleString("en");
+  return number.toLocaleString("en", { maximumSignificantDigits: 3 });
 }
 
 function entries() {
@@ -230,6 +236,7 @@ function show() {
   const versions = linkVersion && linkVersion !== stored.version
     ? [`the link is of version ${linkVersion.slice(0, 20)}, these figures of ${stored.version}`] : [];
   const origin = shown.words ? ["stored with the page: its files and changes are computed when they are asked for"] : [];
+  at("status").className = "";
   announce("status", rank ? [question, ...about.notes, ...versions, ...origin].join("; ")
     : `${question}; comparing ...`);
   const best = rank?.recommended ? `Use ${rank.recommended}: ` : "";
@@ -301,6 +308,11 @@ new ResizeObserver(() => {
 
 const COLUMNS = ["strategy", "micro-batch", "accumu\u00adlation", "check\u00adpointing", "peak GiB", "90 % bound", "tokens/s, all GPUs", "80 % of runs",
   "sent a step and GPU, GB", "host GiB", "NVMe GiB", "remark", "files"];
+// In the currency of the price that was asked with; without a price there is no such column.
+const COST = "cost of 1 M tokens";
+
+const hasCosts = () => entries().some(([, row]) => row.cost_per_million_tokens !== null);
+const columns = () => (hasCosts() ? [...COLUMNS.slice(0, -2), COST, ...COLUMNS.slice(-2)] : COLUMNS);
 
 function cells(name, row) {
   const speed = row.fits ? `${row.offloads ? "~ " : ""}${rounded(row.tokens_per_s)}` : "-";
@@ -310,6 +322,7 @@ function cells(name, row) {
     row.fits ? row.micro_batch : "-", row.fits ? row.accumulation : "-", row.gradient_checkpointing ? "yes" : "no",
     size(row.device_bytes), size(row.bound_bytes), speed, interval, rounded(row.sent_bytes / 1e9), size(row.host_bytes_per_node.value),
     row.nvme_bytes_per_node ? size(row.nvme_bytes_per_node) : "-",
+    ...(hasCosts() ? [row.fits ? withZeros(row.cost_per_million_tokens) : "-"] : []),
   ];
 }
 
@@ -321,7 +334,7 @@ function drawTable() {
   at("errors").textContent = `Errors below names of columns: bytes sent, ${errors.sent.of}; host, ${errors.host.of}; NVMe, ${errors.nvme.of}.`;
   const head = document.createElement("thead");
   const titles = head.insertRow();
-  for (const title of COLUMNS) {
+  for (const title of columns()) {
     const cell = made("th", title);
     if (ERRORS[title]) cell.append(made("small", errors[ERRORS[title]].size));
     cell.scope = "col";
@@ -348,6 +361,7 @@ function drawTable() {
       place.append(button);
     }
   }
+  at("table").className = hasCosts() ? "priced" : "";
   at("table").replaceChildren(head, body);
 }
 
@@ -392,6 +406,8 @@ async function showFiles(name) {
     parts.push(button, block(file, text));
   }
   at("files").replaceChildren(...parts);
+  // The next Tab is at the first file, far below the table.
+  at("files").querySelector("pre").focus({ preventScroll: true });
   at("files").firstChild.scrollIntoView();
 }
 
@@ -438,7 +454,7 @@ at("copy-releases").onclick = () => copy("releases-copied", views.releases);
 at("save-csv").onclick = () => {
   const plain = (text) => `"${String(text).replaceAll("\u00ad", "").replaceAll('"', '""')}"`;
   const lines = entries().map(([name, row]) => [name, ...cells(name, row), shown.rank?.remarks[name] ?? row.why]);
-  const text = [COLUMNS.slice(0, -1), ...lines].map((line) => line.map(plain).join(",")).join("\n");
+  const text = [columns().slice(0, -1), ...lines].map((line) => line.map(plain).join(",")).join("\n");
   save("strategies.csv", `${text}\n`, "text/csv");
 };
 

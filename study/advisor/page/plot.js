@@ -29,8 +29,9 @@ export function plot(list, limit, { width, height, limitText, memoryTitle, speed
   points.sort((one, other) => other.isBest - one.isBest);
   for (const point of points) {
     // A name crosses errors only where it has no other place; without one its point has a tooltip.
-    point.place = freePlace(point, frame, [...taken, ...lines]) ?? freePlace(point, frame, taken);
-    if (point.place) taken.push(point.place.area);
+    point.place = freePlace(point, frame, [...taken, ...lines], taken) ?? freePlace(point, frame, taken, taken)
+      ?? freePlace(point, frame, taken, []);
+    if (point.place) taken.push(point.place.area, ...leaderAreas(point, point.place));
   }
   points.reverse();
   for (const point of points) drawing.append(errors(point, x, y));
@@ -97,9 +98,24 @@ function errorAreas(point, x, y) {
 // The line from a point to a name that is not next to it.
 function leader({ x, y, place }) {
   if (!place || place.distance === CIRCLES[0]) return [];
-  const { left, right, top, bottom } = place.area;
-  const end = { x: Math.min(Math.max(x, left), right), y: Math.min(Math.max(y, top), bottom) };
+  const end = leaderEnd({ x, y }, place.area);
   return [make("line", { x1: x, x2: end.x, y1: y, y2: end.y, class: "leader" })];
+}
+
+function leaderEnd({ x, y }, { left, right, top, bottom }) {
+  return { x: Math.min(Math.max(x, left), right), y: Math.min(Math.max(y, top), bottom) };
+}
+
+// Small areas along the line to a name, from outside of the mark to the name.
+function leaderAreas(point, { area, distance }) {
+  if (distance === CIRCLES[0]) return [];
+  const end = leaderEnd(point, area);
+  const length = Math.hypot(end.x - point.x, end.y - point.y);
+  const count = Math.max(Math.floor((length - 2 * RADIUS) / 4), 0);
+  return Array.from({ length: count }, (_, place) => {
+    const part = (2 * RADIUS + 4 * place) / length;
+    return around(point.x + part * (end.x - point.x), point.y + part * (end.y - point.y), 2, 2);
+  });
 }
 
 function mark(point, text) {
@@ -115,8 +131,8 @@ function mark(point, text) {
   return group;
 }
 
-// The first place in the frame where a name covers nothing; null if it has none.
-function freePlace(point, frame, taken) {
+// The first place in the frame where a name covers nothing, and the line to it nothing of `others`; null if it has none.
+function freePlace(point, frame, taken, others) {
   const width = point.name.length * LETTER + 4;
   for (const distance of CIRCLES) {
     for (const [right, down] of DIRECTIONS) {
@@ -124,7 +140,9 @@ function freePlace(point, frame, taken) {
       const y = point.y + down * distance;
       const area = around(x, y, width, TEXT_HEIGHT);
       const isInside = area.left >= frame.left && area.right <= frame.right && area.top >= frame.top && area.bottom <= frame.bottom;
-      if (isInside && !taken.some((other) => overlaps(area, other))) return { area, distance };
+      if (!isInside || taken.some((other) => overlaps(area, other))) continue;
+      const path = leaderAreas(point, { area, distance });
+      if (!path.some((part) => others.some((other) => overlaps(part, other)))) return { area, distance };
     }
   }
   return null;
