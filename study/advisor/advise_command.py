@@ -118,6 +118,7 @@ class AdviseFlags:
     def from_options(cls, options: argparse.Namespace) -> AdviseFlags:
         """Return the flags of a parsed command line; raise UserError if one that is needed is missing, or for flags
         that exclude each other."""
+        predict_command.settle_model(options)
         predict_command.check_required(options, "study advise llama-3.1-8b --hardware 8xH100")
         checkpointing = {"auto": None, "on": True, "off": False}[options.gradient_checkpointing]
         return cls(

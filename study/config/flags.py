@@ -363,6 +363,11 @@ class Parser(argparse.ArgumentParser):
             if action.nargs in ("*", "?") and unknown and unknown[0][:1] != "-" and not getattr(namespace, action.dest):
                 setattr(namespace, action.dest, unknown[0] if action.nargs == "?" else unknown)
                 unknown = unknown[1:] if action.nargs == "?" else []
+            word = getattr(namespace, action.dest) if action.nargs == "?" else None
+            if word and getattr(namespace, "named_model", None) and self._find_flag(word):
+                # The model is named, so this word is a strategy or hardware without its flag.
+                setattr(namespace, action.dest, None)
+                unknown = [word, *unknown]
         return namespace, unknown
 
     def raise_unknown(self, words: Sequence[str]) -> typing.NoReturn:
