@@ -16,6 +16,7 @@ from study.host.memory import GIB
 from study.predictor import recorded_runs, run_predictions, time
 from study.predictor.constants import FITTED
 from study.predictor.memory import kept_for_backward
+from study.predictor.nearest import describe_nearest
 from study.predictor.time import offload_range
 from study.predictor.validation import fit, implausibility, predicted_peak, predicted_step_s, published_rows
 from study.predictor.zero3_gathers import simulate_gathers
@@ -211,3 +212,15 @@ def test_similar_measurements_are_named_without_pandas() -> None:
     nearest = json.loads(done.stdout)["nearest"]
     assert sum(line.startswith("similar measurement: ") for line in nearest) == 3
     assert sum(line.startswith("similar record of this project, ") for line in nearest) == 3
+
+
+def test_a_record_without_a_step_time_is_named_without_one() -> None:
+    request = next(
+        request
+        for run, request in recorded_runs.read_ended_runs()
+        if run.suite == recorded_runs.GPU and recorded_runs.read_whole_run(run).step_time_s_median is None
+    )
+    (line,) = (line for line in describe_nearest(request) if line.startswith("similar record of this project, a GPU: "))
+    assert "GiB, predicted" in line
+    assert "nan" not in line
+    assert "s per step" not in line
