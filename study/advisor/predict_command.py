@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor import measured
-from study.advisor.explain_findings import request_notes
 from study.advisor.fitted import fit_settings, precision_under, usual_weights
+from study.advisor.request_notes import request_notes
 from study.advisor.user_settings import UserFile, check_deepspeed
 from study.advisor.workload import Workload
 from study.config import strategies
