@@ -447,8 +447,10 @@ class _Variant:
         return any(self._may_fit(size, False) for size in (self._sizes[-1], self._sizes[0]))
 
     def _sizes_that_may_fit(self, at_upper_end: bool) -> list[int]:
-        """Return the sizes of which the least memory fits. It never falls with the size, but at the largest one, which
-        may accumulate no gradients."""
+        """Return the sizes whose least memory fits.
+
+        It never falls with the size, but at the largest one, which may accumulate no gradients.
+        """
         *smaller, largest = self._sizes
         count = bisect.bisect_left(smaller, True, key=lambda size: not self._may_fit(size, at_upper_end))
         return [*smaller[:count], *[largest] * self._may_fit(largest, at_upper_end)]

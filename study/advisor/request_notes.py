@@ -1,6 +1,6 @@
-"""What a request has besides its figures: assumptions and effects, by the rules of known_settings.yaml.
+"""Notes on a request: assumptions and effects of its settings, by the rules of known_settings.yaml.
 
-`study advise` and `study predict` print them; they start without what only files need.
+`study advise` and `study predict` print them, and start without the modules that explain files.
 """
 
 from __future__ import annotations

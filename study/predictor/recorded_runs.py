@@ -55,7 +55,7 @@ _OPTIONS = (
     "optimizer",
     "bf16_states",
 )
-# What else makes a request, and what says whether a run ended.
+# Other columns of a request, and those of the end of a run.
 _COLUMNS = (
     *_OPTIONS,
     "strategy",
@@ -118,9 +118,9 @@ def read_ended_runs() -> Iterator[tuple[Any, Request]]:
 
 def read_whole_run(run: Any) -> Any:
     """Return a record of `read_ended_runs` with all columns."""
-    whole = read_row(REPORTS / run.suite, run.place)
-    whole.suite = run.suite
-    return whole
+    row = read_row(REPORTS / run.suite, run.place)
+    row.suite = run.suite
+    return row
 
 
 def read_measurement(run: Any, request: Request) -> Measurement:

@@ -231,16 +231,16 @@ def test_the_least_memory_never_falls_with_the_micro_batch_but_at_the_one_withou
 
 
 def test_few_micro_batches_are_asked_for_their_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[Request]()
+    requests = list[Request]()
 
     def counted(request: Request, at_upper: bool = False) -> float:
-        asked.append(request)
+        requests.append(request)
         return least_device_bytes(request, at_upper)
 
     monkeypatch.setattr(rules, "least_device_bytes", counted)
     assert main(["advise", "llama-3.1-8b", "--hardware", "4090"]) == 0
     # Of each size it would be 1,284.
-    assert 0 < len(asked) < 900
+    assert 0 < len(requests) < 900
 
 
 def test_every_strategy_is_there_with_the_largest_micro_batch_that_fits(eight_b: Advice) -> None:

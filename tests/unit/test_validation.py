@@ -192,13 +192,13 @@ def test_intervals_cover_pages_that_did_not_make_them() -> None:
 
 
 def test_similar_records_are_sought_among_all_that_ended() -> None:
-    light, whole = list(recorded_runs.read_ended_runs()), run_predictions.ended_runs()
+    light, complete = list(recorded_runs.read_ended_runs()), run_predictions.ended_runs()
     assert len(light) > 600
-    assert [(run.suite, request) for run, request in light] == [(run.suite, request) for run, request in whole]
-    for (run, _), (row, _) in list(zip(light, whole, strict=True))[::60]:
-        found = recorded_runs.read_whole_run(run)
-        assert found.run == row.run
-        figures = [list(recorded_runs.compare_run_figures(record)) for record in (found, row)]
+    assert [(run.suite, request) for run, request in light] == [(run.suite, request) for run, request in complete]
+    for (run, _), (row, _) in list(zip(light, complete, strict=True))[::60]:
+        record = recorded_runs.read_whole_run(run)
+        assert record.run == row.run
+        figures = [list(recorded_runs.compare_run_figures(either)) for either in (record, row)]
         assert figures[0] == figures[1]
 
 
