@@ -17,7 +17,7 @@ from study.advisor.user_settings import UserFile, check_deepspeed
 from study.advisor.workload import Workload
 from study.config import strategies
 from study.config.errors import UserError, clip, require_extra
-from study.config.flags import Precision, RunConfig
+from study.config.flags import Parser, Precision, RunConfig
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_parameters, rounded, rounded_seconds
 from study.host.memory import GIB
@@ -67,6 +67,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `study explain` has, too."""
+    if isinstance(parser, Parser):
+        parser.devices = BOX_NAMES
     Workload.add_arguments(parser)
     HardwareFlags.add_arguments(parser)
     Workload.add_arguments(parser, "hub")
