@@ -74,6 +74,7 @@ def print_completion(options: argparse.Namespace) -> int:
         "strategy": STRATEGY_NAMES,
         "names": STRATEGY_NAMES,
         "model_name_or_path": tuple(PRESETS),
+        "named_model": tuple(PRESETS),
     }
     for command_parser in subparsers.choices.values():
         for action in command_parser._actions:

@@ -444,7 +444,16 @@ class _Variant:
     @functools.cached_property
     def may_fit(self) -> bool:
         """Whether the least memory of a micro-batch fits."""
-        return any(self._may_fit(size, False) for size in self._sizes)
+        return any(self._may_fit(size, False) for size in (self._sizes[-1], self._sizes[0]))
+
+    def _sizes_that_may_fit(self, at_upper_end: bool) -> list[int]:
+        """Return the sizes whose least memory fits.
+
+        It never falls with the size, but at the largest one, which may accumulate no gradients.
+        """
+        *smaller, largest = self._sizes
+        count = bisect.bisect_left(smaller, True, key=lambda size: not self._may_fit(size, at_upper_end))
+        return [*smaller[:count], *[largest] * self._may_fit(largest, at_upper_end)]
 
     @functools.cached_property
     def most_speed(self) -> float:
@@ -452,7 +461,7 @@ class _Variant:
         since there are too many to try."""
         if self._samples is None:
             return math.inf
-        possible = [size for size in self._sizes if self._may_fit(size, self._at_upper_bound)]
+        possible = self._sizes_that_may_fit(self._at_upper_bound)
         return max((speed_if_it_fits(self._request(size)) for size in possible), default=0.0)
 
     def largest_option(self) -> Option:

@@ -20,8 +20,8 @@ import yaml
 
 from study.advisor import advise, measured, predict_command
 from study.advisor.advise import Advice, Option
-from study.advisor.explain_findings import request_notes
 from study.advisor.fitted import fit_settings
+from study.advisor.request_notes import request_notes
 from study.advisor.workload import Workload
 from study.config.errors import UserError
 from study.config.flags import changed_flags
@@ -118,6 +118,7 @@ class AdviseFlags:
     def from_options(cls, options: argparse.Namespace) -> AdviseFlags:
         """Return the flags of a parsed command line; raise UserError if one that is needed is missing, or for flags
         that exclude each other."""
+        predict_command.settle_model(options)
         predict_command.check_required(options, "study advise llama-3.1-8b --hardware 8xH100")
         checkpointing = {"auto": None, "on": True, "off": False}[options.gradient_checkpointing]
         return cls(
@@ -172,24 +173,26 @@ def run(
 
     `nearest` yields lines about the nearest measurements, and `read_run` reads the files of --calibrate.
     """
-    # The first question about a class outside the table traces it, before anything is compared.
-    with progress_line("comparing strategies, micro-batches and settings ..."), _without_collections():
-        flags = AdviseFlags.from_options(options)
-        question = build_advice_request(flags)
-        runs = flags.runs.collect(functools.partial(_measured_request, question), read_run)
-        question = _corrected(question, runs)
-        advice = advise.advise(question)
-        riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
-        plain = advise.plain_option_in_16_bits(advice)
-    best, files = advice.best, None
-    if best and options.output:
-        files = write_files(best, options.output, flags.nvme_path, flags.workload.model_name_or_path)
-    # Only a request that prints them reads the records, which takes a third of the time.
-    similar = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
-    document = functools.partial(_document, advice, riskier, plain, what_ifs, similar, files, runs)
-    lines = [*calibration_lines(runs), *what_ifs, *(similar if options.details else [])]
-    page = _page(advice, riskier, plain, lines, files, flags, options.details)
-    print_result(options.json, document, page, options.details or files is not None)
+    with _without_collections():
+        # The first question about a class outside the table traces it, before anything is compared.
+        with progress_line("comparing strategies, micro-batches and settings ..."):
+            flags = AdviseFlags.from_options(options)
+            question = build_advice_request(flags)
+            runs = flags.runs.collect(functools.partial(_measured_request, question), read_run)
+            question = _corrected(question, runs)
+            advice = advise.advise(question)
+            riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
+            plain = advise.plain_option_in_16_bits(advice)
+        best, files = advice.best, None
+        if best and options.output:
+            files = write_files(best, options.output, flags.nvme_path, flags.workload.model_name_or_path)
+        # Only a request that prints them reads the records, which takes as long as the advice.
+        similar = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
+        document = functools.partial(_document, advice, riskier, plain, what_ifs, similar, files, runs)
+        lines = [*calibration_lines(runs), *what_ifs, *(similar if options.details else [])]
+        # It compares adapters, too.
+        page = _page(advice, riskier, plain, lines, files, flags, options.details)
+        print_result(options.json, document, page, options.details or files is not None)
     return 0 if best else 1
 
 

@@ -146,8 +146,10 @@ def _check_strict_flags(options: argparse.Namespace) -> None:
 
 def _check_flags(options: argparse.Namespace) -> None:
     """Set the model of an explanation; raise UserError unless a file and a model are named, in this order."""
-    if options.named_model:
-        options.model = [*options.model, options.named_model]
+    if options.named_model is not None:
+        if options.model:
+            raise predict_command.two_models(" ".join(options.model), options.named_model)
+        options.model = [options.named_model]
     for flag, is_given in (("--output_format", options.output_format), ("--skip_others", options.skip_others)):
         if is_given:
             raise UserError(f"{flag} is for --strict", f"add --strict, or leave {flag} out")

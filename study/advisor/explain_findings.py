@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
 from study.advisor.explain_combinations import combination_findings, whole_number
+from study.advisor.request_notes import holding_rules, is_met, request_facts, request_findings
 from study.advisor.user_settings import OFFLOADS, ZERO, Finding, flatten, known_settings, removed, section_entries
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number, rounded
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
-from study.predictor.state import accumulated_bytes, engine_refusal, loaded_whole_bytes
+from study.predictor.state import engine_refusal
 from study.predictor.time import device_bytes, fits, usable_bytes
 from study.releases.causes import least_sound_release
 
 # Less memory than this, in bytes, decides nothing.
 _WORTH_NOTING = 2 * GIB
-_COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
 
 def findings(case: ConfigCase) -> list[Finding]:
@@ -31,7 +28,7 @@ def findings(case: ConfigCase) -> list[Finding]:
     facts, reference = _facts(case), known_settings()
     combinations = list(combination_findings(case))
     if case.file.deepspeed is None:
-        rules = _holding(reference["rules_without_deepspeed"], facts)
+        rules = holding_rules(reference["rules_without_deepspeed"], facts)
         weights = _loaded_weights(case.request)
         return [*case.findings, *rules, *weights, *request_findings(case.request, facts), *combinations]
     results = [
@@ -39,7 +36,7 @@ def findings(case: ConfigCase) -> list[Finding]:
         *_ineffective(case, facts),
         *_type_of_optimizer(case),
         *_arguments(case),
-        *_holding(reference["rules"], facts),
+        *holding_rules(reference["rules"], facts),
         *request_findings(case.request, facts),
         *_batch(case),
         *combinations,
@@ -97,7 +94,7 @@ def _ineffective(case: ConfigCase, facts: Mapping[str, Any]) -> Iterator[Finding
         elif case.stage not in stages and (section == ZERO or section not in case.file.explicit_keys):
             message = f"stage {case.stage} does not use it; stage {' and '.join(map(str, stages))} would"
             yield Finding("ineffective", key, message)
-        elif (needs := entry.get("needs")) and not _holds(needs, facts):
+        elif (needs := entry.get("needs")) and not is_met(needs, facts):
             yield Finding("ineffective", key, f"it has an effect only with {needs.replace('==', '=')}")
 
 
@@ -243,78 +240,6 @@ def _saves_whole(settings: Mapping[str, Any]) -> bool:
     """Whether FSDP saves the weights of all ranks as one, as version 1 does by default (set_state_dict_type)."""
     usual = "full_state_dict" if str(settings.get("fsdp_version", 1)) == "1" else "sharded_state_dict"
     return str(settings.get("fsdp_state_dict_type") or usual).lower() in ("full_state_dict", "1")
-
-
-def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -> Iterator[Finding]:
-    """Yield the findings about model, program and hardware; without the facts of a file those of the strategy."""
-    if facts is None:
-        settings = request.strategy.deepspeed or {}
-        facts = {**flatten(settings.get(ZERO, {})), "launcher": "accelerate", "set": set(flatten(settings))}
-        facts |= {f"offload_{what}": request.strategy.offload_device(what) or "none" for what in ("optimizer", "param")}
-    yield from _holding(known_settings()["requests"], {**facts, **request_facts(request)})
-
-
-def request_notes(request: Request, details: bool = False) -> list[str]:
-    """Return the findings about a request as text."""
-    hidden = () if details else known_settings()["details"]
-    return [f"{item.key}: {item.says}" for item in request_findings(request) if item.rule not in hidden]
-
-
-def request_facts(request: Request) -> dict[str, Any]:
-    """Return what rules may ask of a request, by name."""
-    shape, strategy = request.shape, request.strategy
-    architecture = "none"
-    if shape.family == "sequence-classification" and shape.document:
-        (architecture,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
-    unreduced = accumulated_bytes(request) / GIB
-    return {
-        "gathered": f"{format_number(request.stored.parameters * request.gathered_bytes / GIB)} GiB",
-        "unreduced": f"{rounded(unreduced)} GiB" if strategy.is_fsdp else "none",
-        # Reduced within a replica alone.
-        "reduced": f"{rounded(unreduced / request.fsdp_ranks)} GiB",
-        "replicas": request.box.ranks // request.fsdp_ranks,
-        "ranks": request.box.ranks,
-        "precision": request.precision,
-        "stage": strategy.zero_stage or 0,
-        "loaded": f"{format_number(loaded_whole_bytes(request) / GIB)} GiB",
-        "fsdp2": strategy.is_fsdp and request.fsdp_version == 2,
-        # Two bytes more of each frozen weight.
-        "frozen": f"{format_number(2 * request.stored.frozen_parameters / request.fsdp_ranks / GIB)} GiB",
-        "engine": "fsdp" if strategy.is_fsdp else "none" if strategy.deepspeed is None else "deepspeed",
-        "model": shape.model_type,
-        "built": shape.built_class,
-        "vocabulary": f"{shape.vocabulary:,}",
-        "stand_in": shape.is_stand_in,
-        "other_head": architecture if str(architecture).endswith("ForMaskedLM") else "none",
-        "experts": shape.active_experts,
-        "towers": any(f'"{kind}_config"' in shape.document for kind in ("vision", "audio")),
-        "weights": shape.quantized_by or "none",
-        "peft": "lora" if shape.lora_rank else "none",
-        "quantized": request.quantized,
-        "reference_model": request.reference_model,
-        "optimizer_name": request.optimizer,
-        "loss_kernel": request.loss_kernel,
-        "accumulation": request.accumulation,
-        "gradient_checkpointing": request.gradient_checkpointing,
-    }
-
-
-def _holding(rules: Sequence[Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
-    for kind, key, conditions, says, *rule in rules:
-        if all(_holds(condition.format_map(facts), facts) for condition in conditions):
-            message, _, fix = says.format_map(facts).partition(" -> ")
-            yield Finding(kind, key, message, fix, rule="".join(rule))
-
-
-def _holds(condition: str, facts: Mapping[str, Any]) -> bool:
-    name, sign, *value = condition.split()
-    if name in ("set", "unset"):
-        return (sign in facts["set"]) == (name == "set")
-    fact, text = facts.get(name), str(facts.get(name)).lower()
-    if sign in _COMPARE:
-        # "auto" is neither more nor less than a number.
-        return bool(_COMPARE[sign](fact if isinstance(fact, int | float) else math.nan, float(value[0])))
-    return (text in value[0].split("|")) == (sign != "!=")
 
 
 def _batch(case: ConfigCase) -> Iterator[Finding]:

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor import measured
-from study.advisor.explain_findings import request_notes
 from study.advisor.fitted import fit_settings, precision_under, usual_weights
+from study.advisor.request_notes import request_notes
 from study.advisor.user_settings import UserFile, check_deepspeed
 from study.advisor.workload import Workload
 from study.config import strategies
-from study.config.errors import UserError, require_extra
-from study.config.flags import Precision, RunConfig
+from study.config.errors import UserError, clip, require_extra
+from study.config.flags import Parser, Precision, RunConfig
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_parameters, rounded, rounded_seconds
 from study.host.memory import GIB
@@ -57,8 +57,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of model, hardware and output, which `study advise` has, too."""
     add = parser.add_argument
     model = f"a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes"
-    add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=model)
-    add("--model", "--model_name_or_path", dest="model_name_or_path", metavar="M", help="the same as MODEL")
+    add("model_name_or_path", nargs="?", metavar="MODEL", help=model)
+    add("--model", "--model_name_or_path", dest="named_model", metavar="M", help="the same as MODEL")
     box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}; another GPU by its"
     box += " figures: 8xmemory=192GiB,tflops=1300,bandwidth=5300"
     add("--hardware", metavar="BOX", help=box)
@@ -67,6 +67,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `study explain` has, too."""
+    if isinstance(parser, Parser):
+        parser.devices = BOX_NAMES
     Workload.add_arguments(parser)
     HardwareFlags.add_arguments(parser)
     Workload.add_arguments(parser, "hub")
@@ -87,9 +89,25 @@ class PredictFlags:
     def from_options(cls, options: argparse.Namespace) -> PredictFlags:
         """Return the flags of a parsed command line; raise UserError if one that is needed is missing, or for flags
         that exclude each other."""
+        settle_model(options)
         check_required(options, "study predict llama-3.1-8b --strategy zero3 --hardware 8xH100")
         workload, hardware = Workload.from_options(options), HardwareFlags.from_options(options)
         return cls(workload, hardware, options.strategy, tuple(options.engine_override), options.fitted)
+
+
+def settle_model(options: argparse.Namespace) -> None:
+    """Set the model that MODEL or --model names; raise UserError if both name one."""
+    if options.named_model is None:
+        return
+    if options.model_name_or_path is not None:
+        raise two_models(options.model_name_or_path, options.named_model)
+    options.model_name_or_path = options.named_model
+
+
+def two_models(model: str, named_model: str) -> UserError:
+    """Return the error about a command line with MODEL and --model."""
+    problem = f"MODEL and --model are both given: {clip(model)} and {clip(named_model)}"
+    return UserError(problem, "leave one of them out")
 
 
 def check_required(options: argparse.Namespace, example: str) -> None:

@@ -258,10 +258,12 @@ def _read_text(name: str, path: Path) -> str:
         if not path.exists():
             missing = [place for place in (path, *path.parents) if not place.exists()][-1]
             what = f"file {name}" if missing == path else f"folder {missing}"
+            siblings = sorted(entry.name for entry in missing.parent.iterdir())
             if missing == path and (strategy := path.name.partition(".")[0]) in REGISTRY:
                 shipped = os.path.relpath(STRATEGY_DIRECTORY / f"{strategy}.yaml")
-                raise UserError(f"there is no {what}", f"this study's {strategy} is in {shipped}")
-            siblings = [entry.name for entry in missing.parent.iterdir()]
+                same = [entry for entry in siblings if entry.partition(".")[0] == strategy]
+                fix = f"did you mean {' or '.join(same)}?" if same else f"this study's {strategy} is in {shipped}"
+                raise UserError(f"there is no {what}", fix)
             raise UserError(f"there is no {what}", did_you_mean(missing.name, siblings) or _EITHER)
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UserError(f"{name} is larger than 1 MB", _EITHER)
@@ -281,7 +283,12 @@ def _read_yaml(path: Path, findings: list[Finding]) -> Any:
             findings.append(_set_twice(key))
             return True
 
-    return read_document(path, Repeating)
+    try:
+        return read_document(path, Repeating)
+    except UserError as error:
+        if path.suffix in ("", ".yaml", ".yml"):
+            raise
+        raise UserError(error.problem, f"{_EITHER}, or fix the file") from None
 
 
 def _check_size(name: str, document: dict[str, Any]) -> None:

@@ -346,6 +346,8 @@ class Parser(argparse.ArgumentParser):
 
     # A complete command, for a request that lacks arguments.
     example = ""
+    # Names of GPUs, which are hardware also without a number before them.
+    devices: Collection[str] = ()
     # Return the other commands that have a flag, to put before a fix.
     find_elsewhere: Callable[[str], str] = staticmethod(lambda flag: "")
 
@@ -363,6 +365,15 @@ class Parser(argparse.ArgumentParser):
             if action.nargs in ("*", "?") and unknown and unknown[0][:1] != "-" and not getattr(namespace, action.dest):
                 setattr(namespace, action.dest, unknown[0] if action.nargs == "?" else unknown)
                 unknown = unknown[1:] if action.nargs == "?" else []
+            words = getattr(namespace, action.dest)
+            if action.nargs == "?" and words and getattr(namespace, "named_model", None) and self._find_flag(words):
+                # The model is named, so this word is a strategy or hardware without its flag.
+                setattr(namespace, action.dest, None)
+                unknown = [words, *unknown]
+            elif action.nargs == "*" and words:
+                alone = [word for word in words if self._find_flag(word) and not Path(word).exists()]
+                setattr(namespace, action.dest, [word for word in words if word not in alone])
+                unknown = [*alone, *unknown]
         return namespace, unknown
 
     def raise_unknown(self, words: Sequence[str]) -> typing.NoReturn:
@@ -385,7 +396,9 @@ class Parser(argparse.ArgumentParser):
 
     def _place_words(self) -> str:
         """Return the words that were written without a flag, each with the flag that takes it; empty without any."""
-        alone = [word for before, word in zip(["", *self._words], self._words, strict=False) if before[:2] != "--"]
+        pairs = zip(["", *self._words], self._words, strict=False)
+        # A number before a GPU is part of the hardware.
+        alone = [word for before, word in pairs if before[:2] != "--" and not re.fullmatch("[0-9]+x?|x", before)]
         return " ".join(f"{flag} {word}" for word in alone if (flag := self._find_flag(word)) is not None)
 
     def _place_spaced_hardware(self, unknown: Sequence[str]) -> str:
@@ -401,7 +414,8 @@ class Parser(argparse.ArgumentParser):
         """Return the flag that takes a word which was written without one: a strategy, or hardware such as 8xH100."""
         if word in REGISTRY and "--strategy" in self._option_string_actions:
             return "--strategy"
-        if re.fullmatch(r"([0-9]+x)+\w.*", word) and "--hardware" in self._option_string_actions:
+        is_hardware = re.fullmatch(r"([0-9]+x)+\w.*", word) or word.upper() in self.devices
+        if is_hardware and "--hardware" in self._option_string_actions:
             return "--hardware"
         return None
 

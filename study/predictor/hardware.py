@@ -156,6 +156,8 @@ def parse_tokens(text: str) -> int:
     """Parse a number of tokens, as an argparse type: 4096, or 4k, whose k is 1024."""
     if match := re.fullmatch(r"([0-9]{1,5})k", text, re.IGNORECASE):
         return parse_int(str(1024 * int(match[1])))
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no length in tokens, such as 4096 or 4k")
     return parse_int(text)
 
 

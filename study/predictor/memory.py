@@ -343,6 +343,7 @@ class _DeviceState:
         return {"parameters": self.parameters, "optimizer": self.optimizer + gradients}
 
 
+@cache_by_request
 def _device_state(request: Request) -> _DeviceState:
     """Return the bytes of weights and optimizer, and those of stage 3's gradients.
 

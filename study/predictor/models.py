@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -67,6 +68,14 @@ class UnknownModel(UserError):
         super().__init__(problem, fix)
 
 
+@functools.cache
+def _shape_of_preset(name: str) -> ModelShape:
+    """Return the shape of a preset, cached: records and published rows are of a few models."""
+    preset = find_preset(name)
+    assert preset is not None
+    return shape_of_architecture(preset.name, preset.model_type, preset.architecture)
+
+
 def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     """Return the shape of a preset, a folder or file with config.json, a list of sizes, or with `ask_hub` a hub id."""
     if not name.strip():
@@ -77,7 +86,7 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     # A tuned model has its base's shape; the trainer would load other weights. A folder of that name comes first.
     is_folder = resolve_path(name).exists()
     if (preset := find_preset(name) or (None if is_folder else find_base(name))) is not None:
-        return shape_of_architecture(preset.name, preset.model_type, preset.architecture)
+        return _shape_of_preset(preset.name)
     if "=" in name:
         return _shape_of_words(name)
     path = resolve_path(name)

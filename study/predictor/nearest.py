@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from study.host.memory import GIB
@@ -15,7 +15,7 @@ from study.predictor.validation import (
     implausibility,
     predicted_peak,
     predicted_step_s,
-    published_rows,
+    published_entries,
 )
 
 # Published rows that are named.
@@ -48,7 +48,7 @@ def describe_nearest(request: Request) -> Iterator[str]:
     """Yield lines about the most similar measurements: published ones to which no constant was fitted, then this
     project's. A request with LoRA is compared only with rows and records of LoRA, and one without only with others."""
     yield from _published_lines(request)
-    # Records need pandas, which a prediction does not.
+    # Records need pyarrow, which a prediction does not.
     with contextlib.suppress(ModuleNotFoundError):
         yield from _record_lines(request)
 
@@ -57,13 +57,14 @@ def _published_lines(request: Request) -> Iterator[str]:
     has_adapters = bool(request.shape.lora_rank)
     # All rows of adapters led to rules.
     uses = {"score", "rule"} if has_adapters else {"score"}
+
+    def is_wanted(keys: Mapping[str, Any]) -> bool:
+        return ("lora_rank" in keys) == has_adapters and keys.get("use", "score") in uses
+
     usable = [
         row
-        for row in published_rows()
-        if bool(row.request.shape.lora_rank) == has_adapters
-        and (row.step_s is not None or row.peak_bytes is not None)
-        and row.use in uses
-        and implausibility(row) is None
+        for _, _, row in published_entries(is_wanted)
+        if (row.step_s is not None or row.peak_bytes is not None) and implausibility(row) is None
     ]
     for row in sorted(usable, key=lambda row: distance(request, row.request))[:_PUBLISHED]:
         yield f"similar measurement: {row.name}: {'; '.join(_errors(row))} ({row.url or row.source})"
@@ -88,24 +89,25 @@ def _kind(run: Any, request: Request) -> str:
 
 def _record_lines(request: Request) -> Iterator[str]:
     """Yield the most similar records: of a GPU, of a virtual rank, and of processes without a GPU."""
-    from study.predictor import run_predictions
+    from study.predictor import recorded_runs
 
     has_adapters = bool(request.shape.lora_rank)
     by_kind: dict[str, list[tuple[Any, Request]]] = {"a GPU": [], "a virtual rank": [], "processes without a GPU": []}
-    for run, match in run_predictions.ended_runs():
+    for run, match in recorded_runs.read_ended_runs():
         if bool(match.shape.lora_rank) == has_adapters:
             by_kind[_kind(run, match)].append((run, match))
-    names = {run_predictions.ALL_STATE: "state", run_predictions.SENT: "traffic"}
+    names = {recorded_runs.ALL_STATE: "state", recorded_runs.SENT: "traffic"}
     for kind, pairs in by_kind.items():
         if not pairs:
             continue
-        run, match = min(pairs, key=lambda pair: distance(request, pair[1]))
+        nearest, match = min(pairs, key=lambda pair: distance(request, pair[1]))
+        run = recorded_runs.read_whole_run(nearest)
         errors = [
             f"{names[at.figure]} of {at.measured / GIB:.3g} GiB, predicted {at.predicted / GIB:.3g} ({at.error:+.1%})"
-            for at in run_predictions.compare_run_figures(run)
+            for at in recorded_runs.compare_run_figures(run)
             if at.figure in names and at.measured > _FEW_BYTES
         ]
         if kind == "a GPU":
-            errors += _errors(run_predictions.read_measurement(run, match))
+            errors += _errors(recorded_runs.read_measurement(run, match))
         what = f"{match.shape.name}{lora_text(match.shape)}, {match.strategy.name} on {match.box.ranks} ranks"
         yield f"similar record of this project, {kind}: {what}: {'; '.join(errors)} (reports/{run.suite})"

@@ -199,6 +199,7 @@ def lora_text(shape: ModelShape) -> str:
     return f", LoRA of rank {shape.lora_rank} on {where}: {shape.trained_parameters / 1e6:,.3g} M trained"
 
 
+@functools.lru_cache(maxsize=64)
 def with_adapters(shape: ModelShape, rank: int, targets: tuple[str, ...] = ()) -> ModelShape:
     """Return the shape with frozen base weights and LoRA adapters of a rank, by default on all linear layers; UserError
     if the rank is below 1, or if the model has no module of such a name."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from study.predictor.activations import Activations, computing_mode, is_fused, loss_bytes, saves_parameters
 from study.predictor.families import READS_INPUT, Kept
 from study.predictor.products import adapter_products
-from study.predictor.request import Request
+from study.predictor.request import Request, cache_by_request
 from study.predictor.shape import INFIX, ModelShape, Parameter
 from study.predictor.table_shape import find_family
 
@@ -453,6 +453,7 @@ class _AdapterInputs(NamedTuple):
     block: float = 0.0
 
 
+@cache_by_request
 def _adapter_inputs(request: Request) -> _AdapterInputs:
     """Return the bytes above those of adapters on all linear layers without dropout, which share the tensor that their
     layers read."""

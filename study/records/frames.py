@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from study.config.errors import UserError, first_line
-from study.records import directory, fairness, lock
+from study.records import directory, fairness, lock, plain_rows
 from study.records.outcome import SliceProgress
 from study.records.rows import CONFIG_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
 from study.records.schema import NEW_NAMES, RecordError
@@ -74,7 +74,7 @@ def deduplicate_runs(runs: list[LoadedRun]) -> tuple[list[LoadedRun], list[str]]
 
 
 _CELL = (*CONFIG_COLUMNS, "strategy", "world_size", "trainer")
-RUNS_FILE, STEPS_FILE = "runs.parquet", "steps.parquet"
+RUNS_FILE, STEPS_FILE = plain_rows.RUNS_FILE, "steps.parquet"
 # These files are kept in git.
 _COMPACT: dict[str, Any] = {"compression": "zstd", "compression_level": 19, "write_statistics": False}
 # Types of columns of runs, which may have no value for some.

@@ -18,7 +18,8 @@ import pandas as pd
 
 from study.config.strategies import WITH_REPLICAS
 from study.config.text import full_model, percent
-from study.predictor.run_predictions import predict_run, request_if_any
+from study.predictor.recorded_runs import request_if_any
+from study.predictor.run_predictions import predict_run
 from study.predictor.state import paper_state_bytes
 from study.records.frames import Records, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES

@@ -29,7 +29,7 @@ from study.metrics.inventory import ForwardWatch
 from study.metrics.memory import MemoryMeter
 from study.metrics.traffic import TrafficWatch
 from study.predictor.models import model_shape
-from study.predictor.run_predictions import ALL_STATE, SENT, compare_run_figures, request_from_record
+from study.predictor.recorded_runs import ALL_STATE, SENT, compare_run_figures, request_from_record
 from study.predictor.zero3_gathers import simulate_gathers
 from study.records.directory import Run
 from study.records.frames import read_records

@@ -17,7 +17,7 @@ from runs import FLAGS, RunFactory, trained
 from study.config.strategies import WITH_GROUPS
 from study.host.memory import HOST_MEMORY_VARIABLE
 from study.predictor.memory import predict_memory
-from study.predictor.run_predictions import SENT, compare_run_figures, request_from_record
+from study.predictor.recorded_runs import SENT, compare_run_figures, request_from_record
 from study.records.directory import Run, read_run, read_status
 from study.records.frames import read_records
 from study.records.virtual_summary import summarize_record

@@ -1,10 +1,11 @@
 """Receipts of programs that nobody here wrote: copies of other projects' files, with two lines added, on two CPU ranks.
 
-    python tests/probes/receipt_foreign.py COPIES FOLDER [PROGRAM ...] [--document docs/receipt.md]
+    python tests/probes/receipt_foreign.py COPIES FOLDER [PROGRAM ...] [--document docs/receipt.md] [--compare]
 
 COPIES has the files as PROGRAMS below names them. Each program gets a folder in FOLDER with its changed copy, small
 local data under the names that it asks for, and a tiny model. Nothing is downloaded. With --document the marked block
-there gets the first lines of each receipt.
+there gets the first lines of each receipt; programs that are not named keep theirs.
+With --compare each program with the callback also runs without it, and the weights that both save have to be equal.
 """
 
 from __future__ import annotations
@@ -253,13 +254,13 @@ PROGRAMS = {
 }
 
 
-def change(program: Program, copies: Path, folder: Path) -> str:
-    """Copy a program's files with its lines changed, and return the name of the first one."""
+def change(program: Program, copies: Path, folder: Path, has_receipt: bool) -> str:
+    """Copy a program's files, with its lines changed if it has a receipt, and return the name of the first one."""
     for name in program.files:
         shutil.copy(copies / name, folder)
     file = folder / Path(program.files[0]).name
     text = file.read_text()
-    for old, new in program.lines:
+    for old, new in program.lines if has_receipt else ():
         if text.count(old) != 1:
             sys.exit(f"{copies / program.files[0]} has {old.strip()!r} {text.count(old)} times: take another version")
         text = text.replace(old, new)
@@ -267,12 +268,12 @@ def change(program: Program, copies: Path, folder: Path) -> str:
     return file.name
 
 
-def run(name: str, copies: Path, parent: Path) -> None:
-    """Run a program with its receipt; its output is kept in its folder."""
+def run(name: str, copies: Path, parent: Path, has_receipt: bool = True) -> None:
+    """Run a program with or without its receipt; its output is kept in its folder."""
     program, folder = PROGRAMS[name], parent / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    script = change(program, copies, folder)
+    script = change(program, copies, folder, has_receipt)
     program.make_data(folder)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
@@ -292,6 +293,18 @@ def run(name: str, copies: Path, parent: Path) -> None:
         sys.exit(f"{name} ended with {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
 
 
+def compare_weights(name: str, copies: Path, parent: Path) -> None:
+    """Run a program without its receipt, too; exit unless it saves the same weights."""
+    if {new for _, new in PROGRAMS[name].lines} != {CALLBACK}:
+        sys.exit(f"{name} does not run unchanged on CPU ranks, or its loop is changed, and has no --compare")
+    run(name, copies, parent / "without", has_receipt=False)
+    folders_of_weights = (parent / name / "out", parent / "without" / name / "out")
+    contents = [[file.read_bytes() for file in sorted(out.glob("*.safetensors"))] for out in folders_of_weights]
+    if not contents[0] or contents[0] != contents[1]:
+        sys.exit(f"{name} saves no weights, or others with a receipt")
+    print(f"{name} saves the same weights with and without a receipt", flush=True)
+
+
 def read_first_lines(name: str, parent: Path) -> str:
     """Return the first lines of a program's receipt."""
     printed = (parent / name / "output.txt").read_text().splitlines()
@@ -307,21 +320,27 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", choices=[*PROGRAMS, []])
     parser.add_argument("--document", type=Path)
+    parser.add_argument("--compare", action="store_true", help="also run the programs without a receipt")
     parser.add_argument("--keep", action="store_true", help="do not run again the programs with an output in FOLDER")
     options = parser.parse_args()
     # Programs of DeepSpeed find its operators.
     operators.configure_build_environment(folders.cache_directory())
-    screens = []
+    screens = dict[str, str]()
     for name in options.programs or PROGRAMS:
         if not (options.keep and (options.folder / name / "output.txt").exists()):
             run(name, options.copies.resolve(), options.folder.resolve())
-        screens.append(read_first_lines(name, options.folder))
-        print(screens[-1], flush=True)
+        screens[name] = read_first_lines(name, options.folder)
+        print(screens[name], flush=True)
+        if options.compare:
+            compare_weights(name, options.copies.resolve(), options.folder.resolve())
     if options.document is not None:
-        before, _, rest = options.document.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        block = "\n\n".join(screens)
-        options.document.write_text(f"{before}{BEGIN}\n```text\n{block}\n```\n{END}{after}")
+        before, _, rest = options.document.read_text().partition(f"{BEGIN}\n```text\n")
+        block, _, after = rest.partition(f"\n```\n{END}")
+        # Programs that did not run now keep their lines.
+        earlier = {screen.splitlines()[0]: screen for screen in block.split("\n\n")}
+        shown = [screens.get(name) or earlier[f"# {PROGRAMS[name].source}"] for name in PROGRAMS]
+        lines = "\n\n".join(shown)
+        options.document.write_text(f"{before}{BEGIN}\n```text\n{lines}\n```\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from study.config.strategies import STRATEGY_NAMES
 from study.config.text import percent, rounded
 from study.host.memory import GIB
 from study.host.stacks import release_key
-from study.predictor.run_predictions import SENT, compare_run_figures, ended_runs
+from study.predictor.recorded_runs import SENT, compare_run_figures
+from study.predictor.run_predictions import ended_runs
 from study.predictor.time import max_offload_slowdown
 from study.records.frames import read_parquet
 from study.records.statistics import BF16_SPACING, LOSS_MARGIN, MIN_SAMPLE

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 import io
+import itertools
 import json
 import math
 import re
@@ -106,7 +107,7 @@ def eight_b() -> Advice:
 
 def test_advice_imports_no_module_that_it_does_not_use() -> None:
     code = "import sys; from study.cli import main; main(['advise', 'gpt2', '--hardware', '8xH100'])"
-    unused = {"importlib.metadata", "pydantic", "study.receipt.document", "pandas", "torch"}
+    unused = {"importlib.metadata", "pydantic", "study.receipt.document", "study.compositions", "pandas", "torch"}
     code += f"; print(sorted({unused} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -119,9 +120,11 @@ def test_advice_leaves_the_collection_of_garbage_as_it_was(monkeypatch: pytest.M
         during.append(gc.isenabled())
         return []
 
-    monkeypatch.setattr(rules, "sensitivity_lines", no_lines)
+    # Adapters are compared when the page is printed.
+    for name in ("sensitivity_lines", "adapters_lines"):
+        monkeypatch.setattr(rules, name, no_lines)
     assert main(["advise", "gpt2", "--hardware", "8xH100"]) == 0
-    assert (during, gc.isenabled()) == ([False], True)
+    assert (during, gc.isenabled()) == ([False, False], True)
 
 
 def test_eight_b_over_every_strategy_takes_less_than_ten_seconds_of_cpu() -> None:
@@ -210,6 +213,34 @@ def test_the_least_memory_of_a_request_is_less_than_the_prediction_and_its_bound
                 assert 0.5 * device_bytes(memory, at_upper) < least <= device_bytes(memory, at_upper) * (1 + 1e-12), (
                     name
                 )
+
+
+@pytest.mark.parametrize("hardware", ["8xA100", "4090", "V100-16"])
+def test_the_least_memory_never_falls_with_the_micro_batch_but_at_the_one_without_accumulation(hardware: str) -> None:
+    box = to_box(hardware)
+    for shape in (model_shape("gpt2-xl"), with_adapters(model_shape("llama-3.2-1b"), 8)):
+        question = AdviceRequest(shape, box, 1024, "fp16", global_batch=64 * box.ranks)
+        for name, at_upper in itertools.product(candidates(question), (False, True)):
+            for checkpointing in (False, True):
+                requests = [
+                    question.configuration(read_strategy(name), size, 64 // size, checkpointing)
+                    for size in (1, 2, 4, 8, 16, 32)
+                ]
+                least = [least_device_bytes(request, at_upper) for request in requests]
+                assert least == sorted(least), name
+
+
+def test_few_micro_batches_are_asked_for_their_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = list[Request]()
+
+    def counted(request: Request, at_upper: bool = False) -> float:
+        requests.append(request)
+        return least_device_bytes(request, at_upper)
+
+    monkeypatch.setattr(rules, "least_device_bytes", counted)
+    assert main(["advise", "llama-3.1-8b", "--hardware", "4090"]) == 0
+    # Of each size it would be 1,284.
+    assert 0 < len(requests) < 900
 
 
 def test_every_strategy_is_there_with_the_largest_micro_batch_that_fits(eight_b: Advice) -> None:

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from engines import ROOT
-from study.advisor.explain_findings import request_findings
+from study.advisor.request_notes import request_findings
 from study.cli import main
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import read_strategy

@@ -22,6 +22,7 @@ from study.config.flags import RunConfig
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
 from study.host.memory import GIB
+from study.predictor import recorded_runs
 from study.predictor import run_predictions as own
 from study.predictor.allocator import blocks_bytes, cublas_workspace_bytes, unsplit_bytes
 from study.predictor.buckets import gradient_snapshots
@@ -144,9 +145,9 @@ def assert_activations_as_traced(request, rel):
 
 def test_every_own_record_has_the_predicted_state_and_traffic_and_unmodelled_runs_have_no_figure():
     table = own.table().set_index("figure")
-    assert table.loc[own.ALL_STATE, "records"] > 300
-    assert table["worst error"].drop(own.SENT).max() < 1e-6
-    assert table.loc[own.SENT, "worst error"] < 1e-3
+    assert table.loc[recorded_runs.ALL_STATE, "records"] > 300
+    assert table["worst error"].drop(recorded_runs.SENT).max() < 1e-6
+    assert table.loc[recorded_runs.SENT, "worst error"] < 1e-3
     lora_strategies = {run.strategy for run, _ in own.ended_runs() if run.peft == "lora"}
     assert lora_strategies >= {"single", "ddp", "zero1", "zero2", "zero3", "zero3_cpu", "fsdp2", "hsdp"}
     runs = read_parquet(REPOSITORY / "reports" / "neighbours").runs
@@ -187,11 +188,12 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     runs["status_reason"] = ["", "", f"{DEVICE_RAN_OUT} (CUDA out of memory; 0.1 GiB of the device were free)", ""]
     runs["device_memory_cap_gib"] = [math.nan, 16.0, 16.0, math.nan]
     runs["profile_steps"] = pd.array([0, 3, 0, 0], dtype="Int64")
-    (tmp_path / own.GPU).mkdir()
+    (tmp_path / recorded_runs.GPU).mkdir()
     steps = laptop.steps[laptop.steps["run"].isin(runs["run"])]
-    write_parquet(dataclasses.replace(laptop, runs=runs, steps=steps), tmp_path / own.GPU)
-    for name, value in {"REPORTS": tmp_path, "SUITES": (), "_records": own._records.__wrapped__}.items():
-        monkeypatch.setattr(own, name, value)
+    write_parquet(dataclasses.replace(laptop, runs=runs, steps=steps), tmp_path / recorded_runs.GPU)
+    for name, value in {"REPORTS": tmp_path, "SUITES": ()}.items():
+        monkeypatch.setattr(recorded_runs, name, value)
+    monkeypatch.setattr(own, "_records", own._records.__wrapped__)
     rows = uncapped, capped, nvme, ran_out = own.study_rows()
     assert [row.step_s for row in rows] == [runs["step_time_s_median"].iloc[0], None, None, None]
     in_memory = [(row.peak_bytes, row.fits, row.peak_kind) for row in rows if row is not nvme]
@@ -205,11 +207,11 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     assert figures.tolist() == ["peak memory, own GPU runs", "step time, own GPU runs"]
 
 
-def recorded_on_gpus(suites: tuple[str, ...] = (own.GPU, "gpu_fp16")) -> list[tuple[Any, Request]]:
+def recorded_on_gpus(suites: tuple[str, ...] = (recorded_runs.GPU, "gpu_fp16")) -> list[tuple[Any, Request]]:
     """Return the finished runs of an H200 that have a prediction, with their requests."""
-    tables = pd.concat([read_runs_table(own.REPORTS / suite) for suite in suites])
+    tables = pd.concat([read_runs_table(recorded_runs.REPORTS / suite) for suite in suites])
     finished = tables[tables["status_state"].eq("ok") & tables["trainer"].eq("study")].itertuples()
-    return [(run, own.request_from_record(run)) for run in finished]
+    return [(run, recorded_runs.request_from_record(run)) for run in finished]
 
 
 def measured_peak(run: Any) -> float:

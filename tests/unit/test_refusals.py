@@ -195,6 +195,17 @@ def test_study_alone_and_a_model_before_its_file_are_told_a_whole_command(tmp_pa
     assert f"name the file first: study explain {file} gpt2" in capsys.readouterr().err
 
 
+def test_a_file_that_explain_cannot_read_leads_to_the_one_that_is_meant(tmp_path, capsys) -> None:
+    (tmp_path / "zero3.json").write_text("{}")
+    (tmp_path / "notes.md").write_text("```\nmodel: [\n")
+    for name, fix in (
+        ("zero3.jsn", "did you mean zero3.json?"),
+        ("notes.md", "give a DeepSpeed JSON or an Accelerate YAML, or fix the file."),
+    ):
+        assert main(["explain", str(tmp_path / name), "gpt2"]) == 2
+        assert capsys.readouterr().err.endswith(f"To fix it: {fix}\n")
+
+
 # The words of each command, and those of its error.
 COMMANDS = yaml.safe_load((ROOT / "tests/data/refused_commands.yaml").read_text())
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -10,9 +13,10 @@ import yaml
 
 from study.config.places import REPOSITORY
 from study.host.memory import GIB
-from study.predictor import run_predictions, time
+from study.predictor import recorded_runs, run_predictions, time
 from study.predictor.constants import FITTED
 from study.predictor.memory import kept_for_backward
+from study.predictor.nearest import describe_nearest
 from study.predictor.time import offload_range
 from study.predictor.validation import fit, implausibility, predicted_peak, predicted_step_s, published_rows
 from study.predictor.zero3_gathers import simulate_gathers
@@ -157,7 +161,7 @@ def test_intervals_cover_the_stated_fraction() -> None:
 def test_a_prediction_of_nothing_is_an_error_and_no_part_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank on a GPU may send bytes without a predicted byte."""
     sent = [
-        run_predictions.FigureComparison("one_gpu", name, run_predictions.SENT, 2000.0, predicted)
+        recorded_runs.FigureComparison("one_gpu", name, recorded_runs.SENT, 2000.0, predicted)
         for name, predicted in (("a", 0.0), ("b", 1600.0))
     ]
     monkeypatch.setattr(report, "own_compared", lambda: iter(sent))
@@ -185,3 +189,38 @@ def test_intervals_cover_pages_that_did_not_make_them() -> None:
         # Wanted of a page that was never seen.
         assert 0.75 <= within <= 0.85, figure
         assert 0.87 <= below <= 0.95, figure
+
+
+def test_similar_records_are_sought_among_all_that_ended() -> None:
+    light, complete = list(recorded_runs.read_ended_runs()), run_predictions.ended_runs()
+    assert len(light) > 600
+    assert [(run.suite, request) for run, request in light] == [(run.suite, request) for run, request in complete]
+    for (run, _), (row, _) in list(zip(light, complete, strict=True))[::60]:
+        record = recorded_runs.read_whole_run(run)
+        assert record.run == row.run
+        figures = [list(recorded_runs.compare_run_figures(either)) for either in (record, row)]
+        assert figures[0] == figures[1]
+
+
+def test_similar_measurements_are_named_without_pandas() -> None:
+    code = (
+        "import sys; from study.cli import main;"
+        " assert main(['advise', 'gpt2', '--hardware', '8xH100', '--json']) == 0; assert 'pandas' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    nearest = json.loads(done.stdout)["nearest"]
+    assert sum(line.startswith("similar measurement: ") for line in nearest) == 3
+    assert sum(line.startswith("similar record of this project, ") for line in nearest) == 3
+
+
+def test_a_record_without_a_step_time_is_named_without_one() -> None:
+    request = next(
+        request
+        for run, request in recorded_runs.read_ended_runs()
+        if run.suite == recorded_runs.GPU and recorded_runs.read_whole_run(run).step_time_s_median is None
+    )
+    (line,) = (line for line in describe_nearest(request) if line.startswith("similar record of this project, a GPU: "))
+    assert "GiB, predicted" in line
+    assert "nan" not in line
+    assert "s per step" not in line

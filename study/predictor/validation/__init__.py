@@ -20,7 +20,7 @@ import dataclasses
 import datetime
 import functools
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,13 +166,17 @@ def published_rows() -> list[Measurement]:
     return [measurement for _, _, measurement in published_entries()]
 
 
-def published_entries() -> Iterator[tuple[datetime.date, dict[str, Any], Measurement]]:
-    """Yield each published row: the day on which it was read, its keys as in the file, and the measurement."""
+def published_entries(
+    is_wanted: Callable[[Mapping[str, Any]], bool] = lambda keys: True,
+) -> Iterator[tuple[datetime.date, dict[str, Any], Measurement]]:
+    """Yield each published row that is wanted by its keys: the day on which it was read, its keys as in the file, and
+    the measurement."""
     document = _document()
     for group in document["groups"]:
         for row in group["rows"]:
             keys = {"url": group["url"], **group["common"], **row}
-            yield group.get("read_on", document["read_on"]), keys, _measured(group["id"], keys)
+            if is_wanted(keys):
+                yield group.get("read_on", document["read_on"]), keys, _measured(group["id"], keys)
 
 
 def published_model(name: str) -> str:

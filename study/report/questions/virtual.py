@@ -14,7 +14,7 @@ from study.config.text import full_model, percent
 from study.host.memory import MIB
 from study.predictor.communication import sent_bytes
 from study.predictor.memory import kept_for_backward
-from study.predictor.run_predictions import request_if_any
+from study.predictor.recorded_runs import request_if_any
 from study.predictor.state import paper_state_bytes, paper_traffic, predict_state
 from study.predictor.zero3_gathers import simulate_gathers
 from study.records.frames import Records, virtual_runs

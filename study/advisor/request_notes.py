@@ -1,0 +1,92 @@
+"""Notes on a request: assumptions and effects of its settings, by the rules of known_settings.yaml.
+
+`study advise` and `study predict` print them, and start without the modules that explain files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from study.advisor.user_settings import ZERO, Finding, flatten, known_settings
+from study.config.text import format_number, rounded
+from study.host.memory import GIB
+from study.predictor.request import Request
+from study.predictor.state import accumulated_bytes, loaded_whole_bytes
+
+_COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
+
+
+def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -> Iterator[Finding]:
+    """Yield the findings about model, program and hardware; without the facts of a file those of the strategy."""
+    if facts is None:
+        settings = request.strategy.deepspeed or {}
+        facts = {**flatten(settings.get(ZERO, {})), "launcher": "accelerate", "set": set(flatten(settings))}
+        facts |= {f"offload_{what}": request.strategy.offload_device(what) or "none" for what in ("optimizer", "param")}
+    yield from holding_rules(known_settings()["requests"], {**facts, **request_facts(request)})
+
+
+def request_notes(request: Request, details: bool = False) -> list[str]:
+    """Return the findings about a request as text."""
+    hidden = () if details else known_settings()["details"]
+    return [f"{item.key}: {item.says}" for item in request_findings(request) if item.rule not in hidden]
+
+
+def request_facts(request: Request) -> dict[str, Any]:
+    """Return what rules may ask of a request, by name."""
+    shape, strategy = request.shape, request.strategy
+    architecture = "none"
+    if shape.family == "sequence-classification" and shape.document:
+        (architecture,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
+    unreduced = accumulated_bytes(request) / GIB
+    return {
+        "gathered": f"{format_number(request.stored.parameters * request.gathered_bytes / GIB)} GiB",
+        "unreduced": f"{rounded(unreduced)} GiB" if strategy.is_fsdp else "none",
+        # Reduced within a replica alone.
+        "reduced": f"{rounded(unreduced / request.fsdp_ranks)} GiB",
+        "replicas": request.box.ranks // request.fsdp_ranks,
+        "ranks": request.box.ranks,
+        "precision": request.precision,
+        "stage": strategy.zero_stage or 0,
+        "loaded": f"{format_number(loaded_whole_bytes(request) / GIB)} GiB",
+        "fsdp2": strategy.is_fsdp and request.fsdp_version == 2,
+        # Two bytes more of each frozen weight.
+        "frozen": f"{format_number(2 * request.stored.frozen_parameters / request.fsdp_ranks / GIB)} GiB",
+        "engine": "fsdp" if strategy.is_fsdp else "none" if strategy.deepspeed is None else "deepspeed",
+        "model": shape.model_type,
+        "built": shape.built_class,
+        "vocabulary": f"{shape.vocabulary:,}",
+        "stand_in": shape.is_stand_in,
+        "other_head": architecture if str(architecture).endswith("ForMaskedLM") else "none",
+        "experts": shape.active_experts,
+        "towers": any(f'"{kind}_config"' in shape.document for kind in ("vision", "audio")),
+        "weights": shape.quantized_by or "none",
+        "peft": "lora" if shape.lora_rank else "none",
+        "quantized": request.quantized,
+        "reference_model": request.reference_model,
+        "optimizer_name": request.optimizer,
+        "loss_kernel": request.loss_kernel,
+        "accumulation": request.accumulation,
+        "gradient_checkpointing": request.gradient_checkpointing,
+    }
+
+
+def holding_rules(rules: Sequence[Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
+    for kind, key, conditions, says, *rule in rules:
+        if all(is_met(condition.format_map(facts), facts) for condition in conditions):
+            message, _, fix = says.format_map(facts).partition(" -> ")
+            yield Finding(kind, key, message, fix, rule="".join(rule))
+
+
+def is_met(condition: str, facts: Mapping[str, Any]) -> bool:
+    name, sign, *value = condition.split()
+    if name in ("set", "unset"):
+        return (sign in facts["set"]) == (name == "set")
+    fact, text = facts.get(name), str(facts.get(name)).lower()
+    if sign in _COMPARE:
+        # "auto" is neither more nor less than a number.
+        return bool(_COMPARE[sign](fact if isinstance(fact, int | float) else math.nan, float(value[0])))
+    return (text in value[0].split("|")) == (sign != "!=")
