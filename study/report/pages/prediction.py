@@ -551,6 +551,7 @@ def tracker_differences(questions: Sequence[BenchmarkQuestion], tracker: Predict
             torch_gate=False,
             fsdp_version=2,
             reentrant_units=False,
+            fsdp_mixed_units=False,
         )
         eager = dataclasses.replace(measurement, request=request, peak_kind="allocated")
         differences[question.id] = peak_gib / (predicted_peak(eager) / GIB) - 1
