@@ -56,6 +56,7 @@ _REQUEST_FIELDS = (
     "fsdp_version",
     "fsdp_whole_root",
     "reentrant_units",
+    "fsdp_mixed_units",
     "checkpoint_every",
     "lora_dropout",
     "quantized",

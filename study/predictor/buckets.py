@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
@@ -50,7 +50,8 @@ def gradient_snapshots(request: Request) -> list[Snapshot]:
     """Return the snapshots of a step's last micro-batch, with the gradients accumulated so far."""
     by_stage = {None: _unsharded, 0: _unsharded, 1: _stage1, 2: _stage2, 3: _stage3}
     if request.strategy.is_fsdp:
-        first_version = _fsdp1 if request.shape.lora_rank is None else _fsdp1_adapters
+        has_units = request.shape.lora_rank is not None and not request.fsdp_mixed_units
+        first_version = _fsdp1_adapters if has_units else _fsdp1
         if request.fsdp_unwrapped:
             first_version = _fsdp1_unwrapped
         snapshots = (first_version if request.fsdp_version == 1 else _fsdp2)(request)
@@ -92,18 +93,23 @@ def _with_tied(request: Request, snapshots: Iterator[Snapshot]) -> Iterator[Snap
             yield Snapshot(place, grads + head_bytes, buffers, False, param, arrival, between)
 
 
-def _torch_step(request: Request, elements: float, buffers: float) -> Snapshot:
-    """Optimizer step without an engine, or with stage 0: fp32 gradients for the masters, and AdamW's temporaries."""
+def _torch_step(request: Request, elements: float, buffers: float, trained: float | None = None) -> Snapshot:
+    """Optimizer step without an engine, or with stage 0: fp32 gradients for the masters, and AdamW's temporaries.
+    `elements` have gradients, of which the optimizer has `trained`, without it all."""
+    trained = elements if trained is None else trained
     weight = request.adapter_bytes
     stepped = weight if request.pure else FP32_BYTES
-    grads = elements * (weight + (stepped if stepped != weight else 0))
-    return Snapshot(BEFORE, float(grads), buffers + request.step_copies * elements * stepped, step=True)
+    grads = elements * weight + trained * (stepped if stepped != weight else 0)
+    return Snapshot(BEFORE, float(grads), buffers + request.step_copies * trained * stepped, step=True)
 
 
-def _arrivals(shape: ModelShape, find_place: Callable[[Parameter], int]) -> dict[int, list[tuple[Parameter, int]]]:
-    """Return by place the parameters in the order of their gradients, each with the elements that have arrived."""
+def _arrivals(
+    shape: ModelShape, find_place: Callable[[Parameter], int], params: Sequence[Parameter] | None = None
+) -> dict[int, list[tuple[Parameter, int]]]:
+    """Return by place the parameters in the order of their gradients, each with the elements that have arrived;
+    without `params` of the trained ones."""
     places: dict[int, list[tuple[Parameter, int]]] = {place: [] for place in range(BEFORE, shape.layers + 1)}
-    for param in reversed(shape.trained_params):
+    for param in reversed(shape.trained_params if params is None else params):
         arrived = places[find_place(param)]
         arrived.append((param, param.elements + (arrived[-1][1] if arrived else 0)))
     return places
@@ -318,7 +324,9 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
     width = _fsdp_widths(request)
     top = shape.layers
     weight = width.gathered
-    arrivals = _arrivals(shape, shape.find_layer)
+    # Gradients of frozen weights arrive in a flat parameter that has trained ones.
+    arrived = [param for param in request.stored.params if units[shape.find_layer(param)].with_gradients]
+    arrivals = _arrivals(shape, shape.find_layer, arrived if request.fsdp_mixed_units else None)
     neighbours = _find_neighbours(request, _unit_sizes(units), range(top), units[BEFORE].size)
     pending = _root_arrivals(shape, arrivals[BEFORE])
     grads = width.accumulated
@@ -334,8 +342,11 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
     # Both gradients of a tied embedding are concatenated with the others.
     tied = pending[top] if shape.tied else 0
     yield from _fsdp1_root(units[BEFORE], tied, width, grads)
-    on_device = 0.0 if width.offloads else sum(unit.size for unit in units.values()) / width.ranks
-    yield _torch_step(request, on_device, 0.0)
+    on_device = (
+        0.0 if width.offloads else sum(unit.size for unit in units.values() if unit.with_gradients) / width.ranks
+    )
+    stepped = sum(size for unit in units.values() if unit.with_gradients for size in unit.local)
+    yield _torch_step(request, on_device, 0.0, stepped if request.fsdp_mixed_units else None)
 
 
 def _unit_sizes(units: Mapping[int, FlatUnit]) -> dict[int, int]:
@@ -366,7 +377,7 @@ def _fsdp1_unit(
     yield Snapshot(place, grads, gathered + weight * width.copies * neighbours.following)
     for param, arrived in arrivals:
         yield Snapshot(place, grads, gathered + weight * arrived, param=param)
-    yield Snapshot(place - 1, grads, gathered + 2 * weight * unit.trained, between=True)
+    yield Snapshot(place - 1, grads, gathered + 2 * weight * unit.with_gradients, between=True)
     reduced = weight * unit.size * (width.copies + 1 / width.ranks)
     yield Snapshot(place - 1, grads, gathered + reduced, between=True)
 
@@ -374,15 +385,16 @@ def _fsdp1_unit(
 def _fsdp1_reduced(unit: FlatUnit, width: _FsdpWidths) -> float:
     """Return the bytes by which a layer's reduction changes those of the gradients."""
     on_device = 0 if width.offloads else width.shard
-    freed = width.gathered * unit.trained if width.accumulated else 0.0
-    return unit.trained / width.ranks * on_device - freed
+    freed = width.gathered * unit.with_gradients if width.accumulated else 0.0
+    return unit.with_gradients / width.ranks * on_device - freed
 
 
 def _fsdp1_root(root: FlatUnit, tied: int, width: _FsdpWidths, grads: float) -> Iterator[Snapshot]:
     """Yield all gradients of the root with their concatenation, and the reduction."""
     weight = width.gathered
-    yield Snapshot(BEFORE, grads, weight * root.size + weight * float(2 * root.trained + tied))
-    yield Snapshot(BEFORE, grads, weight * (root.size + (1 + width.copies + 1 / width.ranks) * root.size))
+    yield Snapshot(BEFORE, grads, weight * root.size + weight * float(2 * root.with_gradients + tied))
+    if root.with_gradients:
+        yield Snapshot(BEFORE, grads, weight * (root.size + (1 + width.copies + 1 / width.ranks) * root.size))
 
 
 def _fsdp1_unwrapped(request: Request) -> Iterator[Snapshot]:

@@ -284,7 +284,7 @@ def _fsdp(request: Request) -> dict[str, float]:
         sizes = {place: unit.size for place, unit in flat_units(request).items()}
         adapters = sum(unit.size for unit in adapter_units(request).values())
         total = sum(sizes.values()) + adapters
-        reduced = adapters or total
+        reduced = adapters or sum(unit.size for unit in flat_units(request).values() if unit.with_gradients)
         regathered = total - sizes[BEFORE]
     elif request.fsdp_unwrapped:
         # The layers are the root's, which stays gathered.

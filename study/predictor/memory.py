@@ -529,6 +529,9 @@ class _DeviceStep:
         # Remainders of blocks, per byte of gradients.
         gradients = shape.trained_parameters * request.adapter_bytes
         self.remainders = unsplit_bytes(request).gradients / max(1, gradients)
+        if request.fsdp_mixed_units:
+            # Gradients of flat parameters, which are large.
+            self.remainders = 0.0
 
     def _point(self, moment: str, live: int, **parts: float) -> DeviceMemory:
         """Return a moment with these parts, and `live` elements that stage 3 has gathered."""
@@ -714,8 +717,8 @@ def _without_inner_layers(largest: Mapping[_Part, Sequence[_Candidate]], layers:
 
 @functools.lru_cache(maxsize=64)
 def _phases(shape: ModelShape) -> Mapping[int, str]:
-    """Return the part of a layer that begins with each trained parameter's gradient, by the parameter's index."""
-    return {param.index: shape.part_of_backward(param) for param in shape.trained_params}
+    """Return the part of a layer that begins with each parameter's gradient, by the parameter's index."""
+    return {param.index: shape.part_of_backward(param) for param in shape.params}
 
 
 def _upper_hull(points: list[tuple[int, float, int]]) -> list[int]:

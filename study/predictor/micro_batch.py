@@ -27,7 +27,12 @@ def model_flops(request: Request) -> int:
         return round((traced.forward + traced.backward) * request.accumulation)
     flops = 3 * forward_flops(shape, length)
     if shape.lora_rank:
-        flops -= sum(2 * length * product.inner * product.out * product.count for product in matmuls(shape))
+        flops -= sum(
+            2 * length * product.inner * product.out * product.count
+            for product in matmuls(shape)
+            # The layers' frozen weights in flat parameters with trained ones have both.
+            if not (request.fsdp_mixed_units and product.in_layer)
+        )
     return flops * request.micro_batch * request.accumulation
 
 

@@ -237,6 +237,10 @@ class Request:
     # With FSDP1 and adapters: checkpoints are reentrant and enclose the units of FSDP, as in transformers before 4.52.
     # The hook of a frozen unit then keeps its layer's input and the gradient of that, until the pass has ended.
     reentrant_units: bool = False
+    # With FSDP1 and adapters: no policy separates these from the frozen weights of their layer, as peft's does. A flat
+    # parameter with a trained tensor requires a gradient, and its views of frozen weights do, too
+    # (_validate_tensors_to_flatten and _use_unsharded_views in torch's _flat_param.py).
+    fsdp_mixed_units: bool = False
     # LoRA's dropout: an adapter saves its own input after dropout, and a mask.
     lora_dropout: float = 0.0
     # FSDP2's embedding and head are one group, as if the program shards its layers and the model alone.
@@ -293,7 +297,9 @@ class Request:
     @property
     def adapter_bytes(self) -> int:
         """Bytes per trained weight: peft casts the adapters of 16-bit weights to fp32 (autocast_adapter_dtype)."""
-        return FP32_BYTES if self.pure and self.shape.lora_rank else self.weight_bytes
+        # The tensors of a flat parameter have one type.
+        is_fp32 = self.pure and self.shape.lora_rank and not self.fsdp_mixed_units
+        return FP32_BYTES if is_fp32 else self.weight_bytes
 
     @property
     def computing_bytes(self) -> int:
@@ -361,6 +367,7 @@ class Request:
     def keeps_inputs(self) -> bool:
         """Whether hooks of FSDP1's frozen units keep the inputs of recomputed layers, and their gradients."""
         has_frozen_units = self.strategy.is_fsdp and self.fsdp_version == 1 and self.shape.lora_rank is not None
+        has_frozen_units = has_frozen_units and not self.fsdp_mixed_units
         return has_frozen_units and self.gradient_checkpointing and self.reentrant_units
 
     @property

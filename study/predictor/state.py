@@ -82,25 +82,29 @@ def accumulated_bytes(request: Request) -> float:
     """Bytes of unpartitioned gradients between micro-batches: Accelerate disables FSDP2's reduction until the last."""
     if request.accumulation == 1:
         return 0.0
-    return float(request.shape.trained_parameters * request.gathered_bytes)
+    elements = request.shape.trained_parameters
+    if request.fsdp_mixed_units:
+        elements = sum(unit.with_gradients for unit in flat_units(request).values())
+    return float(elements * request.gathered_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatUnit:
-    """A flat parameter of FSDP1, in elements: with padding, of its trainable tensors, and rank 0's parts of tensors."""
+    """A flat parameter of FSDP1, in elements: with padding, of tensors with gradients (all if one is trained), and rank
+    0's parts of trained tensors."""
 
     size: int
-    trained: int
+    with_gradients: int
     local: tuple[int, ...]
 
 
 @cache_by_request
 def flat_units(request: Request) -> dict[int, FlatUnit]:
-    """Return FSDP1's flat parameters: by layer, and under BEFORE the root's, of all others; with adapters only their
-    frozen tensors, without wrapped layers all in the root."""
+    """Return FSDP1's flat parameters: by layer, and under BEFORE the root's, of all others; with separate units of
+    adapters only their frozen tensors, without wrapped layers all in the root."""
     tensors = dict[int, list[Parameter]]()
     for param in request.stored.params:
-        if request.shape.lora_rank is None or not param.trained:
+        if request.shape.lora_rank is None or request.fsdp_mixed_units or not param.trained:
             place = BEFORE if request.fsdp_unwrapped else request.shape.find_layer(param)
             tensors.setdefault(place, []).append(param)
     return {place: _flat_unit(request, params) for place, params in tensors.items()}
@@ -110,7 +114,7 @@ def flat_units(request: Request) -> dict[int, FlatUnit]:
 def adapter_units(request: Request) -> dict[int, FlatUnit]:
     """Return FSDP1's flat parameters of adapters, by the index of their first tensor: peft's fsdp_auto_wrap_policy
     makes a unit of each module whose own weight is trained."""
-    if request.shape.lora_rank is None:
+    if request.shape.lora_rank is None or request.fsdp_mixed_units:
         return {}
     modules = itertools.groupby(request.shape.trained_params, key=lambda at: (at.place, at.name.rpartition(".")[0]))
     tensors = (list(params) for _, params in modules)
@@ -125,9 +129,14 @@ def _flat_unit(request: Request, params: Sequence[Parameter]) -> FlatUnit:
         starts.append(math.ceil(end / aligned) * aligned)
         end = starts[-1] + param.elements
     shard = math.ceil(end / request.fsdp_ranks)
-    local = (min(param.elements, shard - start) for param, start in zip(params, starts, strict=True) if start < shard)
-    trained = sum(param.elements for param in params if param.trained)
-    return FlatUnit(shard * request.fsdp_ranks, trained, tuple(local))
+    is_trained = any(param.trained for param in params)
+    local = (
+        min(param.elements, shard - start)
+        for param, start in zip(params, starts, strict=True)
+        if start < shard and (param.trained or not is_trained)
+    )
+    with_gradients = sum(param.elements for param in params) if is_trained else 0
+    return FlatUnit(shard * request.fsdp_ranks, with_gradients, tuple(local))
 
 
 def _unsharded(request: Request, waiting: bool) -> State:
@@ -144,10 +153,13 @@ def _unsharded(request: Request, waiting: bool) -> State:
     stepped, steps = trained, len(shape.trained_params)
     if request.strategy.is_fsdp and request.fsdp_version == 1:
         # The optimizer has the parts of tensors in rank 0's shards, without their padding (fsdp_use_orig_params).
-        units = flat_units(request).values()
+        units = list(flat_units(request).values())
         stored = trained = sum(unit.size for unit in units) // ranks
-        if shape.lora_rank is not None:
-            units = adapter_units(request).values()
+        if request.fsdp_mixed_units:
+            units = [unit for unit in units if unit.with_gradients]
+            trained = sum(unit.size for unit in units) // ranks
+        elif shape.lora_rank is not None:
+            units = list(adapter_units(request).values())
             trained = sum(unit.size for unit in units) // ranks
             stored += trained
         local = [size for unit in units for size in unit.local]

@@ -401,7 +401,7 @@ def lora_note() -> str:
         " adapters' products, casts, dropout and additions"
     )
     if row := _INTERVALS.get("adapters_step_s"):
-        note += f"; {row['rows']} published steps, of one project, took {row['low']:.1f} to {row['high']:.1f} times it"
+        note += f"; {row['rows']} published steps took {row['low']:.1f} to {row['high']:.1f} times it"
     return note
 
 

@@ -25,7 +25,7 @@ def measured_by(probe: str, cases: list[Any]) -> list[int]:
 def test_fsdp1_keeps_each_input_and_its_gradient_where_reentrant_checkpoints_enclose_its_units() -> None:
     """A virtual rank has them to the byte: an input and a gradient of all layers but two more than it otherwise has."""
     sizes = ((4, 128), (6, 64))
-    cases = [[*size, place, True] for size in sizes for place in ("around", "inside")]
+    cases = [[*size, place, "units"] for size in sizes for place in ("around", "inside")]
     peaks = iter(measured_by("fsdp1_adapters.py", cases))
     for layers, tokens in sizes:
         around, inside = next(peaks), next(peaks)
@@ -38,3 +38,14 @@ def test_fsdp1_keeps_each_input_and_its_gradient_where_reentrant_checkpoints_enc
         # The table of families has 6 % less of these layers, whose feed-forward block is narrow.
         constant = sum(predicted[0].device_parts[part] for part in ("parameters", "optimizer"))
         assert predicted[0].peak_allocated.value - constant == pytest.approx(around, rel=0.07)
+
+
+def test_fsdp1_has_gradients_of_frozen_weights_in_a_flat_parameter_with_adapters() -> None:
+    """All weights of a layer that a policy wraps with its adapters get them."""
+    sizes = ((4, 128), (6, 64))
+    peaks = measured_by("fsdp1_adapters.py", [[*size, "inside", "layers"] for size in sizes])
+    for (layers, tokens), peak in zip(sizes, peaks, strict=True):
+        for is_mixed, low, high in ((True, 0.91, 1.0), (False, 0.5, 0.7)):
+            predicted = predict_memory(fsdp1(layers, tokens, fsdp_mixed_units=is_mixed))
+            constant = sum(predicted.device_parts[part] for part in ("parameters", "optimizer"))
+            assert low < (predicted.peak_allocated.value - constant) / peak < high

@@ -1,7 +1,8 @@
 """Print the peak bytes of rank 0 of 2 under FSDP1 with peft's adapters, of each case.
 
-A case is [layers, tokens, where checkpoints are, adapters]. The rank is virtual and on a CPU: torch's fake process
-group, peft's adapters and its policy of wrapping. Checkpoints are "inside" FSDP's units, as transformers has them since
+A case is [layers, tokens, where checkpoints are, what has adapters: "units" of their own by peft's policy of wrapping,
+"layers" that a policy wraps, "nothing"]. The rank is virtual and on a CPU: torch's fake process group and peft's
+adapters. Checkpoints are "inside" FSDP's units, as transformers has them since
 4.52, or "around" them and reentrant, as it had them before.
 """
 
@@ -44,20 +45,23 @@ class Checkpointed(torch.nn.Module):
         return output
 
 
-def measure(layers: int, tokens: int, place: str, has_adapters: bool) -> int:
+def measure(layers: int, tokens: int, place: str, adapters: str) -> int:
     config = transformers.LlamaConfig(**SIZES, num_hidden_layers=layers, use_cache=False, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
-    if has_adapters:
+    if adapters != "nothing":
         settings = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, settings)
-        policy = fsdp_auto_wrap_policy(model)
+        if adapters == "units":
+            policy = fsdp_auto_wrap_policy(model)
     # Otherwise no layer's input requires a gradient, and a reentrant checkpoint has no backward pass.
     model.enable_input_require_grads()
     if place == "inside":
         model.gradient_checkpointing_enable({"use_reentrant": True})
     model.train()
-    whole = fsdp.FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    whole = fsdp.FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=adapters == "layers"
+    )
     if place == "around":
         decoder = next(module for module in whole.modules() if isinstance(module, transformers.LlamaModel))
         decoder.layers = torch.nn.ModuleList(map(Checkpointed, decoder.layers))

@@ -196,20 +196,21 @@ def fits(scores: pd.DataFrame) -> pd.DataFrame:
 def kinds_table(scores: pd.DataFrame) -> pd.DataFrame:
     """Return the errors of published rows by engine and kind of training, and whether these rows are held out.
 
-    Rows of full training by which something was fitted or chosen are left out. The rules of adapters' memory were found
-    by all of their rows, which are shown as such.
+    Rows by which something was fitted or chosen are left out, unless a kind has no others: then they are shown as such.
     """
     published, _, adapters = by_origin(scores).values()
-    offloads, sharded = published["offloads"], adapters["strategy"] != "single"
+    offloads = published["offloads"]
     quantized = adapters["name"].str.contains("QLoRA")
-    engines = published["strategy"].map(lambda name: sharding_engine(read_strategy(name)))
+    engines, adapter_engines = (
+        rows["strategy"].map(lambda name: sharding_engine(read_strategy(name))) for rows in (published, adapters)
+    )
     kinds = {
         **{f"full training, {engine}": published[~offloads & (engines == engine)] for engine in ENGINES},
         "full training, DeepSpeed with offload": published[offloads],
         **{
-            f"{name}, {where}": adapters[is_kind & is_sharded]
+            f"{name}, {engine}": adapters[is_kind & (adapter_engines == engine)]
             for name, is_kind in (("LoRA", ~quantized), ("QLoRA", quantized))
-            for where, is_sharded in (("one GPU", ~sharded), ("FSDP1", sharded))
+            for engine in ENGINES
         },
     }
     lines = []
@@ -551,6 +552,7 @@ def tracker_differences(questions: Sequence[BenchmarkQuestion], tracker: Predict
             torch_gate=False,
             fsdp_version=2,
             reentrant_units=False,
+            fsdp_mixed_units=False,
         )
         eager = dataclasses.replace(measurement, request=request, peak_kind="allocated")
         differences[question.id] = peak_gib / (predicted_peak(eager) / GIB) - 1
@@ -652,7 +654,7 @@ def _record_ratios(frame: pd.DataFrame) -> dict[str, tuple[pd.Series, pd.Series 
 
 
 def _few_ratios(frame: pd.DataFrame) -> dict[str, pd.Series]:
-    """Return ratios with too few rows or pages for an interval; those of adapters are all of one repository."""
+    """Return ratios with too few rows or pages for an interval; those of adapters are of few pages."""
     published, _, adapters = by_origin(frame).values()
     offloads = published[(published["use"] == "score") & published["offloads"]]
     rows = {"offload_step_s": offloads, "adapters_step_s": adapters}
