@@ -95,7 +95,9 @@ def _with_tied(request: Request, snapshots: Iterator[Snapshot]) -> Iterator[Snap
 
 def _torch_step(request: Request, elements: float, buffers: float, trained: float | None = None) -> Snapshot:
     """Optimizer step without an engine, or with stage 0: fp32 gradients for the masters, and AdamW's temporaries.
-    `elements` have gradients, of which the optimizer has `trained`, without it all."""
+
+    `elements` have gradients; the optimizer has `trained` of them, by default all.
+    """
     trained = elements if trained is None else trained
     weight = request.adapter_bytes
     stepped = weight if request.pure else FP32_BYTES

@@ -150,9 +150,10 @@ def test_the_committed_report_is_of_these_rows() -> None:
 
 
 def test_intervals_cover_the_stated_fraction() -> None:
-    rows = report.counted(report.scores_frame(report.all_rows()))
-    rows = rows[(rows["source"] != report.OWN) & (rows["use"] == "score")].dropna(subset=["step_s"])
-    interval = yaml.safe_load(report.intervals_text(rows))["step_s"]
+    frame = report.scores_frame(report.all_rows())
+    rows = report.by_origin(frame)["published"]
+    rows = rows[(rows["use"] == "score") & ~rows["offloads"]].dropna(subset=["step_s"])
+    interval = yaml.safe_load(report.intervals_text(frame))["step_s"]
     is_covered = (rows["step_s"] / rows["predicted_step_s"]).between(interval["low"], interval["high"])
     assert interval["pages"] == report.page(rows).nunique() > 10
     assert is_covered.groupby(report.page(rows)).mean().mean() == pytest.approx(report.INTERVAL_COVERAGE, abs=0.05)
