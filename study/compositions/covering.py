@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
-from study.compositions.features import Combination, find_row, make_combination, read_rows, read_rules
+from study.compositions.features import Combination, Never, Row, find_row, make_combination, read_rows, read_rules
 
 # Levels of different rows: two, or an engine with two others.
 Pair = frozenset[str]
@@ -138,12 +139,21 @@ def list_triples(combination: Combination) -> set[Pair]:
 
 
 def _conflicts(levels: Collection[str], level: str) -> bool:
-    """Whether a level cannot join others. A rule with `unless` waits for the rows that may lift it."""
+    """Whether a level cannot join others that stand together. A rule with `unless` waits for the rows that may lift
+    it."""
     joined = frozenset(levels) | {level}
-    for rule in read_rules():
-        rows = {find_row(name).name for name in rule.unless}
-        if any(joined.isdisjoint(read_rows()[row].levels) for row in rows):
-            continue
-        if rule.forbids(joined):
+    for rule, rows in _rules_about(level):
+        if not any(joined.isdisjoint(row.levels) for row in rows) and rule.forbids(joined):
             return True
     return False
+
+
+@functools.cache
+def _rules_about(level: str) -> list[tuple[Never, list[Row]]]:
+    """Return the rules that a level may decide, each with the rows that may lift it."""
+    rules = [(rule, [find_row(name) for name in rule.unless]) for rule in read_rules()]
+    return [
+        (rule, rows)
+        for rule, rows in rules
+        if level in rule.first | rule.second or any(level in row.levels for row in rows)
+    ]
