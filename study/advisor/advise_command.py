@@ -567,6 +567,7 @@ def predict_words(request: Request, flags: AdviseFlags) -> str:
         # Another strategy does not accept these flags.
         fsdp_version=request.fsdp_version if is_fsdp else None,
         reentrant_units=is_fsdp and request.reentrant_units,
+        fsdp_mixed_units=is_fsdp and request.fsdp_mixed_units,
     )
     words = ["study", "predict", workload.model_name_or_path, "--strategy", request.strategy.name, "--fitted"]
     words += ["--hardware", hardware]

@@ -20,7 +20,7 @@ from study.advisor.explain_combinations import ENDS_WITH_ERROR, group_keys
 from study.advisor.explain_findings import findings
 from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
-from study.advisor.workload import Workload
+from study.advisor.workload import FSDP1_UNITS, Workload
 from study.config.errors import UserError, clip
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_number, rounded, rounded_seconds
@@ -176,8 +176,9 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
     if not options.hardware and box_options != (math.inf, None, None, None):
         raise UserError("a speed or a host memory is one of the hardware", "add --hardware BOX")
     file = _with_fsdp_version(read_user_file(options.config), options.fsdp_version)
-    if options.reentrant_units and file.sharding is None:
-        raise UserError(f"--reentrant_units is for FSDP1, and {file.name} is not", "leave it out")
+    for name in FSDP1_UNITS:
+        if getattr(options, name) and file.sharding is None:
+            raise UserError(f"--{name} is for FSDP1, and {file.name} is not", "leave it out")
     workload = _workload(options)
     shape = workload.adapt(model_shape(options.model[0], ask_hub=workload.hub))
     box = HardwareFlags.from_options(options).box() if options.hardware else None

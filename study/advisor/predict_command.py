@@ -14,7 +14,7 @@ from study.advisor import measured
 from study.advisor.fitted import fit_settings, precision_under, usual_weights
 from study.advisor.request_notes import request_notes
 from study.advisor.user_settings import UserFile, check_deepspeed
-from study.advisor.workload import Workload
+from study.advisor.workload import FSDP1_UNITS, Workload
 from study.config import strategies
 from study.config.errors import UserError, clip, require_extra
 from study.config.flags import Parser, Precision, RunConfig
@@ -313,7 +313,7 @@ def make_request(flags: PredictFlags) -> Request:
 
 def _fsdp_version(workload: Workload, strategy: strategies.Strategy) -> int:
     """Return the version of FSDP; raise UserError for a flag that has no effect on this strategy."""
-    for name in ("fsdp_version", "reentrant_units"):
+    for name in ("fsdp_version", *FSDP1_UNITS):
         if getattr(workload, name) and not strategy.is_fsdp:
             raise UserError(
                 f"--{name} is for FSDP, and {strategy.name} is not", "use --strategy fsdp2, or leave it out"

@@ -15,7 +15,7 @@ from study.advisor.user_settings import ZERO, Finding, flatten, known_settings
 from study.config.text import format_number, rounded
 from study.host.memory import GIB
 from study.predictor.request import Request
-from study.predictor.state import accumulated_bytes, loaded_whole_bytes
+from study.predictor.state import accumulated_bytes, frozen_gradients_bytes, loaded_whole_bytes
 
 _COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
@@ -53,6 +53,8 @@ def request_facts(request: Request) -> dict[str, Any]:
         "stage": strategy.zero_stage or 0,
         "loaded": f"{format_number(loaded_whole_bytes(request) / GIB)} GiB",
         "fsdp2": strategy.is_fsdp and request.fsdp_version == 2,
+        "mixed_units": request.fsdp_mixed_units,
+        "frozen_gradients": f"{format_number(frozen_gradients_bytes(request) / GIB)} GiB",
         # Two bytes more of each frozen weight.
         "frozen": f"{format_number(2 * request.stored.frozen_parameters / request.fsdp_ranks / GIB)} GiB",
         "engine": "fsdp" if strategy.is_fsdp else "none" if strategy.deepspeed is None else "deepspeed",

@@ -15,6 +15,8 @@ from study.predictor.request import Attention, OptimizerName, Request, TrainerSe
 from study.predictor.shape import USUAL_LENGTH, ModelShape, with_adapters
 
 Quantization = Literal["none", "4bit"]
+# Flags that say how a program wraps adapters under FSDP1.
+FSDP1_UNITS = ("reentrant_units", "fsdp_mixed_units")
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
@@ -72,6 +74,11 @@ class Workload:
         False,
         action="store_true",
     )
+    fsdp_mixed_units: bool = flag(
+        "FSDP1 with adapters: a loop that does not set peft's fsdp_auto_wrap_policy, as transformers' Trainer does",
+        False,
+        action="store_true",
+    )
     peft: Peft = flag("lora: train only adapters (QLoRA: with --quantization 4bit)", "none")
     lora_dropout: float | None = flag(
         "LoRA's dropout: with more than 0 each adapter keeps its own input and a mask; by default 0", metavar="P"
@@ -121,12 +128,15 @@ class Workload:
                 raise UserError(f"--{name} {text} has no effect without adapters", "add --peft lora")
 
     def _check_trainer(self, fsdp_version: int) -> None:
-        if self.reentrant_units and fsdp_version != 1:
-            raise UserError("--reentrant_units is for FSDP1", "add --fsdp_version 1")
-        if self.reentrant_units and self.peft != "lora":
-            raise UserError(
-                "--reentrant_units is about FSDP1's frozen units, and all weights are trained", "add --peft lora"
-            )
+        for name in FSDP1_UNITS:
+            if getattr(self, name) and fsdp_version != 1:
+                raise UserError(f"--{name} is for FSDP1", "add --fsdp_version 1")
+            if getattr(self, name) and self.peft != "lora":
+                problem = f"--{name} is about FSDP1's units with adapters, and all weights are trained"
+                raise UserError(problem, "add --peft lora")
+        if self.reentrant_units and self.fsdp_mixed_units:
+            problem = "--reentrant_units is about frozen units, and --fsdp_mixed_units has none"
+            raise UserError(problem, "leave one of them out")
         if not 0 <= self.trainer.lora_dropout < 1:
             problem = f"--lora_dropout {self.trainer.lora_dropout:g} is out of range"
             raise UserError(problem, "use 0 or more, and less than 1")
@@ -144,7 +154,13 @@ class Workload:
     def trainer(self) -> TrainerSettings:
         """The settings of the user's trainer."""
         kernel: LossKernel = "liger" if self.chunked_loss else self.loss_kernel
-        return TrainerSettings(self.reentrant_units, self.lora_dropout or 0.0, self.double_quant, kernel)
+        return TrainerSettings(
+            reentrant_units=self.reentrant_units,
+            fsdp_mixed_units=self.fsdp_mixed_units,
+            lora_dropout=self.lora_dropout or 0.0,
+            double_quantized=self.double_quant,
+            loss_kernel=kernel,
+        )
 
     def adapt(self, shape: ModelShape) -> ModelShape:
         """Return the model's shape, with adapters if they are trained; raise UserError if it cannot be trained so."""

@@ -311,7 +311,8 @@ def _peak_estimate(request: Request, size: float, excess: float, exact: float) -
         return Estimate(size)
     correction, corrected = request.correction, size + excess
     if correction is None or not correction.excesses:
-        return estimate("above_state", corrected, exact)
+        has_adapters = request.shape.lora_rank is not None
+        return estimate("adapters_above_state" if has_adapters else "above_state", corrected, exact)
     if correction.has_measured_peak(request):
         return Estimate(corrected, corrected, corrected)
     return estimate("calibrated_above_state", corrected, exact)

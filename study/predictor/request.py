@@ -136,6 +136,7 @@ class TrainerSettings:
     """Settings of the user's trainer, as the fields of Request of the same names."""
 
     reentrant_units: bool = False
+    fsdp_mixed_units: bool = False
     lora_dropout: float = 0.0
     double_quantized: bool = False
     loss_kernel: LossKernel = "transformers"

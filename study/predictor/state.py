@@ -88,6 +88,13 @@ def accumulated_bytes(request: Request) -> float:
     return float(elements * request.gathered_bytes)
 
 
+def frozen_gradients_bytes(request: Request) -> float:
+    """Bytes of a rank's gradients of frozen weights if FSDP1's units have adapters, too (`fsdp_mixed_units`): shards
+    without accumulation, and whole with it."""
+    shards = request.fsdp_ranks if request.accumulation == 1 else 1
+    return float(request.stored.frozen_parameters * request.gathered_bytes / shards)
+
+
 @dataclasses.dataclass(frozen=True)
 class FlatUnit:
     """A flat parameter of FSDP1, in elements: with padding, of tensors with gradients (all if one is trained), and rank

@@ -31,10 +31,12 @@ from study.predictor.request import Request
 from study.predictor.shape import with_adapters
 from study.predictor.state import accumulated_bytes, adapter_units, flat_units, predict_state
 from study.predictor.table_shape import shape_of_architecture
+from study.predictor.time import FILE as INTERVALS
 from study.predictor.traced_request import build_meta_model, trace_activations
 from study.predictor.validation import fit, published_rows
 from study.report.pages import prediction as report
 
+ZERO3 = str(Path(__file__).parents[2] / "accelerate_configs" / "zero3.yaml")
 TINY = "layers={},hidden=64,heads=2,key_value_heads=2,vocabulary=64,inner=128"
 
 
@@ -108,6 +110,12 @@ def test_frozen_weights_in_a_flat_parameter_with_adapters_have_gradients() -> No
         (["predict", "gpt2", "--strategy", "fsdp2", "--peft", "lora", "--reentrant_units"], "--fsdp_version 1"),
         (["predict", "gpt2", "--strategy", "fsdp2", "--fsdp_version", "1", "--reentrant_units"], "--peft lora"),
         (["advise", "gpt2", "--peft", "lora", "--reentrant_units"], "--fsdp_version 1"),
+        (["advise", "gpt2", "--peft", "lora", "--fsdp_mixed_units"], "--fsdp_version 1"),
+        (["explain", ZERO3, "gpt2", "--peft", "lora", "--fsdp_mixed_units"], "zero3.yaml is not"),
+        (
+            ["advise", "gpt2", "--peft", "lora", "--fsdp_version", "1", "--reentrant_units", "--fsdp_mixed_units"],
+            "leave one of them out",
+        ),
     ],
 )
 def test_a_flag_of_fsdp1_without_an_effect_is_refused(flags: list[str], says: str, capsys: Any) -> None:
@@ -132,9 +140,26 @@ def test_fsdp1_is_asked_for_by_a_flag_or_a_file(tmp_path: Path, capsys: Any) -> 
     assert device_bytes(*explain, "--fsdp_version", "2") == device_bytes(*predict)
     reentrant = device_bytes(*predict, *first, "--reentrant_units")
     assert device_bytes(*explain, "--reentrant_units") == reentrant > device_bytes(*explain)
+    # A loop with Accelerate's own policy.
+    mixed = device_bytes(*predict, *first, "--fsdp_mixed_units")
+    assert device_bytes(*explain, "--fsdp_mixed_units") == mixed > device_bytes(*explain)
     file.write_text(f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2, {settings}}}\n", encoding="utf-8")
     assert main([*explain, *first]) == 2
     assert "sets fsdp_version: 2" in capsys.readouterr().err
+
+
+def test_peaks_of_adapters_have_the_interval_of_adapters(capsys: Any) -> None:
+    command = ["predict", "llama-3.1-8b", "--strategy", "zero2", "--hardware", "2xA100-80", "--seq_length", "1024"]
+
+    def peak(*flags: str) -> dict[str, float]:
+        assert main([*command, *flags, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["memory"]["peak_allocated"]
+
+    intervals = yaml.safe_load(INTERVALS.read_text(encoding="utf-8"))
+    for flags, kind in (((), "above_state"), (("--peft", "lora"), "adapters_above_state")):
+        figure, interval = peak(*flags), intervals[kind]
+        certain = (figure["high"] - interval["high"] * figure["value"]) / (1 - interval["high"])
+        assert certain + interval["low"] * (figure["value"] - certain) == pytest.approx(figure["low"])
 
 
 def test_advice_for_fsdp1_writes_a_file_that_explain_reads_as_fsdp1(tmp_path: Path, capsys: Any) -> None:
@@ -378,7 +403,7 @@ def test_a_loss_is_named_and_the_older_flags_are_two_of_the_names(capsys: Any) -
     assert "--loss_kernel fast" in page
 
 
-def test_published_adapters_have_the_predicted_peaks_and_count_in_no_interval_and_no_constant() -> None:
+def test_published_adapters_have_the_predicted_peaks_and_count_in_intervals_of_their_own_alone() -> None:
     rows = published_rows()
     frame = report.scores_frame(rows)
     adapted = report.by_origin(frame)[report.ADAPTERS]
@@ -396,6 +421,7 @@ def test_published_adapters_have_the_predicted_peaks_and_count_in_no_interval_an
     assert adapted["url"].is_unique
     assert not any(row.request.shape.lora_rank for row in fit.fit_rows())
     both, without = (yaml.safe_load(report.intervals_text(rows)) for rows in (frame, frame[~frame["adapters"]]))
+    assert both.pop("adapters_above_state")["rows"] == unseen.query("use_memory == 'score'")["peak_gib"].count()
     extremes = both.pop("adapters_step_s")
     assert both == without
     assert extremes["low"] < 1 < extremes["high"]

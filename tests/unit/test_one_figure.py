@@ -97,6 +97,7 @@ KINDS: tuple[tuple[str, ...], ...] = (
         "--peft lora --quantization 4bit --double_quant",
         "--peft lora --fsdp_version 1",
         "--peft lora --fsdp_version 1 --reentrant_units",
+        "--peft lora --fsdp_version 1 --fsdp_mixed_units",
         "--fsdp_version 1",
         "--with_reference",
         "--peft lora --with_reference",
@@ -152,7 +153,7 @@ def flags_of_file(flags: Sequence[str], option: Option) -> list[str]:
     left_out = ("--precision",) if option.request.strategy.is_fsdp else ("--precision", "--fsdp_version")
     flags_of_engine = list[str]()
     for before, word in zip(["", *flags], flags, strict=False):
-        is_switch = word == "--reentrant_units" and not option.request.strategy.is_fsdp
+        is_switch = word in ("--reentrant_units", "--fsdp_mixed_units") and not option.request.strategy.is_fsdp
         if not is_switch and word not in left_out and before not in left_out:
             flags_of_engine.append(word)
     return flags_of_engine

@@ -249,6 +249,7 @@ def coverage_table(scores: pd.DataFrame) -> pd.DataFrame:
     setups, _ = _setup_ratios()
     figures = {
         "peak above weights and optimizer": _above_state_ratios(scores),
+        "peak above them, with adapters": _above_state_ratios(scores, ADAPTERS),
         "step time": _step_ratios(scores),
         "peak above them, of a measured setup": setups["calibrated_above_state"],
         "step time, of a measured setup": setups["calibrated_step_s"],
@@ -283,9 +284,10 @@ def _step_ratios(scores: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     return (rows["step_s"] / rows["predicted_step_s"]).dropna(), page(rows)
 
 
-def _above_state_ratios(scores: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """Return measured over predicted peaks of published full training, above weights and optimizer, and their pages."""
-    published = by_origin(scores)["published"]
+def _above_state_ratios(scores: pd.DataFrame, kind: str = "published") -> tuple[pd.Series, pd.Series]:
+    """Return measured over predicted peaks above weights and optimizer, and their pages: of published full training, or
+    of adapters."""
+    published = by_origin(scores)[kind]
     rows = published[published["use_memory"] == "score"]
     above, predicted = (rows[name] - rows["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
     return (above / predicted).dropna(), page(rows)
@@ -636,7 +638,12 @@ def intervals_text(frame: pd.DataFrame) -> str:
 def _published_ratios(frame: pd.DataFrame) -> dict[str, tuple[pd.Series, pd.Series | None]]:
     """Return measured over predicted figures of published rows, with their pages."""
     timed, pages = _step_ratios(frame)
-    return {"step_s": (timed, pages), "tokens": (1 / timed, pages), "above_state": _above_state_ratios(frame)}
+    return {
+        "step_s": (timed, pages),
+        "tokens": (1 / timed, pages),
+        "above_state": _above_state_ratios(frame),
+        "adapters_above_state": _above_state_ratios(frame, ADAPTERS),
+    }
 
 
 def _record_ratios(frame: pd.DataFrame) -> dict[str, tuple[pd.Series, pd.Series | None]]:
