@@ -79,7 +79,7 @@ def study(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Com
     [
         ("predict --model_name_or_path gpt2 --strategy zero3 --hardware 8xH100", "MFU"),
         ("advise --model_name_or_path gpt2 --hardware 8xH100", "Use fsdp2"),
-        ("benchmark", "full, FSDP          torch MemTracker"),
+        ("benchmark", "full, FSDP           torch MemTracker"),
         ("status laptop", "0 of 52 cells done (there is no folder "),
         ("releases", "deepspeed 0.19.8 with accelerate 1.15.0 and torch 2.13.0"),
         ("doctor", "pip install '{wheel}[train]'"),
