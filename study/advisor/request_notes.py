@@ -53,7 +53,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "stage": strategy.zero_stage or 0,
         "loaded": f"{format_number(loaded_whole_bytes(request) / GIB)} GiB",
         "fsdp2": strategy.is_fsdp and request.fsdp_version == 2,
-        "mixed_units": request.fsdp_mixed_units,
+        "mixed_units": request.has_mixed_units,
         "frozen_gradients": f"{format_number(frozen_gradients_bytes(request) / GIB)} GiB",
         # Two bytes more of each frozen weight.
         "frozen": f"{format_number(2 * request.stored.frozen_parameters / request.fsdp_ranks / GIB)} GiB",

@@ -15,7 +15,7 @@ from study.predictor.request import Attention, OptimizerName, Request, TrainerSe
 from study.predictor.shape import USUAL_LENGTH, ModelShape, with_adapters
 
 Quantization = Literal["none", "4bit"]
-# Flags that say how a program wraps adapters under FSDP1.
+# Flags for a program that wraps adapters under FSDP1 in another way.
 FSDP1_UNITS = ("reentrant_units", "fsdp_mixed_units")
 
 

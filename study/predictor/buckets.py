@@ -50,7 +50,7 @@ def gradient_snapshots(request: Request) -> list[Snapshot]:
     """Return the snapshots of a step's last micro-batch, with the gradients accumulated so far."""
     by_stage = {None: _unsharded, 0: _unsharded, 1: _stage1, 2: _stage2, 3: _stage3}
     if request.strategy.is_fsdp:
-        has_units = request.shape.lora_rank is not None and not request.fsdp_mixed_units
+        has_units = request.shape.lora_rank is not None and not request.has_mixed_units
         first_version = _fsdp1_adapters if has_units else _fsdp1
         if request.fsdp_unwrapped:
             first_version = _fsdp1_unwrapped
@@ -328,7 +328,7 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
     weight = width.gathered
     # Gradients of frozen weights arrive in a flat parameter that has trained ones.
     arrived = [param for param in request.stored.params if units[shape.find_layer(param)].with_gradients]
-    arrivals = _arrivals(shape, shape.find_layer, arrived if request.fsdp_mixed_units else None)
+    arrivals = _arrivals(shape, shape.find_layer, arrived if request.has_mixed_units else None)
     neighbours = _find_neighbours(request, _unit_sizes(units), range(top), units[BEFORE].size)
     pending = _root_arrivals(shape, arrivals[BEFORE])
     grads = width.accumulated
@@ -348,7 +348,7 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
         0.0 if width.offloads else sum(unit.size for unit in units.values() if unit.with_gradients) / width.ranks
     )
     stepped = sum(size for unit in units.values() if unit.with_gradients for size in unit.local)
-    yield _torch_step(request, on_device, 0.0, stepped if request.fsdp_mixed_units else None)
+    yield _torch_step(request, on_device, 0.0, stepped if request.has_mixed_units else None)
 
 
 def _unit_sizes(units: Mapping[int, FlatUnit]) -> dict[int, int]:

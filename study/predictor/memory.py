@@ -530,7 +530,7 @@ class _DeviceStep:
         # Remainders of blocks, per byte of gradients.
         gradients = shape.trained_parameters * request.adapter_bytes
         self.remainders = unsplit_bytes(request).gradients / max(1, gradients)
-        if request.fsdp_mixed_units:
+        if request.has_mixed_units:
             # Gradients of flat parameters, which are large.
             self.remainders = 0.0
 

@@ -31,7 +31,7 @@ def model_flops(request: Request) -> int:
             2 * length * product.inner * product.out * product.count
             for product in matmuls(shape)
             # The layers' frozen weights in flat parameters with trained ones have both.
-            if not (request.fsdp_mixed_units and product.in_layer)
+            if not (request.has_mixed_units and product.in_layer)
         )
     return flops * request.micro_batch * request.accumulation
 

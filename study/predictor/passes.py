@@ -178,7 +178,7 @@ def _products_s(request: Request, rates: _Rates) -> tuple[float, float, float]:
             continue
         in_layers += seconds
         input_gradients += product.count * product_s(tokens, product.out, product.inner)
-        if not shape.lora_rank or request.fsdp_mixed_units or index >= len(model_products):
+        if not shape.lora_rank or request.has_mixed_units or index >= len(model_products):
             weight_gradients += product.count * product_s(product.out, tokens, product.inner)
     return in_layers, outside, input_gradients + weight_gradients
 

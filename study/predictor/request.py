@@ -296,10 +296,16 @@ class Request:
         return 2 if self.precision.endswith("-engine") else FP32_BYTES
 
     @property
+    def has_mixed_units(self) -> bool:
+        """Whether flat parameters of FSDP1 have both adapters and frozen weights."""
+        is_first = self.strategy.is_fsdp and self.fsdp_version == 1
+        return is_first and self.fsdp_mixed_units and self.shape.lora_rank is not None
+
+    @property
     def adapter_bytes(self) -> int:
         """Bytes per trained weight: peft casts the adapters of 16-bit weights to fp32 (autocast_adapter_dtype)."""
         # The tensors of a flat parameter have one type.
-        is_fp32 = self.pure and self.shape.lora_rank and not self.fsdp_mixed_units
+        is_fp32 = self.pure and self.shape.lora_rank and not self.has_mixed_units
         return FP32_BYTES if is_fp32 else self.weight_bytes
 
     @property
@@ -368,7 +374,7 @@ class Request:
     def keeps_inputs(self) -> bool:
         """Whether hooks of FSDP1's frozen units keep the inputs of recomputed layers, and their gradients."""
         has_frozen_units = self.strategy.is_fsdp and self.fsdp_version == 1 and self.shape.lora_rank is not None
-        has_frozen_units = has_frozen_units and not self.fsdp_mixed_units
+        has_frozen_units = has_frozen_units and not self.has_mixed_units
         return has_frozen_units and self.gradient_checkpointing and self.reentrant_units
 
     @property

@@ -83,7 +83,7 @@ def accumulated_bytes(request: Request) -> float:
     if request.accumulation == 1:
         return 0.0
     elements = request.shape.trained_parameters
-    if request.fsdp_mixed_units:
+    if request.has_mixed_units:
         elements = sum(unit.with_gradients for unit in flat_units(request).values())
     return float(elements * request.gathered_bytes)
 
@@ -111,7 +111,7 @@ def flat_units(request: Request) -> dict[int, FlatUnit]:
     adapters only their frozen tensors, without wrapped layers all in the root."""
     tensors = dict[int, list[Parameter]]()
     for param in request.stored.params:
-        if request.shape.lora_rank is None or request.fsdp_mixed_units or not param.trained:
+        if request.shape.lora_rank is None or request.has_mixed_units or not param.trained:
             place = BEFORE if request.fsdp_unwrapped else request.shape.find_layer(param)
             tensors.setdefault(place, []).append(param)
     return {place: _flat_unit(request, params) for place, params in tensors.items()}
@@ -121,7 +121,7 @@ def flat_units(request: Request) -> dict[int, FlatUnit]:
 def adapter_units(request: Request) -> dict[int, FlatUnit]:
     """Return FSDP1's flat parameters of adapters, by the index of their first tensor: peft's fsdp_auto_wrap_policy
     makes a unit of each module whose own weight is trained."""
-    if request.shape.lora_rank is None or request.fsdp_mixed_units:
+    if request.shape.lora_rank is None or request.has_mixed_units:
         return {}
     modules = itertools.groupby(request.shape.trained_params, key=lambda at: (at.place, at.name.rpartition(".")[0]))
     tensors = (list(params) for _, params in modules)
@@ -162,7 +162,7 @@ def _unsharded(request: Request, waiting: bool) -> State:
         # The optimizer has the parts of tensors in rank 0's shards, without their padding (fsdp_use_orig_params).
         units = list(flat_units(request).values())
         stored = trained = sum(unit.size for unit in units) // ranks
-        if request.fsdp_mixed_units:
+        if request.has_mixed_units:
             units = [unit for unit in units if unit.with_gradients]
             trained = sum(unit.size for unit in units) // ranks
         elif shape.lora_rank is not None:
