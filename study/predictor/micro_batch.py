@@ -27,12 +27,9 @@ def model_flops(request: Request) -> int:
         return round((traced.forward + traced.backward) * request.accumulation)
     flops = 3 * forward_flops(shape, length)
     if shape.lora_rank:
-        flops -= sum(
-            2 * length * product.inner * product.out * product.count
-            for product in matmuls(shape)
-            # The layers' frozen weights in flat parameters with trained ones have both.
-            if not (request.has_mixed_units and product.in_layer)
-        )
+        # The layers' frozen weights in flat parameters with trained ones have gradients, too.
+        frozen = [product for product in matmuls(shape) if not (request.has_mixed_units and product.in_layer)]
+        flops -= sum(2 * length * product.inner * product.out * product.count for product in frozen)
     return flops * request.micro_batch * request.accumulation
 
 
