@@ -75,7 +75,7 @@ class Workload:
         action="store_true",
     )
     fsdp_mixed_units: bool = flag(
-        "FSDP1 with adapters: a loop that does not set peft's fsdp_auto_wrap_policy, as transformers' Trainer does",
+        "FSDP1 with adapters: a custom loop without peft's fsdp_auto_wrap_policy, which the Trainer sets",
         False,
         action="store_true",
     )
@@ -137,6 +137,9 @@ class Workload:
         if self.reentrant_units and self.fsdp_mixed_units:
             problem = "--reentrant_units is about frozen units, and --fsdp_mixed_units has none"
             raise UserError(problem, "leave one of them out")
+        if self.fsdp_mixed_units and self.is_quantized:
+            problem = "4-bit weights are not predicted with --fsdp_mixed_units"
+            raise UserError(problem, "leave out --quantization 4bit, or --fsdp_mixed_units")
         if not 0 <= self.trainer.lora_dropout < 1:
             problem = f"--lora_dropout {self.trainer.lora_dropout:g} is out of range"
             raise UserError(problem, "use 0 or more, and less than 1")

@@ -90,9 +90,12 @@ def accumulated_bytes(request: Request) -> float:
 
 def frozen_gradients_bytes(request: Request) -> float:
     """Bytes of a rank's gradients of frozen weights if FSDP1's units have adapters, too (`fsdp_mixed_units`): shards
-    without accumulation, and whole with it."""
-    shards = request.fsdp_ranks if request.accumulation == 1 else 1
-    return float(request.stored.frozen_parameters * request.gathered_bytes / shards)
+    without accumulation, and whole with it. Units without adapters, as that of the embedding, have no gradients."""
+    mixed = dataclasses.replace(request, fsdp_mixed_units=True)
+    if not mixed.has_mixed_units:
+        return 0.0
+    elements = sum(unit.with_gradients for unit in flat_units(mixed).values()) - request.shape.trained_parameters
+    return elements * request.gathered_bytes / (request.fsdp_ranks if request.accumulation == 1 else 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ import yaml
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from study.advisor import predict_command
 from study.cli import main
 from study.config.strategies import read_strategy
+from study.host.memory import GIB
+from study.predictor.buckets import gradient_snapshots
 from study.predictor.communication import predict_payload
 from study.predictor.constants import FITTED
 from study.predictor.hardware import ANY_DEVICE, CPU_CORE, Hardware, box_of_ranks, to_box
@@ -113,6 +118,10 @@ def test_frozen_weights_in_a_flat_parameter_with_adapters_have_gradients() -> No
         (["advise", "gpt2", "--peft", "lora", "--fsdp_mixed_units"], "--fsdp_version 1"),
         (["explain", ZERO3, "gpt2", "--peft", "lora", "--fsdp_mixed_units"], "zero3.yaml is not"),
         (
+            ["advise", "gpt2", "--peft", "lora", "--quantization", "4bit", "--fsdp_version", "1", "--fsdp_mixed_units"],
+            "4-bit weights are not predicted",
+        ),
+        (
             ["advise", "gpt2", "--peft", "lora", "--fsdp_version", "1", "--reentrant_units", "--fsdp_mixed_units"],
             "leave one of them out",
         ),
@@ -159,7 +168,29 @@ def test_peaks_of_adapters_have_the_interval_of_adapters(capsys: Any) -> None:
     for flags, kind in (((), "above_state"), (("--peft", "lora"), "adapters_above_state")):
         figure, interval = peak(*flags), intervals[kind]
         certain = (figure["high"] - interval["high"] * figure["value"]) / (1 - interval["high"])
-        assert certain + interval["low"] * (figure["value"] - certain) == pytest.approx(figure["low"])
+        assert certain + min(interval["low"], 1) * (figure["value"] - certain) == pytest.approx(figure["low"])
+
+
+def test_a_note_has_the_gradients_of_frozen_weights_in_a_loop_without_the_policy_of_peft(capsys: Any) -> None:
+    command = ["predict", "llama-2-7b", "--hardware", "2xA100", "--peft", "lora", "--strategy", "fsdp2"]
+
+    def notes(*flags: str) -> list[str]:
+        assert main([*command, *flags]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if line.startswith("fsdp_auto_wrap_policy:")]
+
+    first = ["--fsdp_version", "1"]
+    (note,) = notes(*first)
+    parser = argparse.ArgumentParser()
+    predict_command.add_arguments(parser)
+    options = parser.parse_args([*command[1:], *first, "--fsdp_mixed_units"])
+    request = predict_command.make_request(predict_command.PredictFlags.from_options(options))
+    # At the optimizer step all gradients are there.
+    gradients = gradient_snapshots(request)[-1].grads
+    (stated,) = map(float, re.findall(r"([\d.]+) GiB a rank", note))
+    trained = request.shape.trained_parameters * request.adapter_bytes / 2
+    assert stated == pytest.approx((gradients - trained) / GIB, rel=0.01)
+    assert notes(*first, "--fsdp_mixed_units") == notes() == notes(*first, "--quantization", "4bit") == []
 
 
 def test_advice_for_fsdp1_writes_a_file_that_explain_reads_as_fsdp1(tmp_path: Path, capsys: Any) -> None:

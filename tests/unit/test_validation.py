@@ -193,6 +193,29 @@ def test_intervals_cover_pages_that_did_not_make_them() -> None:
         assert 0.87 <= below <= 0.95, figure
 
 
+def test_an_interval_contains_its_prediction() -> None:
+    table = yaml.safe_load(time.FILE.read_text(encoding="utf-8"))
+    figures = [name for name, row in table.items() if isinstance(row, dict) and "low" in row]
+    assert len(figures) > 10
+    assert any(table[name]["low"] > 1 for name in figures)
+    for name in figures:
+        estimate = time.estimate(name, 10.0, 4.0)
+        assert estimate.low is not None
+        assert estimate.high is not None
+        assert estimate.low <= 10.0 <= estimate.high
+        assert (estimate.low - 4) / 6 == pytest.approx(min(table[name]["low"], 1.0))
+        assert (estimate.high - 4) / 6 == pytest.approx(max(table[name]["high"], 1.0))
+
+
+def test_the_readme_has_the_fractions_of_peaks_below_their_bounds() -> None:
+    table = report.coverage_table(pd.read_parquet(report.FOLDER / report.SCORES)).set_index("figure").iloc[:, -1]
+    full, adapters = (
+        table[name].rstrip("%") for name in ("peak above weights and optimizer", "peak above them, with adapters")
+    )
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert f"90 % bound: above {full} % of peaks on pages left out (adapters: {adapters} %)." in text
+
+
 def test_similar_records_are_sought_among_all_that_ended() -> None:
     light, complete = list(recorded_runs.read_ended_runs()), run_predictions.ended_runs()
     assert len(light) > 600
