@@ -29,7 +29,7 @@ from study.config.text import rounded
 from study.host.memory import GIB
 from study.predictor import time as timing
 from study.predictor.hardware import Hardware
-from study.predictor.memory import least_device_bytes, predict_memory
+from study.predictor.memory import estimate_host_peak, least_device_bytes, predict_memory
 from study.predictor.request import (
     DEFAULT_TRAINER,
     Attention,
@@ -435,7 +435,9 @@ class _Variant:
             return True
         if key not in self._least_bytes:
             self._least_bytes[key] = least_device_bytes(self._request(micro_batch), at_upper_end)
-        return self._least_bytes[key] <= timing.usable_bytes(box)
+        if self._least_bytes[key] > timing.usable_bytes(box):
+            return False
+        return timing.host_fits(estimate_host_peak(self._request(micro_batch)), box, at_upper_end)
 
     def _fits(self, micro_batch: int, at_upper_end: bool) -> bool:
         request, box = self._request(micro_batch), self._question.box
@@ -714,16 +716,21 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
         if alone is not None and (best is None or _is_as_good(alone, best)):
             times = "enough" if best is None else f"{alone.tokens_per_s / best.tokens_per_s:.1f} x as fast"
             yield "; ".join([f"one of these machines alone is {times}, under {alone.name}", *unchecked_needs(alone)])
+    is_twice_enough = False
     for label, scenario in _scenarios(question).items():
         changed = advise_without_losers(scenario, _near(advice, scenario), None if best is None else best.name)
         if changed is not None and (change := _changed_advice(best, changed)) is not None:
             yield f"with {label} {change}"
+            is_twice_enough |= scenario.box.nodes == 2 * question.box.nodes
     if best is None:
-        yield from _fitting_lines(question)
+        yield from _fitting_lines(question, is_twice_enough)
 
 
-def _fitting_lines(question: AdviceRequest) -> Iterator[str]:
-    """Yield the changes of a request that nothing fits with which something does."""
+def _fitting_lines(question: AdviceRequest, is_twice_enough: bool) -> Iterator[str]:
+    """Yield the changes of a request that nothing fits with which something does.
+
+    `is_twice_enough`: something fits twice the machines, and a line with it is printed already.
+    """
     scenarios = dict[str, AdviceRequest]()
     if question.trainer.loss_kernel == "transformers":
         trainer = dataclasses.replace(question.trainer, loss_kernel="liger")
@@ -746,6 +753,8 @@ def _fitting_lines(question: AdviceRequest) -> Iterator[str]:
         label = f"{times} such machines" if question.box.nodes == 1 else f"{times} x the nodes"
         more[label] = _resized(question, nodes=times * question.box.nodes)
     yield from _smallest_change(shorter)
+    if is_twice_enough:
+        return
     label = [*more][-1]
     # For a model that is far too large not even the most machines are enough, which one question shows.
     if [*_fitting_line(label, more[label])]:

@@ -82,8 +82,16 @@ def predict_host_memory(request: Request) -> NodeMemory:
     )
 
 
-def _with_reference_model(request: Request, host: NodeMemory) -> NodeMemory:
-    """Add the frozen weights on the host, and the loading of a reference model."""
+def estimate_host_peak(request: Request) -> Estimate:
+    """Return the peak of a node's host memory with its interval; it does not depend on the micro-batch."""
+    host = _host_memory(request)
+    return estimate("host", max(host.load, host.train, host.save))
+
+
+@cache_by_request
+def _host_memory(request: Request) -> NodeMemory:
+    """Return a node's memory with the frozen weights on the host, and the loading of a reference model."""
+    host = predict_host_memory(request)
     ranks, frozen = request.box.gpus_per_node, model_state.frozen_bytes(request)[1]
     # Outside stage 3 each process creates both models in host memory.
     is_created = request.reference_model and request.strategy.zero_stage != 3
@@ -245,7 +253,7 @@ def predict_memory(request: Request) -> MemoryUse:
     allocator = _allocator_bytes(request)
     points = device_snapshots(request)
     peak = _highest(points, state, allocator)
-    host = _with_reference_model(request, predict_host_memory(request))
+    host = _host_memory(request)
     excess = 0.0
     if request.correction is not None:
         excess = request.correction.find_excess(request, peak.total - state.exact)
@@ -265,7 +273,7 @@ def predict_memory(request: Request) -> MemoryUse:
         pool_with_room=excess + _pool_with_room(request, points, state.exact + allocator, reserved),
         process_peak=estimate("process", reserved + host.rank) if request.box.is_cpu_only else None,
         host_parts=host.parts,
-        host_peak=estimate("host", max(host.load, host.train, host.save)),
+        host_peak=estimate_host_peak(request),
         nvme=host.nvme,
         notes=tuple(_notes(request, peak)),
         moment=peak.moment,

@@ -47,6 +47,11 @@ def excess_bytes(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> fl
     return max(on_device, on_host) if on_host > 0 else on_device
 
 
+def host_fits(host_peak: Estimate, box: Hardware, at_upper: bool = False) -> bool:
+    """Whether the host memory of a node is enough, or not known."""
+    return box.host_gib_per_node is None or _upper_or_value(host_peak, at_upper) <= box.host_gib_per_node * GIB
+
+
 def fits(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> bool:
     return memory.missing is None and excess_bytes(memory, box, at_upper) <= 0
 

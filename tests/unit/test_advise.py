@@ -522,6 +522,12 @@ def test_if_nothing_fits_the_changes_that_make_something_fit_are_printed(
     print_page(model, *less[changes[-1]], status=1)
 
 
+def test_twice_the_machines_are_named_once() -> None:
+    page = print_page("llama-3.1-70b", "8xH100", "--host_memory", "64", status=1)
+    lines = [line for line in page.splitlines() if re.match("with .*machine", line)]
+    assert lines == ["with a second such machine it would be zero3"]
+
+
 def test_plain_training_of_bf16_weights_is_a_row_of_its_own_where_it_is_faster() -> None:
     words = (MIDDLE, "8xA100-80", "--seq_length", "1024")
     page, document = print_page(*words), read_json("advise", *words)
