@@ -733,7 +733,7 @@ def _fitting_lines(question: AdviceRequest, is_twice_enough: bool) -> Iterator[s
     """
     scenarios = dict[str, AdviceRequest]()
     if question.trainer.loss_kernel == "transformers":
-        trainer = dataclasses.replace(question.trainer, loss_kernel="liger")
+        trainer = dataclasses.replace(question.trainer, loss_kernel="liger", keeps_outputs=False)
         scenarios["--chunked_loss"] = dataclasses.replace(question, trainer=trainer)
     if _can_train_in_16_bits(question):
         scenarios[IN_16_BITS] = dataclasses.replace(question, plain_in_16_bits=True)

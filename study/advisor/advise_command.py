@@ -349,7 +349,7 @@ def _page(
 ) -> Iterator[str | TextTable]:
     question, best = advice.question, advice.best
     shape, box = question.shape, question.box
-    loss = predict_command.loss_text(question.trainer.loss_kernel)
+    loss = predict_command.loss_text(question.trainer.loss_kernel, question.trainer.keeps_outputs)
     yield _verdict(advice)
     yield from predict_command.pair_notes(best.request) if best else ()
     yield ""
@@ -588,7 +588,7 @@ def _named(option: Option) -> str:
 def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterator[str]:
     yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
     # Settings that the prediction assumes and that no file contains.
-    loss = predict_command.loss_text(request.loss_kernel)
+    loss = predict_command.loss_text(request.loss_kernel, request.keeps_outputs)
     yield f"  {files.command}    ({predict_command.workload_text(request)}{loss})"
     yield f"  with the Trainer: {_trainer_arguments(request)}"
     if files.of_study is not None:

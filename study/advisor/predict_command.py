@@ -209,9 +209,9 @@ def strategy_text(request: Request) -> str:
     return f"{request.strategy.name} as FSDP{version}" if version != Request.fsdp_version else request.strategy.name
 
 
-def loss_text(kernel: LossKernel) -> str:
-    """Return a loss with a leading comma; empty for transformers' own."""
-    return "" if kernel == "transformers" else f", loss: {kernel}"
+def loss_text(kernel: LossKernel, keeps_outputs: bool) -> str:
+    """Return a loss with a leading comma, and whether logits outlive it; empty for transformers' own, which do not."""
+    return f", loss: {kernel}" * (kernel != "transformers") + ", keeps outputs" * keeps_outputs
 
 
 def optimizer_text(optimizer: OptimizerName) -> str:
@@ -374,6 +374,7 @@ def _document(
         "gradient_checkpointing": request.gradient_checkpointing,
         "chunked_loss": request.loss_kernel == "liger",
         "loss_kernel": request.loss_kernel,
+        "keeps_outputs": request.keeps_outputs,
         "fits": None if memory.missing else fits(memory, request.box),
         "missing": memory.missing,
         "device_bytes": device_bytes(memory),
@@ -450,11 +451,12 @@ def _page(
     yield from calibration_lines(runs)
     yield from pair_notes(request)
     yield ""
+    loss = loss_text(request.loss_kernel, request.keeps_outputs)
     yield (
         f"{shape.name} ({format_parameters(shape.parameters)}{lora_text(shape)}), {strategy_text(request)} on"
         f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
-        f"{loss_text(request.loss_kernel)}{', resharded after forward' * request.strategy.is_fsdp}"
+        f"{loss}{', resharded after forward' * request.strategy.is_fsdp}"
     )
     kind = "rank" if request.box.is_cpu_only else "GPU"
     yield f"\nmemory of one {kind} at its peak, {memory.moment}, GiB"

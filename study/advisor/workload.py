@@ -10,7 +10,7 @@ from study.config.errors import UserError
 from study.config.flags import Peft, RunConfig, add_fields, changed_flags, flag
 from study.predictor.hardware import parse_tokens
 from study.predictor.lora_targets import ALL_LINEAR, DEFAULT_TARGETS
-from study.predictor.losses import LossKernel
+from study.predictor.losses import WITHOUT_LOGITS, LossKernel
 from study.predictor.request import Attention, OptimizerName, Request, TrainerSettings
 from study.predictor.shape import USUAL_LENGTH, ModelShape, with_adapters
 
@@ -63,6 +63,11 @@ class Workload:
     loss_kernel: LossKernel = flag(
         "the loss: transformers' (logits in fp32), torch's in the logits' type, or a fused kernel; docs/advice.md",
         "transformers",
+    )
+    keeps_outputs: bool = flag(
+        "the loop keeps the model's output (logits, loss = model(...)) through the backward pass, as nanoGPT's does",
+        False,
+        action="store_true",
     )
     fsdp_version: int | None = flag(
         "of FSDP; by default 2, and for study explain that of the file, where Accelerate's default is 1",
@@ -148,6 +153,9 @@ class Workload:
         if self.chunked_loss and self.loss_kernel not in ("transformers", "liger"):
             problem = f"--chunked_loss is liger, and --loss_kernel is {self.loss_kernel}"
             raise UserError(problem, "leave one of them out")
+        if self.keeps_outputs and self.trainer.loss_kernel in WITHOUT_LOGITS:
+            problem = f"--keeps_outputs is about logits, and the loss {self.trainer.loss_kernel} returns none"
+            raise UserError(problem, "leave it out")
 
     @property
     def is_quantized(self) -> bool:
@@ -163,6 +171,7 @@ class Workload:
             lora_dropout=self.lora_dropout or 0.0,
             double_quantized=self.double_quant,
             loss_kernel=kernel,
+            keeps_outputs=self.keeps_outputs,
         )
 
     def adapt(self, shape: ModelShape) -> ModelShape:

@@ -50,6 +50,7 @@ _REQUEST_FIELDS = (
     "compiled",
     "torch_gate",
     "loss_kernel",
+    "keeps_outputs",
     "optimizer",
     "step_copies",
     "expandable_segments",

@@ -49,5 +49,7 @@ def bytes_without_logits(kernel: LossKernel, tokens: int, stream: int, matrix: i
     return LogitBytes(matrix + stream, matrix + 2 * stream, 0)
 
 
+# Fused with the output layer: the model returns no logits.
+WITHOUT_LOGITS: tuple[LossKernel, ...] = ("liger", "cut")
 # Kernels whose backward pass writes over the logits: fewer passes over them.
 IN_PLACE = ("flash", "unsloth", "fast", "cut")

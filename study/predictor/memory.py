@@ -12,9 +12,10 @@ from study.config.strategies import Strategy
 from study.config.text import format_number
 from study.host.memory import GIB, MALLOC_MMAP_THRESHOLD_MAX_BYTES, libraries_bytes
 from study.predictor import state as model_state
-from study.predictor.activations import Activations
+from study.predictor.activations import Activations, computing_mode
 from study.predictor.allocator import cublas_workspace_bytes, unsplit_bytes
 from study.predictor.buckets import Snapshot, gradient_snapshots, has_tied_gradients, standing_bucket
+from study.predictor.losses import WITHOUT_LOGITS
 from study.predictor.micro_batch import missing_figures, predict_activations
 from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
 from study.predictor.shape import ModelShape
@@ -242,6 +243,10 @@ class DeviceMemory(NamedTuple):
     def total(self) -> float:
         return sum(self.parts.values())
 
+    def with_logits(self, size: float) -> DeviceMemory:
+        """Return the moment with more bytes of logits."""
+        return self._replace(parts={**self.parts, "logits": self.parts.get("logits", 0.0) + size})
+
     def without(self, *names: str) -> float:
         return self.total - sum(self.parts[name] for name in names)
 
@@ -425,9 +430,30 @@ def _cuda_context_bytes(ranks: int) -> float:
 
 def kept_for_backward(request: Request) -> float:
     """Return the bytes that a forward pass leaves allocated, its logits included, gathered weights excluded."""
-    shape, saved = request.shape, predict_activations(request)
-    returned = request.micro_batch * request.sequence_length * shape.vocabulary * request.computing_bytes
-    return sum(_stored(request, saved, shape.layers).values()) + saved.logits + returned * (saved.logits > 0)
+    saved = predict_activations(request)
+    returned = _logits_bytes(request, saved, request.computing_bytes)
+    return sum(_stored(request, saved, request.shape.layers).values()) + saved.logits + returned
+
+
+def _logits_bytes(request: Request, saved: Activations, width: int) -> float:
+    """Return the bytes of a micro-batch's logits; 0 of a model, or with a loss, that has none of all tokens."""
+    if not saved.logits or request.loss_kernel in WITHOUT_LOGITS:
+        return 0.0
+    return float(request.micro_batch * request.sequence_length * request.shape.vocabulary * width)
+
+
+def kept_output_bytes(request: Request) -> float:
+    """Return the bytes of logits that the loop keeps throughout a step.
+
+    With mixed precision of its own Accelerate returns them in fp32 (convert_outputs_to_fp32 in prepare_model), but for
+    FSDP2, whose root casts them (output_dtype in Accelerate's set_mixed_precision).
+    """
+    if not request.keeps_outputs:
+        return 0.0
+    is_of_fsdp1 = request.strategy.is_fsdp and request.fsdp_version == 1 and not request.precision.endswith("-engine")
+    is_fp32 = computing_mode(request) == "autocast" or is_of_fsdp1
+    width = FP32_BYTES if is_fp32 else request.computing_bytes
+    return _logits_bytes(request, predict_activations(request), width)
 
 
 # What measured peaks of the same setup have more; negative if they have less.
@@ -508,13 +534,17 @@ def _accumulated_bytes(request: Request) -> float:
 def device_snapshots(request: Request) -> list[DeviceMemory]:
     """Return the memory snapshots of a step, without the weights and the optimizer, which are constant."""
     step = _DeviceStep(request)
-    return [
+    points = [
         step.at_the_loss(),
         *step.in_the_reference_model(),
         *step.in_the_forward_pass(),
         step.at_the_gradient_of_the_loss(),
         *step.from_the_first_gradient_on(),
     ]
+    kept = kept_output_bytes(request)
+    if not kept:
+        return points
+    return [point.with_logits(kept) for point in points]
 
 
 class _DeviceStep:

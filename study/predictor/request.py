@@ -140,6 +140,7 @@ class TrainerSettings:
     lora_dropout: float = 0.0
     double_quantized: bool = False
     loss_kernel: LossKernel = "transformers"
+    keeps_outputs: bool = False
 
 
 DEFAULT_TRAINER = TrainerSettings()
@@ -228,6 +229,9 @@ class Request:
     torch_gate: bool = False
     # The loss, by a name of study/predictor/losses.py.
     loss_kernel: LossKernel = "transformers"
+    # The loop has a name for the model's output (`output = model(...)`), so its logits live until the next one exists.
+    # torchtitan and torchtune delete them before the backward pass, and transformers' Trainer returns the loss alone.
+    keeps_outputs: bool = False
     # Temporary copies that torch's AdamW makes: 0 if fused, as in this study; 1 for the root if foreach
     # (torch/optim/adamw.py, _multi_tensor_adamw), and 2 before torch 2.1, which adds eps out of place.
     step_copies: int = 0

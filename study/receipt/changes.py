@@ -100,7 +100,7 @@ def _question(now: Request) -> AdviceRequest:
         attention=now.attention,
         reference_model=now.reference_model,
         quantized=now.quantized,
-        trainer=TrainerSettings(loss_kernel=now.loss_kernel),
+        trainer=TrainerSettings(loss_kernel=now.loss_kernel, keeps_outputs=now.keeps_outputs),
         correction=now.correction,
     )
 

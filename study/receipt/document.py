@@ -119,6 +119,8 @@ class PeakFacts(Part):
     process_peak_bytes: int
     # The allocator's own peak since the program has last reset it, loading included; None on a CPU.
     allocator_peak_bytes: int | None = None
+    # Outputs of the model that the program keeps through the backward pass; None: a receipt from before it was read.
+    kept_output_bytes: int | None = None
 
     @property
     def attributed(self) -> float:

@@ -17,6 +17,8 @@ from study.releases.judge import is_same_release
 WAITING_FRACTION = 0.1
 ROOT_FRACTION = 0.2
 REDUCED_FRACTION = 0.5
+# Of the peak.
+KEPT_FRACTION = 0.02
 _OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 # Kinds of findings of settings that do nothing.
 _WITHOUT_EFFECT = ("ineffective", "ignored")
@@ -33,6 +35,7 @@ def find_faults(receipt: ReceiptDocument) -> Iterator[Fault]:
     yield from _forgotten_no_sync(receipt)
     yield from _offload_without_effect(receipt, settings)
     yield from _embedding_in_root(receipt)
+    yield from _kept_outputs(receipt)
 
 
 def _wrong_gradients(receipt: ReceiptDocument) -> Iterator[Fault]:
@@ -162,6 +165,19 @@ def _embedding_in_root(receipt: ReceiptDocument) -> Iterator[Fault]:
         yield Fault(
             id="embedding-outside-wrapping", says=says, fix=f"fully_shard(model.{engine.embedding}) before the model"
         )
+
+
+def _kept_outputs(receipt: ReceiptDocument) -> Iterator[Fault]:
+    memory = receipt.memory
+    if memory is None or not memory.kept_output_bytes:
+        return
+    fraction = memory.kept_output_bytes / memory.total_bytes
+    if fraction >= KEPT_FRACTION:
+        says = (
+            f"the program keeps the model's outputs through the backward pass and the update:"
+            f" {_size(memory.kept_output_bytes)}, {fraction:.0%} of the peak"
+        )
+        yield Fault(id="kept-outputs", says=says, fix="take the loss alone, or delete the outputs before backward()")
 
 
 def _size(count: float) -> str:

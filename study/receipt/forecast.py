@@ -108,6 +108,7 @@ def config_case(receipt: ReceiptDocument) -> ConfigCase:
         case.request,
         **_precision(engine, case.request),
         **_wrapping(receipt, shape),
+        keeps_outputs=bool(receipt.memory is not None and receipt.memory.kept_output_bytes),
         quantized=receipt.model.quantized,
         double_quantized=receipt.model.double_quantized,
     )

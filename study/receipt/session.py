@@ -551,6 +551,7 @@ class Receipt:
             outside_torch_bytes=outside,
             process_peak_bytes=_process_peak(),
             allocator_peak_bytes=allocator_peak,
+            kept_output_bytes=self._last_timer.kept_output_bytes if self._last_timer is not None else None,
         )
 
     def _work(self) -> WorkFacts:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,6 +53,8 @@ class PartTimer:
         self.samples: int | None = None
         self.sequence_length: int | None = None
         self.total_s = 0.0
+        # Of the model's outputs that the program keeps through the backward pass.
+        self.kept_output_bytes = 0
         self.after_backward: Callable[[], None] = lambda: None
         self.on_phase: Callable[[Phase], None] = lambda _: None
         self._model, self._optimizer, self._device, self._failures = model, optimizer, device, failures
@@ -61,6 +64,7 @@ class PartTimer:
         self._spans: list[tuple[str, Any, Any]] = []
         self._open_parts: list[_OpenPart] = []
         self._data_s = 0.0
+        self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
         self.nvme = NvmeTimer(lambda: "rest" if self.phase == "between" else self.phase)
         self._loading = 0
         self._opened = 0.0
@@ -148,9 +152,17 @@ class PartTimer:
                 self._read_inputs(args, kwargs)
             self._begin("forward")
 
-    def _leave_forward(self, module: nn.Module, *_: Any) -> None:
-        if self._is_training:
-            self._end("forward")
+    def _leave_forward(self, module: nn.Module, args: Any = (), output: Any = None) -> None:
+        if not self._is_training:
+            return
+        self._end("forward")
+        if not self._is_in_pass:
+            with self._failures.caught("reading the outputs"):
+                self._outputs = [
+                    weakref.ref(leaf.untyped_storage())
+                    for leaf in tree_leaves(output)
+                    if isinstance(leaf, torch.Tensor) and leaf.numel() > 1
+                ]
 
     @property
     def _is_training(self) -> bool:
@@ -180,6 +192,11 @@ class PartTimer:
         if not self._is_in_pass:
             with self._failures.caught("counting a micro-batch's reductions"):
                 self.after_backward()
+            with self._failures.caught("reading the outputs"):
+                # Autograd has freed what it had saved, so the rest is the program's.
+                storages = {id(storage): storage for reference in self._outputs if (storage := reference())}
+                kept_bytes = sum(storage.nbytes() for storage in storages.values())
+                self.kept_output_bytes = max(self.kept_output_bytes, kept_bytes)
 
     def _begin_step(self) -> None:
         self._begin("optimizer")

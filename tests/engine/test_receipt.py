@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.utils._python_dispatch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from engines import ONE_THREAD, ROOT, printed_json
 from forked import fork_ranks, fork_script
@@ -202,6 +203,54 @@ def test_a_compiled_model_is_measured(tmp_path: Path) -> None:
     assert document.time.parts["backward"] > 0
     assert document.memory is not None
     assert document.memory.parts["optimizer"] > 2 * 4 * document.model.parameters
+
+
+VOCABULARY, SAMPLES, TOKENS = 8192, 4, 64
+
+
+def measure_loop(path: Path, keeps: bool) -> ReceiptDocument:
+    """Return the receipt of a loop that keeps the model's output, or takes its loss alone."""
+    from study import Receipt
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    receipt = Receipt(model, optimizer, path=path, after=2, steps=3, quiet=True)
+    ids = torch.arange(SAMPLES * TOKENS).view(SAMPLES, TOKENS)
+    for _ in receipt.steps(range(8)):
+        if keeps:
+            output = model(input_ids=ids, labels=ids)
+            output.loss.backward()
+        else:
+            model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    receipt.close()
+    return read_receipt(str(path))
+
+
+def test_outputs_that_the_loop_keeps_are_a_fault_of_their_predicted_size(tmp_path: Path) -> None:
+    logits = 4 * SAMPLES * TOKENS * VOCABULARY
+    kept, taken = (measure_loop(tmp_path / f"{keeps}.json", keeps) for keeps in (True, False))
+    assert kept.failures == taken.failures == ()
+    assert kept.memory is not None
+    assert taken.memory is not None
+    assert (kept.memory.kept_output_bytes, taken.memory.kept_output_bytes) == (logits, 0)
+    assert kept.memory.total_bytes - taken.memory.total_bytes == pytest.approx(logits, rel=0.01)
+    assert "keeps the model's outputs" in next(fault.says for fault in kept.faults if fault.id == "kept-outputs")
+    assert "kept-outputs" not in {fault.id for fault in taken.faults}
+    for receipt in (kept, taken):
+        (row,) = (row for row in receipt.forecast.comparisons if row.figure.startswith("peak"))
+        assert row.predicted == pytest.approx(row.measured, rel=0.05)
 
 
 @pytest.mark.long

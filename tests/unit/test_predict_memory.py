@@ -510,6 +510,19 @@ def test_a_file_that_has_no_sizes_is_named_for_what_it_is(document: dict[str, An
         model_shape(str(tmp_path / name))
 
 
+@pytest.mark.parametrize(("precision", "width"), [("bf16-engine", 2), ("bf16", 4), ("fp32", 4)])
+def test_outputs_that_a_loop_keeps_are_logits_of_a_micro_batch(precision: str, width: int) -> None:
+    request = make_request("llama", precision)
+    logits = width * request.micro_batch * request.sequence_length * request.shape.vocabulary
+    kept = dataclasses.replace(request, keeps_outputs=True)
+    peaks = [predict_memory(it).peak_allocated.value for it in (kept, request)]
+    assert peaks[0] - peaks[1] == pytest.approx(logits)
+    assert predict_memory(kept).moment == predict_memory(request).moment
+    # A fused loss returns no logits.
+    fused = [dataclasses.replace(it, loss_kernel="liger") for it in (kept, request)]
+    assert predict_memory(fused[0]).peak_allocated == predict_memory(fused[1]).peak_allocated
+
+
 def test_a_checkpoint_has_the_measured_bytes_and_its_size_is_among_the_details(capsys: pytest.CaptureFixture[str]):
     measured = json.loads((REPOSITORY / "reports/checkpoints/memory.json").read_text())["arms"]
     for arm, rows in measured.items():

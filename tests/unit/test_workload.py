@@ -35,6 +35,7 @@ CHANGES = {
     "attn_implementation": "eager",
     "chunked_loss": None,
     "loss_kernel": "liger",
+    "keeps_outputs": None,
     "fsdp_version": "1",
     "reentrant_units": None,
     "fsdp_mixed_units": None,
@@ -132,6 +133,7 @@ def test_a_workload_has_what_each_command_names() -> None:
         ("--peft lora --lora_dropout 1", "--lora_dropout 1 is out of range"),
         ("--double_quant", "--double_quant is about the scales of 4-bit weights"),
         ("--chunked_loss --loss_kernel flash", "--chunked_loss is liger, and --loss_kernel is flash"),
+        ("--chunked_loss --keeps_outputs", "--keeps_outputs is about logits, and the loss liger returns none"),
     ],
 )
 def test_flags_that_exclude_each_other_are_refused_by_every_command(

@@ -550,6 +550,7 @@ def tracker_differences(questions: Sequence[BenchmarkQuestion], tracker: Predict
         request = dataclasses.replace(
             measurement.request,
             loss_kernel="transformers",
+            keeps_outputs=False,
             compiled=False,
             torch_gate=False,
             fsdp_version=2,
