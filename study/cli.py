@@ -215,8 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from study.records.outcome import Terminated
 
     words = sys.argv[1:] if arguments is None else arguments
-    parser, subparsers = build_parser([*words[:1]])
     try:
+        # Within it, since the import of a command takes most of the time in which Ctrl-C may come.
+        parser, subparsers = build_parser([*words[:1]])
         check_process()
         options, unknown = parser.parse_known_args(arguments)
         if unknown:

@@ -49,6 +49,8 @@ MAX_MICRO_BATCH = 512
 SPEED_TOLERANCE = 0.05
 # Less than a digit of the printed percentage.
 SAME_SPEED = 0.0005
+# Peaks that differ by less are equal, as a fraction: of replicas with adapters only buckets differ.
+_SAME_MEMORY = 0.02
 # Rented machines have 1 TiB for eight GPUs; many have twice as much, and some half.
 USUAL_HOST_GIB_PER_GPU = 128
 # Parts of the peak that more ranks do not reduce: those of one sample, and the CUDA context.
@@ -275,10 +277,10 @@ def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tupl
 
 
 def _is_dominated(option: Option, rivals: Sequence[Option]) -> bool:
-    """Whether a rival that needs no larger host is both faster and smaller."""
+    """Whether a rival that needs no larger host is both faster and notably smaller."""
     peak = timing.device_bytes(option.memory)
     return any(
-        speed_gap(rival, option) > SAME_SPEED and timing.device_bytes(rival.memory) < peak
+        speed_gap(rival, option) > SAME_SPEED and timing.device_bytes(rival.memory) < (1 - _SAME_MEMORY) * peak
         for rival in rivals
         if needs_large_host(option) or not needs_large_host(rival)
     )
@@ -342,8 +344,9 @@ def candidates(question: AdviceRequest) -> list[str]:
     left_out = {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"} if question.box.ranks == 1 else {"single"}
     if question.precision != "fp32" and not question.shape.lora_rank:
         left_out -= {"zero1"}
-    if question.precision == "fp16":
-        # DeepSpeed's stage 0 divides gradients by the loss scale without having multiplied the loss by it.
+    if question.precision != "fp32":
+        # DeepSpeed's stage 0 takes a step with gradients of zero before training in bf16, and in fp16 divides gradients
+        # by a loss scale that the loss was not multiplied by.
         left_out |= {"zero0"}
     if question.box.nodes == 1 or question.box.gpus_per_node == 1:
         # On one machine several replicas only need more memory.

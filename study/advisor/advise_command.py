@@ -26,7 +26,14 @@ from study.advisor.workload import Workload
 from study.config.errors import UserError
 from study.config.flags import changed_flags
 from study.config.printing import TextTable, print_result, progress_line
-from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, Strategy, read_strategy, read_yaml
+from study.config.strategies import (
+    STRATEGY_DIRECTORY,
+    STRATEGY_NAMES,
+    Strategy,
+    read_strategy,
+    read_yaml,
+    spelled_strategy,
+)
 from study.config.text import format_parameters, rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
@@ -351,7 +358,11 @@ def _page(
     shape, box = question.shape, question.box
     loss = predict_command.loss_text(question.trainer.loss_kernel, question.trainer.keeps_outputs)
     yield _verdict(advice)
-    yield from predict_command.pair_notes(best.request) if best else ()
+    if best is not None:
+        # Before the table: a screen may cut the last lines.
+        yield f"why {best.name}: {advise.explain_best(advice)}"
+        yield from release_lines(best)
+        yield from predict_command.pair_notes(best.request)
     yield ""
     count = format_parameters(shape.parameters)
     yield (
@@ -426,17 +437,20 @@ def _speed_range(option: Option) -> str:
 
 
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
-    yield f"why {best.name}: {advise.explain_best(advice)}"
     # Before other notes: a screen may cut the last ones.
     yield from advise.adapters_lines(advice)
     yield from advice_notes(advice, best, riskier)
 
 
-def advice_notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
-    """Yield the release that the recommendation needs, the alternatives, and the assumptions of the figures."""
+def release_lines(best: Option) -> Iterator[str]:
+    """Yield the release of DeepSpeed that a recommendation needs."""
     if release := least_sound_release(best.name, best.request.accumulation, best.request.precision):
         why = "earlier ones compute wrong gradients with these settings (`study releases`)"
         yield f"needs DeepSpeed {release} or later: {why}"
+
+
+def advice_notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
+    """Yield the alternatives of a recommendation, and the assumptions of its figures."""
     if (roomier := advise.roomier_option(advice)) is not None:
         yield f"more room: {_named(roomier)}, {advise.roomier_text(roomier, best)}"
     yield from _alternative_notes(advice, best, riskier)
@@ -625,7 +639,7 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
     settings: Any = copy.deepcopy(request.strategy.deepspeed)
     changes: dict[str, Any] = {"num_machines": request.box.nodes, "num_processes": request.box.ranks}
     if request.box.nodes > 1:
-        # The machine rank and the main address are flags of the launch.
+        # The rank of the machine and the main address are flags of the launch, below.
         changes["main_process_port"] = 29500
     if request.strategy.mesh is not None:
         shards = request.ranks_per_replica or request.box.ranks
@@ -651,6 +665,8 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
     _write_texts(texts, folder, "--output")
     inner = None if settings is None else outer.with_suffix(".json")
     launch = ["accelerate", "launch", "--config_file", str(outer)]
+    if request.box.nodes > 1:
+        launch += ["--machine_rank", "RANK", "--main_process_ip", "ADDRESS"]
     return AdvisedFiles(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), _study_command(request, model, launch))
 
 
@@ -666,7 +682,8 @@ def write_configs(options: argparse.Namespace) -> int:
         command = shlex.join(["study", "configs", "mine", str(options.folder), *options.names])
         raise UserError(f"{options.folder} is a strategy, and DIR comes first", f"for instance: {command}")
     folder, texts = options.folder.absolute(), dict[Path, str]()
-    for name in options.names or STRATEGY_NAMES:
+    names = [spelled_strategy(name) for name in options.names] or STRATEGY_NAMES
+    for name in names:
         texts |= _strategy_texts(name, folder / f"{name}.yaml", read_strategy(name).deepspeed, {})
     _write_texts(texts, folder, "DIR")
     print("\n".join(map(str, texts)))
@@ -677,7 +694,7 @@ def write_configs(options: argparse.Namespace) -> int:
     print("The precision is that of your program: Accelerator(mixed_precision=...), or bf16=True", file=sys.stderr)
     if any(file.suffix == ".json" and _saves_shards(json.loads(text)) for file, text in texts.items()):
         print(SAVES_SHARDS, file=sys.stderr)
-    doubled = [name for name in options.names or STRATEGY_NAMES if _sums_within_groups(read_strategy(name))]
+    doubled = [name for name in names if _sums_within_groups(read_strategy(name))]
     if doubled:
         print(f"{', '.join(doubled)}: {SUMS_WITHIN_GROUPS}", file=sys.stderr)
     return 0

@@ -157,6 +157,7 @@ class Calculator:
         self.advice, best = advice, advice.best
         notes = list[str]()
         if best is not None:
+            notes += advise_command.release_lines(best)
             notes += advise_command.advice_notes(advice, best, advise.faster_riskier_option(advice))
             if (plain := advise.plain_option_in_16_bits(advice)) is not None:
                 notes.append(advise_command.plain_note(plain, best))

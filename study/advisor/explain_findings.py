@@ -264,11 +264,11 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
     # With "auto" the program sets it.
     if case.top.get(ACCUMULATION) == "auto" and case.request.accumulation == 1:
         by_two = predict_memory(dataclasses.replace(case.request, accumulation=2))
-        reserved, reserved_by_two = case.memory.peak_reserved.value, by_two.peak_reserved.value
+        reserved, reserved_by_two = (format_number(it.peak_reserved.value / GIB) for it in (case.memory, by_two))
         message = "auto: assumed to be 1; --accumulation sets another value"
-        if reserved_by_two - reserved >= 2**20:
+        if reserved_by_two != reserved:
             message += "; with more, gradients stay in memory during the next micro-batch, and a rank reserves"
-            message += f" {format_number(reserved_by_two / GIB)} GiB instead of {format_number(reserved / GIB)}"
+            message += f" {reserved_by_two} GiB instead of {reserved}"
         yield Finding("filled", ACCUMULATION, message)
 
 

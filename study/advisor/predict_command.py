@@ -249,7 +249,7 @@ def predicted_strategy(name: str) -> strategies.Strategy:
     """Return a strategy; raise UserError for one whose ranks share samples."""
     if re.fullmatch(r"fsdp[-_]?1", name, re.IGNORECASE):
         raise UserError(f"there is no strategy {name}", "use fsdp2 with --fsdp_version 1")
-    strategy = strategies.read_strategy(name)
+    strategy = strategies.read_strategy(strategies.spelled_strategy(name))
     if strategy.group is not None:
         command = f"study virtual --strategy {strategy.name} --world_size 8 --group_size 8 --task gpt-wikitext"
         fix = f"use another strategy, or measure memory and bytes of one rank without GPUs: {command}"

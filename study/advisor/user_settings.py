@@ -320,12 +320,17 @@ def _too_deep(name: str) -> UserError:
     return UserError(f"{name} is nested more than {_MAX_NESTING} levels deep", _EITHER)
 
 
+_UNCLOSED = "the end of the file before its last bracket is closed"
+
+
 def _json_mistake(text: str, error: json.JSONDecodeError) -> tuple[str, str, bool]:
     """Return the mistake at the place of an error, its fix, and whether Hjson permits it."""
     before, rest = text[: error.pos].rstrip(), text[error.pos :].lstrip()
     # Python 3.13 names the place of the comma, releases before it that of the bracket.
     has_comma = before.endswith(",") or rest.startswith(",")
     rest = rest.removeprefix(",").lstrip()
+    if not rest and before:
+        return _UNCLOSED, "close it", False
     if rest.startswith(("#", "//", "/*")):
         return "a comment", "take it out", True
     if has_comma and rest.startswith(("}", "]")):
@@ -355,7 +360,7 @@ def _hjson_mistake(text: str, error: Any) -> tuple[int, str, str]:
     place = getattr(error, "lineno", None) or 1
     message = str(getattr(error, "msg", error))
     if "eof" in message:
-        return place, "the end of the file before its last bracket is closed", "close it"
+        return place, _UNCLOSED, "close it"
     return place, " ".join(message.split())[:120], "correct it there"
 
 

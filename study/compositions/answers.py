@@ -167,7 +167,8 @@ def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswe
     larger_runs = [run for run in equal_runs if features.issubset(run.features)]
     if larger_runs:
         example = min(larger_runs, key=lambda run: len(run.features))
-        text = f"equal in {len(larger_runs)} runs with these features, such as {example.name}"
+        count = f"{len(larger_runs)} runs" if len(larger_runs) > 1 else "a run"
+        text = f"equal in {count} with these features, such as {example.name}"
         return CombinationAnswer("right", text, matrix.stack)
     feature_pairs = {pair for pair in list_pairs(combination) if pair <= features}
     missing_pairs = feature_pairs - matrix.equal_pairs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -17,6 +18,8 @@ from study.config.errors import replace_unprintable
 _MAX_WIDTH = 120
 _SCREEN = 25
 _SILENT_S = 1.0
+# Blanks before the codes that end a line's style.
+_BLANK_END = re.compile(r" +((?:\x1b\[[\d;]*m)+) *$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ def print_result(
 ) -> None:
     """Print a command's result: one JSON document, or a page of verdict, tables and notes.
 
-    Without details a page fits a terminal's screen of 25 lines: its last lines matter least, and are left out.
+    Without details a page fits a terminal's screen, of 25 lines or more: its last lines matter least, and are left out.
     """
     if as_json:
         print(json.dumps(document(), indent=2))
@@ -41,8 +44,9 @@ def print_result(
         print_page(page)
     else:
         lines = "\n".join(_page_text(page, sys.stdout)).split("\n")
-        if len(lines) > _SCREEN:
-            lines[_SCREEN - 1 :] = [f"and {len(lines) - _SCREEN + 1} more lines; --details prints all"]
+        screen = max(_SCREEN, shutil.get_terminal_size().lines - 1)
+        if len(lines) > screen:
+            lines[screen - 1 :] = [f"and {len(lines) - screen + 1} more lines; --details prints all"]
         print("\n".join(lines))
 
 
@@ -132,4 +136,6 @@ def _table_text(table: TextTable, width: int | None, out: TextIO) -> str:
     console = Console(file=out, width=room, height=25, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         console.print(grid)
-    return "\n".join(f"{'':{table.indent}}{line}".rstrip() for line in capture.get().rstrip("\n").split("\n"))
+    # A header's blanks have its style, so that they are not the last characters.
+    lines = (_BLANK_END.sub(r"\1", line) for line in capture.get().rstrip("\n").split("\n"))
+    return "\n".join(f"{'':{table.indent}}{line}".rstrip() for line in lines)

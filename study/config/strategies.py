@@ -302,12 +302,24 @@ def resolve_repository_path(path: str) -> Path:
     return local if local.exists() else REPOSITORY / path
 
 
+# DeepSpeed numbers stages, which people write as stage2, zero-stage-2 or z2; with an offload zero2_offload.
+_NUMBERED = re.compile(r"(?:deepspeed|ds|zero|stage|z|[\W_])*([0-3])([\W_]*offload)?", re.IGNORECASE)
+
+
+def spelled_strategy(name: str) -> str:
+    """Return the strategy of another spelling, such as ZeRO-3, zero2-cpu or stage 3; any other name as it is."""
+    letters = re.sub(r"[\W_]", "", name.lower())
+    same = [strategy for strategy in STRATEGY_NAMES if strategy.replace("_", "") == letters]
+    stage = _NUMBERED.fullmatch(name)
+    if not same and stage and not stage[2]:
+        return f"zero{stage[1]}"
+    return same[0] if same else name
+
+
 def read_strategy(name: str) -> Strategy:
     """Return a strategy by name; raise if its files do not have the settings of that name."""
     if name not in STRATEGY_NAMES:
-        # DeepSpeed numbers stages, which people write as stage2, zero-stage-2 or z2; with an offload zero2_offload.
-        numbered = r"(?:deepspeed|ds|zero|stage|z|[\W_])*([0-3])([\W_]*offload)?"
-        stage = re.fullmatch(numbered, name, re.IGNORECASE)
+        stage = _NUMBERED.fullmatch(name)
         likely = f"zero{stage[1]}{'_cpu' if stage[2] else ''}" if stage else name
         similar = did_you_mean(likely, STRATEGY_NAMES)
         if (meant := other_names.find_strategies(name)) is not None:

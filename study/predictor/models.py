@@ -21,11 +21,20 @@ from study.predictor.families import FAMILIES, OTHER_FAMILIES
 from study.predictor.live import live_shape
 from study.predictor.shape import ModelShape
 from study.predictor.table_shape import SIZE_KEYS, shape_of_architecture
-from study.workloads.presets import NO_NETWORK, PRESETS, find_base, find_preset, hub_id, load_from, without_tuning
+from study.workloads.presets import (
+    NO_NETWORK,
+    PRESETS,
+    SIZE,
+    find_base,
+    find_preset,
+    hub_id,
+    load_from,
+    name_words,
+    without_tuning,
+)
 
-# A size as a word of a name, such as 8b, 0.5b and 135m.
+# Of a size as a word of a name.
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
-_SIZE = r"[0-9]+(?:\.[0-9]+)?[mbt](?![a-z])"
 # Presets that only this study has; no published model is meant by their names.
 _MADE_UP = re.compile(r"-(tiny|4k)$")
 # Words of names: images, and weights in 4 bits, which a preset of text in 16 bits lacks.
@@ -131,11 +140,6 @@ def _no_model(name: str, path: Path) -> UserError:
     return UnknownModel(f"unknown model {clip(name)}", f"{suggestion}{hint}{ways}", f"{suggestion}{on_page}")
 
 
-def _words(name: str) -> list[str]:
-    """Return the words and numbers of a model's name, a size as one word: llama2-7b is llama, 2, 7b."""
-    return re.findall(rf"{_SIZE}|[0-9]+(?:\.[0-9]+)*|[a-z]+", name.lower())
-
-
 def _letters(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
 
@@ -159,7 +163,7 @@ def _suggest(name: str) -> str:
 def _suggest_base(name: str) -> str:
     """Return the preset whose sizes a model of a tuned family has, to put before a fix; empty for another family."""
     tuned, family = find_family(name)
-    size = next((word for word in _words(name.removeprefix(tuned)) if re.fullmatch(_SIZE, word)), "")
+    size = next((word for word in name_words(name.removeprefix(tuned)) if re.fullmatch(SIZE, word)), "")
     base = find_base(f"{family}-{size}") if tuned and size else None
     return "" if base is None else f"the nearest preset is {base.name}, of the family that {tuned} is tuned from; "
 
@@ -170,13 +174,13 @@ def _suggest_preset(name: str) -> str:
     In this order: of another spelling; with more words than a preset; of another size; without a size; of
     a size alone; with a preset's words after its own; misspelt; of another version.
     """
-    presets = {preset: _words(preset) for preset in PRESETS if not _MADE_UP.search(preset)}
+    presets = {preset: name_words(preset) for preset in PRESETS if not _MADE_UP.search(preset)}
     untuned = without_tuning(name)
-    words = _words(untuned)
+    words = name_words(untuned)
     # A spelling of a preset: llama3-8b.
     if same := [preset for preset in presets if _letters(preset) == _letters(untuned)]:
         return _alternatives(same)
-    sizes = [word for word in words if re.fullmatch(_SIZE, word)]
+    sizes = [word for word in words if re.fullmatch(SIZE, word)]
     # The number after the first word is a family's: llama-3.1-7b is not a llama-7b.
     start = words[: 2 if re.fullmatch("[0-9.]+", "".join(words[1:2])) else 1]
     inside = [
@@ -190,12 +194,12 @@ def _suggest_preset(name: str) -> str:
         return _nearest_text(nearest, extra) if extra else _alternatives([nearest])
     family = [word for word in words if word not in sizes]
     siblings = [
-        preset for preset in presets if [word for word in presets[preset] if not re.fullmatch(_SIZE, word)] == family
+        preset for preset in presets if [word for word in presets[preset] if not re.fullmatch(SIZE, word)] == family
     ]
     if sizes and family and siblings:
 
         def distance(preset: str) -> float:
-            preset_sizes = [word for word in presets[preset] if re.fullmatch(_SIZE, word)]
+            preset_sizes = [word for word in presets[preset] if re.fullmatch(SIZE, word)]
             if not preset_sizes:
                 return math.inf
             return abs(math.log(_parse_size(preset_sizes[0]) / _parse_size(sizes[0])))

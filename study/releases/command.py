@@ -6,13 +6,14 @@ It reads the document that `make releases` writes from the records, and imports 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.compositions.command import parse_features
 from study.compositions.features import read_rows
 from study.config.printing import TextTable, print_page
 from study.releases import bisect, combinations, costs
+from study.releases.causes import Cause
 from study.releases.judge import (
     CPU_FAULTS,
     TESTED_WITH,
@@ -28,6 +29,7 @@ from study.releases.judge import (
     nearest_rows,
     other_pair_lines,
     shown_causes,
+    strategy_cells,
 )
 
 # Marks strategies without a verdict in the grid.
@@ -80,22 +82,19 @@ def releases_text(
     rows = document["releases" if stack.precision == "fp32" else "bf16"]
     if not details:
         rows = nearest_rows(rows, release) if release else rows[:LATEST_RELEASES]
-    printed = {row["DeepSpeed"] for row in rows}
-    muon = {name: faults.replace("`", "") for name, faults in document["muon"].items() if name in printed}
-    by_letter = dict(shown_causes(document, rows, stack.precision, with_muon=True)) | dict(verdict.faults)
+    table, by_letter = _grid(document, stack, rows)
+    by_letter |= verdict.faults
     # These matter for one release.
     elsewhere = faults_of_other_pairs(stack) if release or details else []
-    in_bf16 = faults_in_bf16(stack)
-    by_letter |= {document["letters"][cause.id]: cause for cause in (*elsewhere, *in_bf16)}
+    by_letter |= {document["letters"][cause.id]: cause for cause in (*elsewhere, *faults_in_bf16(stack))}
     notes = [
         *other_pair_lines(document, stack, elsewhere),
         TESTED_WITH,
         *["bf16-engine: DeepSpeed's bf16 section, 16-bit weights with fp32 masters"]
         * any("bf16-engine" in cause.precisions for cause in by_letter.values()),
-        *(["with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items())] if muon else []),
+        *_muon_lines(document, stack, rows),
         CPU_FAULTS,
     ]
-    table = TextTable(list(rows[0]), grid_cells(rows))
     causes = [cause_line(letter, cause) for letter, cause in sorted(by_letter.items())]
     tested = document["tested" if stack.precision == "fp32" else "tested_in_bf16"]
     engine = stack.strategy if stack.strategy in read_rows()["engine"].levels else "zero2"
@@ -106,3 +105,22 @@ def releases_text(
     if stack.strategy in costs.MEASURED_STRATEGIES:
         changed_costs = costs.later_changes(costs.read_costs(), stack.deepspeed, stack.strategy, stack.short_precision)
     return [verdict.text, "", table, "", *causes, *notes, tested, *changed_costs, *more]
+
+
+def _grid(
+    document: Mapping[str, Any], stack: JudgedStack, rows: Sequence[Mapping[str, str]]
+) -> tuple[TextTable, dict[str, Cause]]:
+    """Return the table of these releases, of one strategy if one was asked for, and its faults by letter."""
+    by_letter = dict(shown_causes(document, rows, stack.precision, with_muon=not stack.strategy))
+    if not stack.strategy:
+        return TextTable(list(rows[0]), grid_cells(rows)), by_letter
+    cells, letters = strategy_cells(document, stack, [row["DeepSpeed"] for row in rows])
+    return TextTable(list(rows[0]), cells), {letter: it for letter, it in by_letter.items() if letter in letters}
+
+
+def _muon_lines(document: Mapping[str, Any], stack: JudgedStack, rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield the faults of DeepSpeed's Muon in these releases; nothing if one strategy was asked for."""
+    printed = {row["DeepSpeed"] for row in rows}
+    muon = {name: faults.replace("`", "") for name, faults in document["muon"].items() if name in printed}
+    if muon and not stack.strategy:
+        yield "with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items())

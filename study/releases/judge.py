@@ -174,6 +174,8 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     faults = {letters[cause.id]: cause for cause in stack.known_faults(stack.deepspeed)}
     untested = find_untested(document, stack)
     notes = [untested] if untested else []
+    if untested and stack.deepspeed not in tested and not faults:
+        notes += _neighbours_note(stack, tested)
     if is_default and not package_version("deepspeed"):
         notes.append("not installed here, but the newest tested")
     daggered = {name for row in _fault_rows(document, stack) for name in row["from_source"]}
@@ -201,6 +203,17 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     text += f" ({DAGGER}: from its source, not from a run)" * (DAGGER in text)
     is_faulty = bool(faults or wrong_combinations)
     return ReleaseVerdict(text, FAULTY if is_faulty else UNTESTED if untested else 0, faults)
+
+
+def _neighbours_note(stack: JudgedStack, tested: Sequence[str]) -> list[str]:
+    """Return that the tested releases on either side of an untested one have no fault; nothing if one has."""
+    key = release_key(stack.deepspeed)
+    older = next((name for name in tested if release_key(name) < key), None)
+    newer = next((name for name in reversed(tested) if release_key(name) > key), None)
+    names = [name for name in (older, newer) if name is not None]
+    if len(names) < 2 or any(stack.known_faults(name) for name in names):
+        return []
+    return [f"{' and '.join(names)} on either side were, without a fault"]
 
 
 def _fault_rows(document: Mapping[str, Any], stack: JudgedStack, optimizer: str = "adamw") -> list[Mapping[str, Any]]:
@@ -340,6 +353,30 @@ def nearest_rows(rows: Sequence[Mapping[str, str]], release: str) -> Sequence[Ma
     newer = sum(release_key(row["DeepSpeed"]) > release_key(release) for row in rows)
     first = max(0, min(newer - _NEAREST_RELEASES // 2, len(rows) - _NEAREST_RELEASES))
     return rows[first : first + _NEAREST_RELEASES]
+
+
+def strategy_cells(
+    document: Mapping[str, Any], stack: JudgedStack, releases: Iterable[str]
+) -> tuple[list[list[str]], set[str]]:
+    """Return rows of releases with the faults of one strategy, without and with accumulation, and their letters."""
+    cells, shown = [], set[str]()
+    for release in releases:
+        judged = dataclasses.replace(stack, deepspeed=release)
+        daggered = any(stack.strategy in row["from_source"] for row in _fault_rows(document, judged))
+        letters: dict[bool, list[str]] = {False: [], True: []}
+        for cause in judged.known_faults(release):
+            letter = document["letters"][cause.id]
+            shown.add(letter)
+            letters[True].append(letter)
+            if cause.accumulation != "several":
+                letters[False].append(letter)
+        is_trained = any(
+            case["deepspeed"] == release and stack.strategy in case["strategies"] for case in document["trained"]
+        )
+        otherwise = "no fault" if is_trained or daggered else "not tested"
+        texts = (", ".join(sorted(letters[accumulates])) or otherwise for accumulates in (False, True))
+        cells.append([release, *(text + DAGGER * daggered for text in texts)])
+    return cells, shown
 
 
 def grid_cells(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:

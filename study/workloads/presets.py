@@ -138,17 +138,29 @@ def without_tuning(name: str) -> str:
     return _TUNED.sub("", name.lower()).removeprefix("meta-")
 
 
+# A size as a word of a name, such as 8b, 0.5b and 135m.
+SIZE = r"[0-9]+(?:\.[0-9]+)?[mbt](?![a-z])"
+
+
+def name_words(name: str) -> list[str]:
+    """Return the words and numbers of a model's name, a size as one word: llama2-7b is llama, 2, 7b."""
+    return re.findall(rf"{SIZE}|[0-9]+(?:\.[0-9]+)*|[a-z]+", name.lower())
+
+
 def find_base(name: str) -> Preset | None:
     """Return the preset of a model's shape by the name that people write, with or without its owner; None if there is
-    none: `Meta-Llama-3-8B-Instruct` is llama-3-8b, and `mistral-7b` the newest version of it.
+    none: `Meta-Llama-3-8B-Instruct` and `Llama 3 8B` are llama-3-8b, and `mistral-7b` the newest version of it.
     """
     owner, _, model = name.rpartition("/")
     if owner and owner not in {(preset.hub_id or "").partition("/")[0] for preset in PRESETS.values()}:
         return None
-    plain = without_tuning(model)
+    plain = without_tuning(re.sub("[ _]+", "-", model.strip()))
     by_plain = {_TUNED.sub("", preset.name.lower()): preset for preset in PRESETS.values()}
     if plain in by_plain:
         return by_plain[plain]
+    spelled = [base for base in by_plain if name_words(base) == name_words(plain)]
+    if len(spelled) == 1:
+        return by_plain[spelled[0]]
     versions = [base for base in by_plain if re.fullmatch(rf"{re.escape(plain)}-v\d+(\.\d+)*", base)]
     return by_plain[max(versions)] if versions else None
 

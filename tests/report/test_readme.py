@@ -182,7 +182,9 @@ def test_the_findings_on_releases_match_the_records() -> None:
     right = releases[len(struck) :]
     assert f"**{right[0]} to {right[-1]}: no fault in the strategies below**" in unwrapped("README.md")
     # Later ones were not tested.
-    assert f"**Use {', '.join(right[:-1])} or {right[-1]}.**" in unwrapped("README.md")
+    assert f"**Use {right[-1]}** (without Muon also {', '.join(right[:-1])})." in unwrapped("README.md")
+    muon = json.loads(read("study/releases/grid.json"))["muon"]
+    assert [release for release in reversed(right) if muon[release] == "no fault"] == right[-1:]
     headline = (
         "**With accumulation DeepSpeed computes wrong gradients under ZeRO-0 and 1 from"
         f" {first['zero0']} to {struck[-1]}, under ZeRO-2 from {first['zero2']} to {struck[-1]}**,"

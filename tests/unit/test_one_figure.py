@@ -18,6 +18,7 @@ from study.advisor import advise_command, explain, predict_command
 from study.advisor.advise import AdviceRequest, Option, advise, candidates
 from study.advisor.advise_command import AdviseFlags
 from study.advisor.explain_case import ConfigCase, resolve
+from study.advisor.explain_combinations import WRONG_TRAINING
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.user_settings import read_user_file
 from study.advisor.workload import Workload
@@ -179,6 +180,12 @@ def figures_of_advised_files(
     }
 
 
+def faults_of_advised_files(option: Option, model: str, flags: list[str], file: Path) -> list[str]:
+    """Return what `study explain` says of settings that silently train something else."""
+    case = explained(file, model, [*flags_of_file(flags, option), *work_flags(option.request)])
+    return [it.message for it in case.findings if it.rule == WRONG_TRAINING and it.kind == "conflict"]
+
+
 def figures_of_shipped_file(option: Option, model: str, flags: list[str]) -> dict[str, Figures]:
     """Return the figures of the strategy's file in accelerate_configs/, which is predicted without --fitted."""
     work, engine_flags = work_flags(option.request), flags_of_file(flags, option)
@@ -195,10 +202,13 @@ def figures_of_shipped_file(option: Option, model: str, flags: list[str]) -> dic
 
 
 def test_two_hundred_requests_have_one_figure_in_every_command(tmp_path: Path) -> None:
-    different, drawn_names, drawn_flags, drawn_work = [], set(), set(), set()
+    different, wrong, drawn_names, drawn_flags, drawn_work = [], [], set(), set(), set()
     for number, (model, flags, name, requested, question) in enumerate(itertools.islice(questions(), COUNT)):
         (option,) = advise(question, [name]).options
         advised = figures_of_advised_files(option, model, flags, requested, tmp_path / str(number))
+        (file,) = (tmp_path / str(number)).glob("*.yaml")
+        if faults := faults_of_advised_files(option, model, flags, file):
+            wrong.append((model, flags, name, faults))
         by_file = [advised]
         if option.request.fsdp_version == 2:
             # The file of FSDP is one of version 2.
@@ -210,6 +220,8 @@ def test_two_hundred_requests_have_one_figure_in_every_command(tmp_path: Path) -
         drawn_flags.update(flags)
         drawn_work.add((option.request.accumulation > 1, option.request.gradient_checkpointing))
     assert different == []
+    # Nothing is a candidate that the tested combinations call wrong.
+    assert wrong == []
     assert drawn_names >= {*STOCK, "hsdp", "zero3_hpz", "single"}
     assert drawn_work == set(itertools.product((False, True), repeat=2))
     assert drawn_flags >= {word for kind in KINDS for flag in kind for word in flag.split()}

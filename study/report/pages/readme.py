@@ -42,7 +42,7 @@ from study.virtual.summaries import table1_rows
 # A block names its source: `<!-- releases: study/releases/grid.json -->` up to `<!-- end of releases -->`.
 _BLOCK = re.compile(r"(<!-- (?P<name>\w+): (?P<source>[^>]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 # The lines of the answer and of the fastest strategy.
-_ADVISE_LINES = 8
+_ADVISE_LINES = 10
 # Columns of the bytes sent. Programs load a model in 16 bits for the second.
 _SENDERS: dict[str, tuple[str, Precision | None]] = {
     "DDP, fp32 gradients": ("ddp", None),
@@ -124,8 +124,7 @@ def advise_output(model: str, hardware: str) -> str:
     with contextlib.redirect_stdout(out):
         advise_command.run(parser.parse_args(arguments))
     lines = out.getvalue().splitlines()
-    needs = [line for line in lines if line.startswith("needs DeepSpeed")]
-    excerpt = [*lines[:_ADVISE_LINES], "...", *needs]
+    excerpt = [*lines[:_ADVISE_LINES], "..."]
     return "\n".join(["```", f"$ study advise {' '.join(arguments)}", *excerpt, "```"])
 
 
