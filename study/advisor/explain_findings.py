@@ -18,6 +18,7 @@ from study.predictor.request import Request
 from study.predictor.state import engine_refusal
 from study.predictor.time import device_bytes, fits, usable_bytes
 from study.releases.causes import least_sound_release
+from study.releases.races import read_races
 
 # Less memory than this, in bytes, decides nothing.
 _WORTH_NOTING = 2 * GIB
@@ -215,6 +216,8 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         tested = "zero2_cpu"
     return {**flatten(defaults), **flatten(top), **flatten(case.zero), **flatten(file.plugin, "plugin."), **facts} | {
         "sound_release": least_sound_release(tested, request.accumulation, request.precision) or "none",
+        "sound_accumulation": _sound_with_accumulation(case, tested) or "none",
+        **_race_facts(case),
         "divides_batch": all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH)),
         **devices,
         **{
@@ -240,6 +243,27 @@ def _saves_whole(settings: Mapping[str, Any]) -> bool:
     """Whether FSDP saves the weights of all ranks as one, as version 1 does by default (set_state_dict_type)."""
     usual = "full_state_dict" if str(settings.get("fsdp_version", 1)) == "1" else "sharded_state_dict"
     return str(settings.get("fsdp_state_dict_type") or usual).lower() in ("full_state_dict", "1")
+
+
+def _race_facts(case: ConfigCase) -> dict[str, str]:
+    """Return the release that has no race of GPU streams at this stage, and the one for compiled models."""
+    # Imported here, as every user of it does: it is slow.
+    from packaging.version import Version
+
+    races = [race for race in read_races() if f"zero{case.stage}" in race.strategies]
+    plain = [race for race in races if race.condition != "torch.compile"]
+    releases = [max((race.left.release for race in listed), key=Version, default="none") for listed in (plain, races)]
+    torch = next((f" with torch {race.releases['torch']}" for race in plain if "torch" in race.releases), "")
+    compiled = f" ({releases[1]} with torch.compile)" if releases[1] != releases[0] else ""
+    return {"race_release": releases[0], "race_condition": f"{compiled}{torch}"}
+
+
+def _sound_with_accumulation(case: ConfigCase, tested: str) -> str:
+    """Return the first release without a known fault if the program accumulates; empty if the file says that it does
+    not."""
+    if case.top.get(ACCUMULATION, "auto") != "auto":
+        return ""
+    return least_sound_release(tested, max(2, case.request.accumulation), case.request.precision)
 
 
 def _batch(case: ConfigCase) -> Iterator[Finding]:

@@ -729,7 +729,19 @@ def _unknown_keys(place: str, section: dict[str, Any], supported: Iterable[str],
             yield removed(f"{place}{key}", message)
         else:
             problem = f"is not a setting that {owner} supports, which ends with an error"
-            yield _refused(f"{place}{key}", problem, did_you_mean(str(key), supported) or "take it out", "unknown-key")
+            fix = did_you_mean(str(key), supported) or "take it out"
+            if owner == "DeepSpeed" and key in _top_keys():
+                problem = "is not a setting of this section, which ends with an error"
+                fix = "it belongs to the top level of the file"
+            yield _refused(f"{place}{key}", problem, fix, "unknown-key")
+
+
+@functools.cache
+def _top_keys() -> frozenset[str]:
+    """Return DeepSpeed's keys of the top level, its sections included."""
+    reference = known_settings()
+    sections = (*SECTIONS, *reference["sections"], *reference["strict_sections"])
+    return frozenset((*reference["top"], *reference["others"], *sections))
 
 
 def removed(key: str, message: str) -> Finding:

@@ -31,6 +31,7 @@ from study.releases.judge import (
     shown_causes,
     strategy_cells,
 )
+from study.releases.races import gpu_races
 
 # Marks strategies without a verdict in the grid.
 NOT_RUN = "not run"
@@ -96,6 +97,7 @@ def releases_text(
         CPU_FAULTS,
     ]
     causes = [cause_line(letter, cause) for letter, cause in sorted(by_letter.items())]
+    races = [race.line for race in gpu_races(stack.versions, stack.strategy)] if release else []
     tested = document["tested" if stack.precision == "fp32" else "tested_in_bf16"]
     engine = stack.strategy if stack.strategy in read_rows()["engine"].levels else "zero2"
     combined = f"study releases {stack.deepspeed} --features {engine},accumulation,clipping"
@@ -104,7 +106,7 @@ def releases_text(
     changed_costs = []
     if stack.strategy in costs.MEASURED_STRATEGIES:
         changed_costs = costs.later_changes(costs.read_costs(), stack.deepspeed, stack.strategy, stack.short_precision)
-    return [verdict.text, "", table, "", *causes, *notes, tested, *changed_costs, *more]
+    return [verdict.text, "", table, "", *causes, *races, *notes, tested, *changed_costs, *more]
 
 
 def _grid(

@@ -17,6 +17,7 @@ from study.config.other_names import PACKAGES as OTHER_PACKAGES
 from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
 from study.host.stacks import package_version, release_key
 from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_causes
+from study.releases.races import gpu_races
 
 # Marks a verdict by DeepSpeed's source: a fault of CPUs crashed the run.
 DAGGER = "\N{DAGGER}"
@@ -190,10 +191,11 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
             notes.append(f"see: study releases {stack.deepspeed} {flags}")
         notes.append(f"run: study verify {flags}")
     elif not faults and not wrong_combinations:
-        notes.append("no fault found")
+        races = gpu_races(stack.versions, stack.strategy)
+        notes.append("no fault found" + f" on CPU ranks, and {_count(races)} on GPUs below" * bool(races))
         # An upgrade may stop at a release that is worse.
         newer = tested[: tested.index(stack.deepspeed)]
-        if stack.strategy and (worse := [name for name in newer if stack.known_faults(name)]):
+        if stack.strategy and not races and (worse := [name for name in newer if stack.known_faults(name)]):
             notes.append(f"stay, or use {newer[0]}: wrong in {worse[-1]} to {worse[0]}")
     if stack.deepspeed in tested:
         notes += _muon_note(document, stack)
@@ -203,6 +205,10 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     text += f" ({DAGGER}: from its source, not from a run)" * (DAGGER in text)
     is_faulty = bool(faults or wrong_combinations)
     return ReleaseVerdict(text, FAULTY if is_faulty else UNTESTED if untested else 0, faults)
+
+
+def _count(races: Sequence[object]) -> str:
+    return f"{len(races)} races" if len(races) > 1 else "a race"
 
 
 def _neighbours_note(stack: JudgedStack, tested: Sequence[str]) -> list[str]:

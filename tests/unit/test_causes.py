@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pydantic
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from study.cli import main
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES
 from study.releases.causes import Cause, read_causes
+from study.releases.races import read_races
 from study.report.pages.releases import is_right, read_control
 
 REPORT = REPOSITORY / "reports" / "releases"
@@ -44,6 +47,34 @@ def visible_causes(row: Mapping[str, Any]) -> list[Cause]:
         "offload-drops-micro-steps": row["accumulation"] > 2,
     }
     return [cause for cause in candidates if is_visible.get(cause.id, True)]
+
+
+def test_a_race_of_gpu_streams_ends_with_its_fix_and_is_named_where_a_release_or_a_file_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for race in read_races():
+        assert race.releases["deepspeed"] == f"<{race.left.release}"
+        assert set(race.strategies) <= set(STRATEGY_NAMES)
+        assert "/pull/" in race.left.change
+    assert main(["releases", "0.18.0", "zero3"]) == 0
+    page = capsys.readouterr().out
+    assert "no fault found on CPU ranks, and a race on GPUs below" in page.splitlines()[0]
+    assert "(torch >=2.10; fixed in 0.18.8 by deepspeedai/DeepSpeed#7898)" in page
+    # With an older torch and with a newer DeepSpeed there is none.
+    for words in (["0.18.0", "zero3", "--torch", "2.6.0"], ["0.19.8", "zero2"]):
+        main(["releases", *words])
+        assert "on GPUs" not in capsys.readouterr().out
+    file = tmp_path / "ds.json"
+    settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    for overlaps, says in (
+        (True, "on GPUs releases before 0.19.0 (0.19.3 with torch.compile) may compute NaN with it"),
+        (False, ""),
+    ):
+        file.write_text(json.dumps(settings | {"zero_optimization": {"stage": 2, "overlap_comm": overlaps}}))
+        assert main(["explain", str(file), "gpt2", "--hardware", "8xH100"]) == 0
+        page = capsys.readouterr().out
+        assert says in page
+        assert ("on GPUs" in page) == overlaps
 
 
 def test_the_file_has_valid_values_and_the_control_both_sides_of_a_cause_and_the_installed_release() -> None:

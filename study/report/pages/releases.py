@@ -18,6 +18,7 @@ from study.records.workloads import strategy_order
 from study.releases.causes import GRID, PACKAGES
 from study.releases.command import LATEST_RELEASES
 from study.releases.costs import CostTable, find_changes, group_changes, read_costs, read_list
+from study.releases.races import GpuRace, read_races
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import render_markdown
 from study.report.questions import releases
@@ -66,10 +67,30 @@ def page(records: Records) -> str:
         causes=releases.cause_table(),
         by_release=by_release.groupby([*by_release][1:], sort=False).agg(", ".join).reset_index()[[*by_release]],
         muon=_grid(muon) if muon else None,
+        races=_races(),
         costs=_cost_changes(read_costs()),
         cost_releases=read_costs().names,
         cost_combinations=len(read_list()),
     )
+
+
+def _races() -> pd.DataFrame:
+    """Return the races of GPU streams, a row each, the newest fix first."""
+    return pd.DataFrame(
+        {
+            "Race": race.title,
+            "Strategies": " ".join(f"`{name}`" for name in race.strategies),
+            "Only with": ", ".join(filter(None, [race.condition, *_other_packages(race)])) or "-",
+            "Releases before": race.left.release,
+            "Fixed by": race.left.change,
+            "Reports": " ".join(race.threads) or "-",
+        }
+        for race in read_races()
+    )
+
+
+def _other_packages(race: GpuRace) -> list[str]:
+    return [f"{name} {specifier}" for name, specifier in race.releases.items() if name != "deepspeed"]
 
 
 def _cost_changes(table: CostTable) -> pd.DataFrame:
