@@ -65,7 +65,9 @@ def main() -> int:
     if sys.argv[1:2] == ["--pass"]:
         return int(pytest.main(sys.argv[3:], plugins=[FailureRecorder(Path(sys.argv[2]))]))
     flags = [flag for flag in sys.argv[1:] if flag != "--retry"]
-    passes = [run_pass("-n", "2", "--dist", "loadfile", "-m", f"{QUICK} and not alone", *flags)]
+    # In the order of their folders, so that files with few and long tests are not the last ones.
+    workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    passes = [run_pass(*workers, "-m", f"{QUICK} and not alone", *flags)]
     # Each file is imported once more for it: only those that have such a test.
     alone = [str(file) for file in sorted(Path("tests").rglob("test_*.py")) if "mark.alone" in file.read_text("utf-8")]
     if alone:

@@ -85,6 +85,11 @@ class Workload:
         action="store_true",
     )
     peft: Peft = flag("lora: train only adapters (QLoRA: with --quantization 4bit)", "none")
+    adapters_in_16_bits: bool = flag(
+        "adapters have the type of 16-bit weights (torchtune, LitGPT, NeMo, peft's autocast_adapter_dtype=False)",
+        False,
+        action="store_true",
+    )
     lora_dropout: float | None = flag(
         "LoRA's dropout: with more than 0 each adapter keeps its own input and a mask; by default 0", metavar="P"
     )
@@ -125,6 +130,8 @@ class Workload:
     def _check_adapters(self) -> None:
         if self.is_quantized and self.peft != "lora":
             raise UserError("--quantization 4bit is for frozen weights, and all are trained", "add --peft lora")
+        if self.adapters_in_16_bits and self.peft != "lora":
+            raise UserError("--adapters_in_16_bits has no effect without adapters", "add --peft lora")
         if self.with_reference and self.peft == "lora":
             raise UserError("--with_reference: with LoRA the model without adapters is the reference", "leave it out")
         for name in ("lora_rank", "lora_targets", "lora_dropout"):
@@ -168,6 +175,7 @@ class Workload:
         return TrainerSettings(
             reentrant_units=self.reentrant_units,
             fsdp_mixed_units=self.fsdp_mixed_units,
+            adapters_in_16_bits=self.adapters_in_16_bits,
             lora_dropout=self.lora_dropout or 0.0,
             double_quantized=self.double_quant,
             loss_kernel=kernel,

@@ -59,6 +59,7 @@ _REQUEST_FIELDS = (
     "reentrant_units",
     "fsdp_mixed_units",
     "checkpoint_every",
+    "adapters_in_16_bits",
     "lora_dropout",
     "quantized",
     "double_quantized",
@@ -186,7 +187,7 @@ def _question(
     kind: Literal["full", "offload", "adapters"] = "full"
     if request.shape.lora_rank is not None:
         kind = "adapters"
-    elif strategy.offloads:
+    elif request.offloads:
         kind = "offload"
     return BenchmarkQuestion(
         id=name,
@@ -233,8 +234,9 @@ def _inputs(keys: Mapping[str, Any], request: Request, measurement: Measurement)
         "network_gb_per_s": box.network_gb_per_s if box.nodes > 1 else None,
         "strategy": strategy.name,
         "zero_stage": strategy.zero_stage,
-        "offload_optimizer": strategy.offload_device("optimizer"),
-        "offload_parameters": strategy.offload_device("param"),
+        # FSDP offloads both.
+        "offload_optimizer": "cpu" if request.fsdp_offloads else strategy.offload_device("optimizer"),
+        "offload_parameters": "cpu" if request.fsdp_offloads else strategy.offload_device("param"),
         "deepspeed_settings": " ".join(keys.get("override", ())),
         "sequence": request.sequence_length,
         "micro_batch": request.micro_batch,

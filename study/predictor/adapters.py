@@ -44,8 +44,7 @@ def computes_adapters_in_fp32(request: Request) -> bool:
     """Whether the adapters of 16-bit weights are multiplied in fp32: nothing casts them, neither an engine nor
     autocast. peft's layers of 4-bit weights are trained under autocast, and do not cast their input there."""
     is_cast = request.autocast and not request.strategy.is_fsdp
-    has_fp32 = request.shape.lora_rank and request.pure and not request.has_mixed_units
-    return bool(has_fp32) and not request.quantized and not is_cast
+    return request.has_fp32_adapters and not request.quantized and not is_cast
 
 
 def _casts_adapters(request: Request) -> bool:

@@ -153,7 +153,7 @@ def make_correction(runs: Sequence[PredictedRun], single_error: float = SINGLE_E
     timed = [run for run in runs if run.step_factor is not None]
     kinds: dict[str, list[PredictedRun]] = {"plain": [], "offload": [], "launch": []}
     for run in timed:
-        offloads = run.run.request.strategy.offloads
+        offloads = run.run.request.offloads
         kinds["offload" if offloads else "launch" if run.is_launch_bound else "plain"].append(run)
     return SetupCorrection(
         step_factor=_shared_factor(kinds["plain"], single_error),

@@ -453,7 +453,16 @@ def kept_output_bytes(request: Request) -> float:
     is_of_fsdp1 = request.strategy.is_fsdp and request.fsdp_version == 1 and not request.precision.endswith("-engine")
     is_fp32 = computing_mode(request) == "autocast" or is_of_fsdp1
     width = FP32_BYTES if is_fp32 else request.computing_bytes
-    return _logits_bytes(request, predict_activations(request), width)
+    return _logits_bytes(request, predict_activations(request), width) + _cache_bytes(request)
+
+
+def _cache_bytes(request: Request) -> float:
+    """Return the bytes of keys and values that a recomputed pass would not keep."""
+    if not (request.keeps_cache and request.gradient_checkpointing):
+        return 0.0
+    shape = request.shape
+    keys = shape.layers * shape.key_value_heads * shape.head_dim
+    return float(2 * keys * request.micro_batch * request.sequence_length * request.computing_bytes)
 
 
 # What measured peaks of the same setup have more; negative if they have less.
@@ -563,8 +572,10 @@ class _DeviceStep:
         # FSDP2's root stays gathered until its backward pass; stages 1 and 2 allocate their bucket at the first
         # gradient.
         self.begun = gradient_snapshots(request)[0].buffers if request.strategy.is_fsdp else self.standing
-        # autocast caches its weight copies of a recomputed layer until the forward pass ends.
-        self.cached = self.saved.cast_cached / request.checkpoint_every if request.gradient_checkpointing else 0.0
+        # autocast caches its weight copies of a recomputed layer until the forward pass ends. It caches none of views
+        # (cached_cast in torch's autocast_mode.cpp), as FSDP1's weights are.
+        is_cached = request.gradient_checkpointing and not (request.strategy.is_fsdp and request.fsdp_version == 1)
+        self.cached = self.saved.cast_cached / request.checkpoint_every if is_cached else 0.0
         # Remainders of blocks, per byte of gradients.
         gradients = shape.trained_parameters * request.adapter_bytes
         self.remainders = unsplit_bytes(request).gradients / max(1, gradients)

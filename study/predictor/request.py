@@ -137,6 +137,7 @@ class TrainerSettings:
 
     reentrant_units: bool = False
     fsdp_mixed_units: bool = False
+    adapters_in_16_bits: bool = False
     lora_dropout: float = 0.0
     double_quantized: bool = False
     loss_kernel: LossKernel = "transformers"
@@ -178,7 +179,7 @@ class SetupCorrection:
 
     def find_step_factor(self, request: Request) -> float:
         """Return the factor of a request's work on the GPU and the host; 1 without a run of its kind."""
-        if request.strategy.offloads and self.offload_step_factor is not None:
+        if request.offloads and self.offload_step_factor is not None:
             return self.offload_step_factor
         return self.step_factor or 1.0
 
@@ -232,6 +233,9 @@ class Request:
     # The loop has a name for the model's output (`output = model(...)`), so its logits live until the next one exists.
     # torchtitan and torchtune delete them before the backward pass, and transformers' Trainer returns the loss alone.
     keeps_outputs: bool = False
+    # The kept output has the keys and values of all layers: torch's checkpoint wrapper leaves use_cache on, which
+    # transformers' own checkpointing switches off.
+    keeps_cache: bool = False
     # Temporary copies that torch's AdamW makes: 0 if fused, as in this study; 1 for the root if foreach
     # (torch/optim/adamw.py, _multi_tensor_adamw), and 2 before torch 2.1, which adds eps out of place.
     step_copies: int = 0
@@ -246,6 +250,9 @@ class Request:
     # parameter with a trained tensor requires a gradient, and its views of frozen weights do, too
     # (_validate_tensors_to_flatten and _use_unsharded_views in torch's _flat_param.py).
     fsdp_mixed_units: bool = False
+    # Adapters have the type of the weights: those of torchtune, LitGPT and NeMo, and peft's with
+    # autocast_adapter_dtype=False.
+    adapters_in_16_bits: bool = False
     # LoRA's dropout: an adapter saves its own input after dropout, and a mask.
     lora_dropout: float = 0.0
     # FSDP2's embedding and head are one group, as if the program shards its layers and the model alone.
@@ -300,17 +307,27 @@ class Request:
         return 2 if self.precision.endswith("-engine") else FP32_BYTES
 
     @property
+    def offloads(self) -> bool:
+        """Whether state is in host memory or on NVMe, by DeepSpeed or by FSDP."""
+        return self.strategy.offloads or self.fsdp_offloads
+
+    @property
     def has_mixed_units(self) -> bool:
         """Whether flat parameters of FSDP1 have both adapters and frozen weights."""
         is_first = self.strategy.is_fsdp and self.fsdp_version == 1
         return is_first and self.fsdp_mixed_units and self.shape.lora_rank is not None
 
     @property
+    def has_fp32_adapters(self) -> bool:
+        """Whether adapters are in fp32 next to 16-bit weights: peft casts them (autocast_adapter_dtype). In a flat
+        parameter all tensors have one type."""
+        has_adapters = self.shape.lora_rank is not None
+        return has_adapters and self.pure and not self.has_mixed_units and not self.adapters_in_16_bits
+
+    @property
     def adapter_bytes(self) -> int:
-        """Bytes per trained weight: peft casts the adapters of 16-bit weights to fp32 (autocast_adapter_dtype)."""
-        # The tensors of a flat parameter have one type.
-        is_fp32 = self.pure and self.shape.lora_rank and not self.has_mixed_units
-        return FP32_BYTES if is_fp32 else self.weight_bytes
+        """Bytes per trained weight."""
+        return FP32_BYTES if self.has_fp32_adapters else self.weight_bytes
 
     @property
     def computing_bytes(self) -> int:

@@ -106,11 +106,11 @@ def max_offload_slowdown(correction: SetupCorrection | None = None) -> float:
     return float(row.get("high", math.inf))
 
 
-# Rates of the host's Adam on published pages, in GB/s of CPU_ADAM_BYTES a weight: of the slowest rank, with clipping
+# Rates of the host's Adam on published pages, in GB/s of the bytes that it moves: of the slowest rank, with clipping
 # and copies (1.35 B weights in 22.88 s, https://github.com/deepspeedai/DeepSpeed/issues/1635), and of the fastest node,
-# Adam alone (1 B in 0.22 s, table 4 of https://arxiv.org/abs/2101.06840).
+# Adam alone (405 B in bf16 in about 4 s on eight nodes, Lambda's page in validation/published.yaml).
 _SLOWEST_HOST_OF_A_RANK_GB_PER_S = 1.77
-_FASTEST_HOST_GB_PER_S = 136.0
+_FASTEST_HOST_GB_PER_S = 177.6
 
 
 def offload_range(request: Request, step_s: float) -> tuple[float, float] | None:
@@ -119,7 +119,8 @@ def offload_range(request: Request, step_s: float) -> tuple[float, float] | None
     a step with offload was measured."""
     correction = request.correction or SetupCorrection()
     is_measured = correction.offload_step_factor is not None or correction.find_measured_factor(request) is not None
-    if is_measured or not request.strategy.offload_device("optimizer"):
+    is_on_host = request.fsdp_offloads or request.strategy.offload_device("optimizer")
+    if is_measured or not is_on_host:
         return None
     factor = correction.find_step_factor(request)
     is_calibrated = bool(correction.step_factor or correction.launch_factor)
@@ -182,6 +183,9 @@ _LAUNCH_NOTE = (
 )
 # DeepSpeed's CPU Adam reads gradient, master and two moments, and writes master, moments and the new weight.
 CPU_ADAM_BYTES = 30
+# Of a CPU's Adam alone, without clipping and copies: 109 to 127 (table 4 of https://arxiv.org/abs/2101.06840). FSDP's
+# copies are counted apart.
+_ADAM_ALONE_GB_PER_S = 118.0
 # How much faster a copy is from or to pinned memory: alone on a node, and on eight GPUs (4 to 5,
 # https://github.com/deepspeedai/DeepSpeed/pull/5301). Others go through a pinned buffer of the driver.
 _PINNED_SPEEDUP_ALONE, _PINNED_SPEEDUP = 6.0, 4.5
@@ -230,7 +234,9 @@ def _parts(request: Request, constants: Constants) -> tuple[dict[str, float], bo
 
 
 def _fraction_on_host(request: Request) -> float:
-    """Return the fraction of the weights that DeepSpeed's Adam updates on the host."""
+    """Return the fraction of the weights that are updated on the host."""
+    if request.fsdp_offloads:
+        return 1.0
     settings = request.settings if request.strategy.deepspeed else None
     return settings.optimizer.ratio if settings is not None and settings.optimizer is not None else 0.0
 
@@ -247,18 +253,24 @@ def _device_optimizer_s(request: Request) -> float:
 
 
 def _host_optimizer_s(request: Request, constants: Constants, factor: float) -> float:
-    return _adam_s(request, factor, request.box.host_memory_gb_per_s or constants.host_gb_per_s)
+    usual = _ADAM_ALONE_GB_PER_S if request.fsdp_offloads else constants.host_gb_per_s
+    return _adam_s(request, factor, request.box.host_memory_gb_per_s or usual)
 
 
 def _adam_s(request: Request, factor: float, gb_per_s: float) -> float:
     """Return seconds of Adam on a node's host, whose ranks share its bandwidth."""
     trained = factor * request.shape.trained_parameters / request.box.nodes
-    return trained * _fraction_on_host(request) * CPU_ADAM_BYTES / (gb_per_s * 1e9)
+    # torch's fused AdamW reads the gradient, and reads and writes the weight and two moments.
+    fused = 3 * request.adapter_bytes + 2 * request.moments_bytes
+    moved = fused if request.fsdp_offloads else CPU_ADAM_BYTES
+    return trained * _fraction_on_host(request) * moved / (gb_per_s * 1e9)
 
 
 def _offload_s(request: Request, factor: float) -> float:
     """Return seconds of copies between host and device: gradients to the host and back to accumulate, updated weights
     back, and offloaded weights for every pass."""
+    if request.fsdp_offloads:
+        return factor * _fsdp_copies_s(request)
     if not request.strategy.deepspeed:
         return 0.0
     settings, width = request.settings, request.weight_bytes
@@ -271,6 +283,17 @@ def _offload_s(request: Request, factor: float) -> float:
         copied = request.accumulation * passes * width
         parameters_s = copied / _host_link_bytes_per_s(request, settings.parameters)
     return factor * (optimizer_s + parameters_s) / request.box.ranks
+
+
+def _fsdp_copies_s(request: Request) -> float:
+    """Return seconds in which FSDP copies its shards from pinned host memory for both passes of a micro-batch, in the
+    type in which they are stored (all_gather_inputs in torch's _fsdp_param.py), and reduced gradients back
+    (foreach_reduce in _fsdp_collectives.py)."""
+    device, shape = request.box.device, request.shape
+    link = (device.pcie_gb_per_s or device.memory_bandwidth_gb_per_s) * 1e9
+    weights = 2 * request.stored.parameters * request.weight_bytes
+    gradients = shape.trained_parameters * request.adapter_bytes
+    return request.accumulation * (weights + gradients) / request.fsdp_ranks / link
 
 
 def _optimizer_copy_bytes(request: Request) -> int:
@@ -317,11 +340,11 @@ def _uncorrected(request: Request, constants: Constants) -> StepTime:
 
 def _time_estimate(request: Request, figure: str, value: float) -> Estimate:
     """Return a time or a speed with its interval; without one if published figures of its kind do not give it."""
-    shape, strategy, correction = request.shape, request.strategy, request.correction
+    shape, correction = request.shape, request.correction
     if correction is not None and correction.find_measured_factor(request) is not None:
         return Estimate(value, value, value)
     # Published times with offload are too few and too scattered.
-    if strategy.offloads:
+    if request.offloads:
         return Estimate(value)
     if correction is not None and (correction.step_factor or correction.launch_factor):
         return estimate(f"calibrated_{figure}", value)

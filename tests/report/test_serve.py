@@ -127,11 +127,12 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_forty_drawn_questions_have_the_answers_of_the_commands(
-    server: serve.Server, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("count", [pytest.param(8, id="eight"), pytest.param(40, id="forty", marks=[pytest.mark.long])])
+def test_drawn_questions_have_the_answers_of_the_commands(
+    server: serve.Server, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
     refused = 0
-    for words in drawn_questions(40):
+    for words in drawn_questions(count):
         about = ask(server, "ask", json.dumps(words))
         if "refused" in about:
             refused += 1
@@ -157,7 +158,7 @@ def test_forty_drawn_questions_have_the_answers_of_the_commands(
             row = rows[rank["recommended"]]
             assert (predicted["device_bytes"], predicted["fits"]) == (row["device_bytes"], True), words
             assert predicted["time"]["step_s"] == row["step_s"], words
-    assert refused < 10
+    assert refused < count / 4
 
 
 def test_files_and_releases_have_the_findings_of_the_commands(

@@ -76,7 +76,8 @@ def test_each_row_has_one_id_its_inputs_and_its_measurement_apart_from_them(caps
             tokens = int(row["micro_batch"]) * int(row["accumulation"]) * int(row["sequence"])
             assert tokens / float(row["measured_step_s"]) == pytest.approx(float(row["measured_tokens_per_s_per_gpu"]))
         assert {"true": "adapters"}.get(str(bool(row["lora_rank"])).lower(), row["kind"]) == row["kind"]
-        assert (row["kind"] == "offload") == bool(row["offload_optimizer"])
+        if row["kind"] != "adapters":
+            assert (row["kind"] == "offload") == bool(row["offload_optimizer"])
         assert (row["engine"] == "DeepSpeed") == bool(row["zero_stage"])
 
 
@@ -131,7 +132,7 @@ def test_perfect_answers_have_no_error_and_doubled_peaks_have_100_percent(
             assert line["answered"]["median"] == pytest.approx(error, abs=1e-9)
             assert line["answered"]["worst"] == pytest.approx(error, abs=1e-9)
         assert document["fits"]["perfect"]["right"] == document["fits"]["perfect"]["judged"]
-        assert document["fits"]["perfect"]["called"] == document["fits"]["perfect"]["ran_out"] == 23
+        assert document["fits"]["perfect"]["called"] == document["fits"]["perfect"]["ran_out"] == 35
 
 
 def test_an_answer_of_easy_rows_alone_is_compared_on_these_rows(

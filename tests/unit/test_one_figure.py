@@ -94,6 +94,7 @@ KINDS: tuple[tuple[str, ...], ...] = (
         "--peft lora",
         "--peft lora --lora_rank 64 --lora_targets all-linear",
         "--peft lora --lora_dropout 0.05",
+        "--peft lora --adapters_in_16_bits",
         "--peft lora --quantization 4bit",
         "--peft lora --quantization 4bit --double_quant",
         "--peft lora --fsdp_version 1",

@@ -31,7 +31,7 @@ from study.predictor.families import FAMILIES as MODELLED
 from study.predictor.families import OTHER_FAMILIES
 from study.predictor.hardware import ANY_DEVICE, CPU_CORE, box_of_ranks, known_devices, to_box
 from study.predictor.live import live_shape
-from study.predictor.memory import device_snapshots, pinned_bytes, predict_memory
+from study.predictor.memory import device_snapshots, kept_output_bytes, pinned_bytes, predict_memory
 from study.predictor.micro_batch import predict_activations
 from study.predictor.models import model_shape
 from study.predictor.request import Request
@@ -525,6 +525,37 @@ def test_outputs_that_a_loop_keeps_are_logits_of_a_micro_batch(precision: str, w
     # A fused loss returns no logits.
     fused = [dataclasses.replace(it, loss_kernel="liger") for it in (kept, request)]
     assert predict_memory(fused[0]).peak_allocated == predict_memory(fused[1]).peak_allocated
+
+
+def test_autocast_keeps_no_copies_of_the_views_of_fsdp1() -> None:
+    """CPU autocast has the same condition as CUDA's: a leaf that requires a gradient and is no view."""
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    flat = torch.nn.Parameter(torch.ones(16))
+
+    def cast_of(weights: torch.Tensor) -> Any:
+        """Return the node of the weight's cast, whose transpose is a factor of the product."""
+        product = torch.nn.functional.linear(torch.ones(1, 4), weights).grad_fn
+        transpose = next(node for node, _ in product.next_functions if node is not None)
+        return transpose.next_functions[0][0]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        of_leaf, of_view = ([cast_of(make()) for _ in range(2)] for make in (lambda: weight, lambda: flat.view(4, 4)))
+    assert of_leaf[0] is of_leaf[1]
+    assert of_view[0] is not of_view[1]
+    request = make_request("llama", "bf16", True, strategy=read_strategy("fsdp2"), box=to_box("8xA100-80"))
+    request = dataclasses.replace(request, micro_batch=64)
+    second, first = (
+        next(point.parts["activations"] for point in device_snapshots(it) if point.moment == "at the loss")
+        for it in (request, dataclasses.replace(request, fsdp_version=1))
+    )
+    assert second - first == pytest.approx(request.shape.layers * predict_activations(request).cast_cached)
+    # Keys and values that a kept output has: 2 bytes of each.
+    cached = dataclasses.replace(request, keeps_outputs=True, keeps_cache=True)
+    shape, tokens = request.shape, request.micro_batch * request.sequence_length
+    keys = 2 * 2 * shape.layers * shape.key_value_heads * shape.head_dim * tokens
+    assert kept_output_bytes(cached) - kept_output_bytes(
+        dataclasses.replace(cached, keeps_cache=False)
+    ) == pytest.approx(keys)
 
 
 def test_a_checkpoint_has_the_measured_bytes_and_its_size_is_among_the_details(capsys: pytest.CaptureFixture[str]):

@@ -271,15 +271,29 @@ def test_a_step_with_offload_has_the_ends_of_published_hosts_unless_its_host_s_r
     usual = estimate("step_s", time.step_s.value - time.parts["cpu_adam"])
     assert usual.low is not None
     assert usual.high is not None
-    # DeepSpeed's issue 1635 has 1.77 GB/s of one rank, and table 4 of the paper 136 of a node.
+    # DeepSpeed's issue 1635 has 1.77 GB/s of one rank, and Lambda's page 177.6 of a node.
     slowest = moved / (1.77 * box.gpus_per_node)
-    ends = (usual.low + moved / 136, usual.high + slowest)
+    ends = (usual.low + moved / 177.6, usual.high + slowest)
     assert offload_range(request, time.step_s.value) == pytest.approx(ends)
     with_rate = dataclasses.replace(request, box=dataclasses.replace(box, host_memory_gb_per_s=60.0))
     step_s = predict_time(with_rate).step_s.value
     assert step_s == pytest.approx(time.step_s.value - time.parts["cpu_adam"] + moved / 60)
     assert offload_range(with_rate, step_s) == pytest.approx((usual.low + moved / 60, usual.high + moved / 60))
     assert offload_range(dataclasses.replace(request, strategy=read_strategy("zero2")), step_s) is None
+
+
+def test_fsdp_s_offload_copies_its_shards_and_steps_on_the_host() -> None:
+    box = to_box("8xA100-80")
+    request = make_request(strategy=read_strategy("fsdp2"), precision="bf16-engine", box=box, accumulation=2)
+    offloaded = dataclasses.replace(request, fsdp_offloads=True)
+    parts, without = (predict_time(it).parts for it in (offloaded, request))
+    # Two passes copy the shard of 2 bytes a weight, and one gradient goes back, in each micro-batch.
+    elements, link = request.shape.parameters / box.ranks, box.device.pcie_gb_per_s * 1e9
+    assert parts["offload"] == pytest.approx(2 * (2 * 2 + 2) * elements / link)
+    # Weight and two fp32 moments are read and written, the gradient is read: of all ranks of the node.
+    assert parts["cpu_adam"] == pytest.approx((3 * 2 + 2 * 8) * request.shape.parameters / 118e9)
+    assert (without["offload"], without["cpu_adam"]) == (0.0, 0.0)
+    assert predict_time(offloaded).step_s.high is None
 
 
 def test_reductions_of_each_micro_batch_have_a_backward_pass_to_overlap() -> None:

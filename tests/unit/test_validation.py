@@ -54,7 +54,7 @@ def test_the_committed_constants_are_those_of_the_fit() -> None:
 
 def test_offload_counts_in_no_interval_and_the_two_boxes_differ_by_their_hosts() -> None:
     rows = [row for row in COUNTED if row.step_s and row.request.strategy.offloads]
-    assert {row.source for row in rows} == {"a800-gist", "deepspeed-corebinding"}
+    assert {row.source for row in rows} == {"a800-gist", "deepspeed-corebinding", "open-llama"}
     for row in rows:
         slow = dataclasses.replace(row.request.box, host_memory_gb_per_s=10.0)
         on_its_host = dataclasses.replace(row, request=dataclasses.replace(row.request, box=slow))
@@ -66,17 +66,15 @@ def test_offload_counts_in_no_interval_and_the_two_boxes_differ_by_their_hosts()
 
 
 def test_steps_with_offload_lie_between_the_ends_of_published_hosts() -> None:
-    """No row made an end: the slowest rank is DeepSpeed's issue 1635, the fastest node table 4 of ZeRO-Offload, and the
-    rest has the interval of steps without offload, of which this page's are all 24 to 35 % too fast."""
-    ratios = {}
-    for row in COUNTED:
-        if row.step_s and row.request.strategy.offloads:
-            ends = offload_range(row.request, predicted_step_s(row))
-            assert ends is not None
-            assert row.step_s > ends[0]
-            ratios[row.source, row.request.strategy.name] = row.step_s / ends[1]
-    above = {name: ratio for name, ratio in ratios.items() if ratio > 1}
-    assert above == {("a800-gist", "zero2_cpu"): pytest.approx(1.015, abs=0.01)}
+    """The slowest rank is DeepSpeed's issue 1635, which is no row, and the fastest node Lambda's page, which is one; the
+    rest has the interval of steps without offload."""
+    rows = [row for row in COUNTED if row.step_s and row.request.offloads]
+    assert {row.request.fsdp_offloads for row in rows} == {True, False}
+    for row in rows:
+        assert row.step_s is not None
+        ends = offload_range(row.request, predicted_step_s(row))
+        assert ends is not None
+        assert ends[0] < row.step_s < ends[1], row.name
 
 
 @pytest.mark.parametrize(

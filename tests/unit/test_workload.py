@@ -40,6 +40,7 @@ CHANGES = {
     "reentrant_units": None,
     "fsdp_mixed_units": None,
     "peft": "lora",
+    "adapters_in_16_bits": None,
     "lora_dropout": "0.05",
     "lora_rank": "64",
     "lora_targets": "q_proj,v_proj",
@@ -127,6 +128,7 @@ def test_a_workload_has_what_each_command_names() -> None:
     [
         ("--quantization 4bit", "--quantization 4bit is for frozen weights"),
         ("--peft lora --with_reference", "with LoRA the model without adapters is the reference"),
+        ("--adapters_in_16_bits", "--adapters_in_16_bits has no effect without adapters"),
         ("--lora_rank 4", "--lora_rank 4 has no effect without adapters"),
         ("--lora_targets q_proj,v_proj", "--lora_targets q_proj,v_proj has no effect without adapters"),
         ("--lora_dropout 0.1", "--lora_dropout 0.1 has no effect without adapters"),

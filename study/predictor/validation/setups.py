@@ -52,7 +52,7 @@ class SetupPair:
     @property
     def offloads(self) -> bool:
         """Whether both are steps with offload."""
-        return all(row.request.strategy.offloads for row in (self.measured, self.row))
+        return all(row.request.offloads for row in (self.measured, self.row))
 
 
 def list_pairs(figure: SetupFigure, single_error: float = SINGLE_ERROR) -> list[SetupPair]:

@@ -673,7 +673,7 @@ def _setup_ratios() -> tuple[dict[str, tuple[pd.Series, pd.Series]], pd.Series]:
     """Return measured over predicted figures of configurations of which another one of their setup was measured, with
     their pages; and those of steps with offload, which have no interval."""
     steps, peaks = held_out_pairs("step"), held_out_pairs("peak")
-    plain = [pair for pair in steps if not pair.row.request.strategy.offloads]
+    plain = [pair for pair in steps if not pair.row.request.offloads]
     pages = pd.Series([pair.page for pair in plain])
     ratios = pd.Series([pair.value / pair.after for pair in plain])
     above = pd.Series([(pair.value - pair.state) / (pair.after - pair.state) for pair in peaks])
