@@ -252,15 +252,14 @@ def _race_facts(case: ConfigCase) -> dict[str, str]:
 
     races = [race for race in read_races() if f"zero{case.stage}" in race.strategies]
     plain = [race for race in races if race.condition != "torch.compile"]
-    releases = [max((race.left.release for race in listed), key=Version, default="none") for listed in (plain, races)]
+    releases = [max((race.fix.release for race in listed), key=Version, default="none") for listed in (plain, races)]
     torch = next((f" with torch {race.releases['torch']}" for race in plain if "torch" in race.releases), "")
     compiled = f" ({releases[1]} with torch.compile)" if releases[1] != releases[0] else ""
     return {"race_release": releases[0], "race_condition": f"{compiled}{torch}"}
 
 
 def _sound_with_accumulation(case: ConfigCase, tested: str) -> str:
-    """Return the first release without a known fault if the program accumulates; empty if the file says that it does
-    not."""
+    """Return the first release without a known fault if the program accumulates; empty if the file sets the number."""
     if case.top.get(ACCUMULATION, "auto") != "auto":
         return ""
     return least_sound_release(tested, max(2, case.request.accumulation), case.request.precision)

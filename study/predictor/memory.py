@@ -445,7 +445,7 @@ def _logits_bytes(request: Request, saved: Activations, width: int) -> float:
 def kept_output_bytes(request: Request) -> float:
     """Return the bytes of logits that the loop keeps throughout a step.
 
-    With mixed precision of its own Accelerate returns them in fp32 (convert_outputs_to_fp32 in prepare_model), but for
+    In mixed precision Accelerate returns them in fp32 (convert_outputs_to_fp32 in prepare_model), but for
     FSDP2, whose root casts them (output_dtype in Accelerate's set_mixed_precision).
     """
     if not request.keeps_outputs:
@@ -550,10 +550,8 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
         step.at_the_gradient_of_the_loss(),
         *step.from_the_first_gradient_on(),
     ]
-    kept = kept_output_bytes(request)
-    if not kept:
-        return points
-    return [point.with_logits(kept) for point in points]
+    output_bytes = kept_output_bytes(request)
+    return [point.with_logits(output_bytes) for point in points] if output_bytes else points
 
 
 class _DeviceStep:

@@ -193,7 +193,7 @@ class PartTimer:
             with self._failures.caught("counting a micro-batch's reductions"):
                 self.after_backward()
             with self._failures.caught("reading the outputs"):
-                # Autograd has freed what it had saved, so the rest is the program's.
+                # Autograd has freed its tensors by now: the program has the rest.
                 storages = {id(storage): storage for reference in self._outputs if (storage := reference())}
                 kept_bytes = sum(storage.nbytes() for storage in storages.values())
                 self.kept_output_bytes = max(self.kept_output_bytes, kept_bytes)

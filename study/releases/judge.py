@@ -365,14 +365,14 @@ def strategy_cells(
     document: Mapping[str, Any], stack: JudgedStack, releases: Iterable[str]
 ) -> tuple[list[list[str]], set[str]]:
     """Return rows of releases with the faults of one strategy, without and with accumulation, and their letters."""
-    cells, shown = [], set[str]()
+    cells, printed_letters = [], set[str]()
     for release in releases:
         judged = dataclasses.replace(stack, deepspeed=release)
         daggered = any(stack.strategy in row["from_source"] for row in _fault_rows(document, judged))
         letters: dict[bool, list[str]] = {False: [], True: []}
         for cause in judged.known_faults(release):
             letter = document["letters"][cause.id]
-            shown.add(letter)
+            printed_letters.add(letter)
             letters[True].append(letter)
             if cause.accumulation != "several":
                 letters[False].append(letter)
@@ -382,7 +382,7 @@ def strategy_cells(
         otherwise = "no fault" if is_trained or daggered else "not tested"
         texts = (", ".join(sorted(letters[accumulates])) or otherwise for accumulates in (False, True))
         cells.append([release, *(text + DAGGER * daggered for text in texts)])
-    return cells, shown
+    return cells, printed_letters
 
 
 def grid_cells(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:

@@ -24,7 +24,7 @@ class GpuRace:
     strategies: tuple[str, ...]
     # Affected releases by package, as PEP 440 specifiers.
     releases: Mapping[str, str]
-    left: Change
+    fix: Change
     condition: str = ""
     threads: tuple[str, ...] = ()
 
@@ -40,12 +40,12 @@ class GpuRace:
     @property
     def line(self) -> str:
         """The race as one line, with its condition and the change that fixed it."""
-        change = re.sub(r"https://github.com/([^/]+/[^/]+)/pull/(\d+)", r"\1#\2", self.left.change)
+        change = re.sub(r"https://github.com/([^/]+/[^/]+)/pull/(\d+)", r"\1#\2", self.fix.change)
         needs = f" and {self.condition}" * bool(self.condition)
         torch = f"torch {self.releases['torch']}; " if "torch" in self.releases else ""
         return (
             f"on GPUs, by the source: with overlap_comm{needs} {self.title}, which may give NaN"
-            f" ({torch}fixed in {self.left.release} by {change})"
+            f" ({torch}fixed in {self.fix.release} by {change})"
         )
 
 
@@ -58,7 +58,7 @@ def read_races() -> tuple[GpuRace, ...]:
             title=row["title"],
             strategies=tuple(row["strategies"]),
             releases={name: row[name] for name in _PACKAGES if name in row},
-            left=Change(**row["left"]),
+            fix=Change(**row["fix"]),
             condition=row.get("with", ""),
             threads=tuple(row.get("threads", ())),
         )

@@ -240,15 +240,15 @@ def measure_loop(path: Path, keeps: bool) -> ReceiptDocument:
 
 def test_outputs_that_the_loop_keeps_are_a_fault_of_their_predicted_size(tmp_path: Path) -> None:
     logits = 4 * SAMPLES * TOKENS * VOCABULARY
-    kept, taken = (measure_loop(tmp_path / f"{keeps}.json", keeps) for keeps in (True, False))
-    assert kept.failures == taken.failures == ()
-    assert kept.memory is not None
-    assert taken.memory is not None
-    assert (kept.memory.kept_output_bytes, taken.memory.kept_output_bytes) == (logits, 0)
-    assert kept.memory.total_bytes - taken.memory.total_bytes == pytest.approx(logits, rel=0.01)
-    assert "keeps the model's outputs" in next(fault.says for fault in kept.faults if fault.id == "kept-outputs")
-    assert "kept-outputs" not in {fault.id for fault in taken.faults}
-    for receipt in (kept, taken):
+    keeping, taking = (measure_loop(tmp_path / f"{keeps}.json", keeps) for keeps in (True, False))
+    assert keeping.failures == taking.failures == ()
+    assert keeping.memory is not None
+    assert taking.memory is not None
+    assert (keeping.memory.kept_output_bytes, taking.memory.kept_output_bytes) == (logits, 0)
+    assert keeping.memory.total_bytes - taking.memory.total_bytes == pytest.approx(logits, rel=0.01)
+    assert "keeps the model's outputs" in next(fault.says for fault in keeping.faults if fault.id == "kept-outputs")
+    assert "kept-outputs" not in {fault.id for fault in taking.faults}
+    for receipt in (keeping, taking):
         (row,) = (row for row in receipt.forecast.comparisons if row.figure.startswith("peak"))
         assert row.predicted == pytest.approx(row.measured, rel=0.05)
 

@@ -53,9 +53,9 @@ def test_a_race_of_gpu_streams_ends_with_its_fix_and_is_named_where_a_release_or
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for race in read_races():
-        assert race.releases["deepspeed"] == f"<{race.left.release}"
+        assert race.releases["deepspeed"] == f"<{race.fix.release}"
         assert set(race.strategies) <= set(STRATEGY_NAMES)
-        assert "/pull/" in race.left.change
+        assert "/pull/" in race.fix.change
     assert main(["releases", "0.18.0", "zero3"]) == 0
     page = capsys.readouterr().out
     assert "no fault found on CPU ranks, and a race on GPUs below" in page.splitlines()[0]

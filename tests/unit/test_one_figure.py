@@ -182,7 +182,7 @@ def figures_of_advised_files(
 
 
 def faults_of_advised_files(option: Option, model: str, flags: list[str], file: Path) -> list[str]:
-    """Return what `study explain` says of settings that silently train something else."""
+    """Return the messages of `study explain` on settings that silently train something else."""
     case = explained(file, model, [*flags_of_file(flags, option), *work_flags(option.request)])
     return [it.message for it in case.findings if it.rule == WRONG_TRAINING and it.kind == "conflict"]
 

@@ -518,30 +518,32 @@ def test_a_file_that_has_no_sizes_is_named_for_what_it_is(document: dict[str, An
 def test_outputs_that_a_loop_keeps_are_logits_of_a_micro_batch(precision: str, width: int) -> None:
     request = make_request("llama", precision)
     logits = width * request.micro_batch * request.sequence_length * request.shape.vocabulary
-    kept = dataclasses.replace(request, keeps_outputs=True)
-    peaks = [predict_memory(it).peak_allocated.value for it in (kept, request)]
+    keeping = dataclasses.replace(request, keeps_outputs=True)
+    peaks = [predict_memory(it).peak_allocated.value for it in (keeping, request)]
     assert peaks[0] - peaks[1] == pytest.approx(logits)
-    assert predict_memory(kept).moment == predict_memory(request).moment
+    assert predict_memory(keeping).moment == predict_memory(request).moment
     # A fused loss returns no logits.
-    fused = [dataclasses.replace(it, loss_kernel="liger") for it in (kept, request)]
+    fused = [dataclasses.replace(it, loss_kernel="liger") for it in (keeping, request)]
     assert predict_memory(fused[0]).peak_allocated == predict_memory(fused[1]).peak_allocated
 
 
 def test_autocast_keeps_no_copies_of_the_views_of_fsdp1() -> None:
-    """CPU autocast has the same condition as CUDA's: a leaf that requires a gradient and is no view."""
+    """CPU autocast has the same condition as CUDA's: a leaf with a gradient, but no view."""
     weight = torch.nn.Parameter(torch.ones(4, 4))
     flat = torch.nn.Parameter(torch.ones(16))
 
-    def cast_of(weights: torch.Tensor) -> Any:
+    def find_cast(weights: torch.Tensor) -> Any:
         """Return the node of the weight's cast, whose transpose is a factor of the product."""
-        product = torch.nn.functional.linear(torch.ones(1, 4), weights).grad_fn
+        product: Any = torch.nn.functional.linear(torch.ones(1, 4), weights).grad_fn
         transpose = next(node for node, _ in product.next_functions if node is not None)
         return transpose.next_functions[0][0]
 
     with torch.autocast("cpu", torch.bfloat16):
-        of_leaf, of_view = ([cast_of(make()) for _ in range(2)] for make in (lambda: weight, lambda: flat.view(4, 4)))
-    assert of_leaf[0] is of_leaf[1]
-    assert of_view[0] is not of_view[1]
+        leaf_casts, view_casts = (
+            [find_cast(make()) for _ in range(2)] for make in (lambda: weight, lambda: flat.view(4, 4))
+        )
+    assert leaf_casts[0] is leaf_casts[1]
+    assert view_casts[0] is not view_casts[1]
     request = make_request("llama", "bf16", True, strategy=read_strategy("fsdp2"), box=to_box("8xA100-80"))
     request = dataclasses.replace(request, micro_batch=64)
     second, first = (

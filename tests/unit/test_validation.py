@@ -66,8 +66,8 @@ def test_offload_counts_in_no_interval_and_the_two_boxes_differ_by_their_hosts()
 
 
 def test_steps_with_offload_lie_between_the_ends_of_published_hosts() -> None:
-    """The slowest rank is DeepSpeed's issue 1635, which is no row, and the fastest node Lambda's page, which is one; the
-    rest has the interval of steps without offload."""
+    """The slowest rank is DeepSpeed's issue 1635 (not a row), the fastest node Lambda's page (a row), and the rest has
+    the interval of steps without offload."""
     rows = [row for row in COUNTED if row.step_s and row.request.offloads]
     assert {row.request.fsdp_offloads for row in rows} == {True, False}
     for row in rows:

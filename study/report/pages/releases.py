@@ -81,8 +81,8 @@ def _races() -> pd.DataFrame:
             "Race": race.title,
             "Strategies": " ".join(f"`{name}`" for name in race.strategies),
             "Only with": ", ".join(filter(None, [race.condition, *_other_packages(race)])) or "-",
-            "Releases before": race.left.release,
-            "Fixed by": race.left.change,
+            "Releases before": race.fix.release,
+            "Fixed by": race.fix.change,
             "Reports": " ".join(race.threads) or "-",
         }
         for race in read_races()
