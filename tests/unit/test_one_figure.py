@@ -96,6 +96,7 @@ KINDS: tuple[tuple[str, ...], ...] = (
         "--peft lora --lora_dropout 0.05",
         "--peft lora --quantization 4bit",
         "--peft lora --quantization 4bit --double_quant",
+        "--peft lora --quantization 4bit --quantized_on_host",
         "--peft lora --fsdp_version 1",
         "--peft lora --fsdp_version 1 --reentrant_units",
         "--peft lora --fsdp_version 1 --fsdp_mixed_units",
