@@ -15,6 +15,7 @@ from study.advisor.fitted import (
     RankKey,
     find_best,
     fit_settings,
+    loaded_where_it_fits,
     rank_key,
     speed_if_it_fits,
     tuned_variants,
@@ -113,7 +114,7 @@ class AdviceRequest:
         precision, is_pure = usual_weights(self.shape, strategy, self.precision)
         if self.plain_in_16_bits and strategy.name in PLAIN:
             precision, is_pure = "bf16-engine", True
-        return Request(
+        request = Request(
             shape=self.shape,
             strategy=strategy,
             box=self.box,
@@ -133,6 +134,7 @@ class AdviceRequest:
             correction=self.correction,
             **vars(self.trainer),
         )
+        return loaded_where_it_fits(request)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -569,6 +571,8 @@ def _why_nothing_fits(advice: Advice) -> str:
     # Data parallelism shards model state, but not the activations of one sample.
     undivided = {name: parts[name] for name in _PARTS_OF_A_SAMPLE if parts[name]}
     if sum(undivided.values()) <= (usable := timing.usable_bytes(box)):
+        if least.memory.loading > usable:
+            return f"nothing fits: under {least.name}, which needs least, {least.why}"
         return "nothing fits: use more GPUs, fewer tokens per sample, or a smaller model"
     breakdown = ", ".join(f"{name} {rounded(size / GIB)}" for name, size in undivided.items())
     helps = ["fewer tokens per sample"]
@@ -773,7 +777,13 @@ def _smallest_change(scenarios: dict[str, AdviceRequest]) -> Iterator[str]:
 def _fitting_line(label: str, scenario: AdviceRequest) -> Iterator[str]:
     changed = advise_without_losers(scenario, candidates(scenario))
     if changed is not None and changed.best is not None:
-        yield f"with {label} it would be {changed.best.name}"
+        yield f"with {label} it would be {_name_with_loading(changed.best)}"
+
+
+def _name_with_loading(option: Option) -> str:
+    """Return the name of an option, with the flag that it needs to be loaded."""
+    is_added = option.request.loads_on_host
+    return f"{option.name} (--quantized_on_host)" if is_added else option.name
 
 
 def _with_adapters(question: AdviceRequest, quantization: Quantization) -> AdviceRequest:
@@ -799,7 +809,8 @@ def adapters_lines(advice: Advice) -> Iterator[str]:
                 memory = option.memory
                 peak, bound = (rounded(timing.device_bytes(memory, at_upper=upper) / GIB) for upper in (False, True))
                 figures = f"{peak} GiB, 90 % bound {bound}, {rounded(option.tokens_per_s)} tokens/s"
-                texts.append(f"{flags} under {option.name}: {figures}")
+                on_host = " --quantized_on_host" * option.request.loads_on_host
+                texts.append(f"{flags}{on_host} under {option.name}: {figures}")
     if texts:
         yield f"adapters need no offload: {'; '.join(texts)}"
 
@@ -822,7 +833,7 @@ def what_if_lines(question: AdviceRequest) -> Iterator[str]:
             most = "at most " * best.request.strategy.offloads
             samples = f", {scenario.global_batch} samples per step" * (scenario.global_batch != question.global_batch)
             figures = f"{peak} GiB, {most}{speed} tokens/s"
-            yield f"with {label}{samples}: {best.name} ({workload_text(best.request)}), {figures}"
+            yield f"with {label}{samples}: {_name_with_loading(best)} ({workload_text(best.request)}), {figures}"
 
 
 def offload_line(advice: Advice) -> str | None:
@@ -903,7 +914,7 @@ def _changed_advice(best: Option | None, changed: Advice) -> str | None:
         return "it may not fit" if best and best.is_safe and not first.is_safe else None
     least = (1 - _WORTH_SAYING) * first.tokens_per_s
     is_nearly_as_fast = any(item.is_safe and item.tokens_per_s >= least for item in still)
-    return None if is_nearly_as_fast else f"it would be {first.name}"
+    return None if is_nearly_as_fast else f"it would be {_name_with_loading(first)}"
 
 
 def _is_as_good(alone: Option, best: Option) -> bool:

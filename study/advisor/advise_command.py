@@ -377,16 +377,7 @@ def _page(
     if details:
         yield f"\n{_DETAILS}"
     else:
-        usable, needs = usable_bytes(box), dict[str, list[str]]()
-        for option in (option for option in advice.options if option not in listed):
-            limit, need = "for another reason", option.why
-            if (peak := device_bytes(option.memory)) > usable:
-                limit, need = f"{rounded(usable / GIB)} GiB a rank", rounded(peak / GIB)
-            elif "host memory" in option.why and box.host_gib_per_node:
-                limit = f"{box.host_gib_per_node:,g} GiB of host memory a node"
-                need = rounded(option.memory.host_peak.value / GIB)
-            needs.setdefault(limit, []).append(f"{option.name} ({need})")
-        yield from (f"do not fit {limit}: {', '.join(names)}" for limit, names in needs.items())
+        yield from _left_out_lines([option for option in advice.options if option not in listed], box)
         yield ""
     if best is not None:
         yield from _notes(advice, best, riskier)
@@ -400,6 +391,22 @@ def _page(
         more = "" if details else "; --details has similar measurements"
         yield f"--output DIR writes files with fitted buckets{more}; the parts of these figures:"
         yield f"  {predict_words(best.request, flags)}"
+
+
+def _left_out_lines(options: Sequence[Option], box: Hardware) -> Iterator[str]:
+    """Yield the options that do not fit, and their needs, by the limit that they exceed."""
+    usable, needs = usable_bytes(box), dict[str, list[str]]()
+    for option in options:
+        limit, need = "for another reason", option.why
+        if (peak := device_bytes(option.memory)) > usable:
+            limit, need = f"{rounded(usable / GIB)} GiB a rank", rounded(peak / GIB)
+        elif (loading := option.memory.loading) > usable:
+            limit, need = f"{rounded(usable / GIB)} GiB a rank while weights are loaded", rounded(loading / GIB)
+        elif "host memory" in option.why and box.host_gib_per_node:
+            limit = f"{box.host_gib_per_node:,g} GiB of host memory a node"
+            need = rounded(option.memory.host_peak.value / GIB)
+        needs.setdefault(limit, []).append(f"{option.name} ({need})")
+    yield from (f"do not fit {limit}: {', '.join(names)}" for limit, names in needs.items())
 
 
 def _verdict(advice: Advice) -> str:
@@ -484,10 +491,10 @@ def _program_notes(best: Option) -> Iterator[str]:
     """Yield assumptions about the user's program and machine."""
     request = best.request
     loading = best.memory.host_parts["load"]
-    if loading > _LARGE_HOST_BYTES and request.strategy.zero_stage != 3:
-        only = "; fsdp_cpu_ram_efficient_loading: true limits that to one" if request.strategy.is_fsdp else ""
+    is_in_fp32 = request.strategy.zero_stage != 3 and not request.pure and not request.quantized
+    if loading > _LARGE_HOST_BYTES and is_in_fp32:
         needed = f"{rounded(loading / GIB)} GiB of a node's host memory"
-        yield f"loading needs {needed} if each process loads the full model in fp32{only}"
+        yield f"loading needs {needed} if each process loads the full model in fp32"
     if (note := host_adam_note(request)) is not None:
         yield note
     if best.name in advise.PLAIN and request.autocast and request.precision == "bf16":
@@ -499,6 +506,8 @@ def _program_notes(best: Option) -> Iterator[str]:
         yield f"each GPU is assumed to have {request.box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
     if request.pure:
         how = "BitsAndBytesConfig(load_in_4bit=True)" if request.quantized else "dtype=torch.bfloat16"
+        if request.loads_on_host:
+            how += " and device_map={'': 'cpu'}"
         yield f"load the model with {how}; peft keeps the adapters in fp32"
     if request.shape.lora_rank:
         yield lora_note()
@@ -582,6 +591,7 @@ def predict_words(request: Request, flags: AdviseFlags) -> str:
         fsdp_version=request.fsdp_version if is_fsdp else None,
         reentrant_units=is_fsdp and request.reentrant_units,
         fsdp_mixed_units=is_fsdp and request.fsdp_mixed_units,
+        quantized_on_host=request.loads_on_host,
     )
     words = ["study", "predict", workload.model_name_or_path, "--strategy", request.strategy.name, "--fitted"]
     words += ["--hardware", hardware]

@@ -20,7 +20,7 @@ from study.advisor.explain_combinations import ENDS_WITH_ERROR, group_keys
 from study.advisor.explain_findings import findings
 from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
-from study.advisor.workload import FSDP1_UNITS, Workload
+from study.advisor.workload import FSDP1_UNITS, FSDP_FLAGS, Workload
 from study.config.errors import UserError, clip
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_number, rounded, rounded_seconds
@@ -33,7 +33,7 @@ from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
 from study.predictor.shape import USUAL_LENGTH, ModelShape, lora_text, resolve_length
-from study.predictor.state import loaded_whole_bytes, persistent_params, sub_groups
+from study.predictor.state import persistent_params, sub_groups
 from study.predictor.time import device_bytes, fits, predict_time, usable_bytes, why
 from study.predictor.zero3_gathers import simulate_gathers
 from study.workloads.presets import find_preset
@@ -176,10 +176,11 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
     if not options.hardware and box_options != (math.inf, None, None, None):
         raise UserError("a speed or a host memory is one of the hardware", "add --hardware BOX")
     file = _with_fsdp_version(read_user_file(options.config), options.fsdp_version)
-    for name in FSDP1_UNITS:
-        if getattr(options, name) and file.sharding is None:
-            raise UserError(f"--{name} is for FSDP1, and {file.name} is not", "leave it out")
     workload = _workload(options)
+    for name in FSDP_FLAGS:
+        is_for_fsdp1 = name in FSDP1_UNITS
+        if getattr(options, name) and (file.sharding if is_for_fsdp1 else file.fsdp) is None:
+            raise UserError(f"--{name} is for FSDP{'1' * is_for_fsdp1}, and {file.name} is not", "leave it out")
     shape = workload.adapt(model_shape(options.model[0], ask_hub=workload.hub))
     box = HardwareFlags.from_options(options).box() if options.hardware else None
     case = resolve(file, shape, options.world_size, program_settings(workload, shape), box)
@@ -266,9 +267,7 @@ def _document(case: ConfigCase) -> dict[str, Any]:
         "trained_parameters": case.shape.trained_parameters,
         "world_size": case.ranks,
         "hardware": None if box.device is ANY_DEVICE else box.name,
-        "fits": None
-        if box.device is ANY_DEVICE or memory.missing
-        else fits(memory, box) and not is_too_large_to_load(case),
+        "fits": None if box.device is ANY_DEVICE or memory.missing else fits(memory, box),
         "precision": predict_command.precision_name(case.request),
         "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "sequence_length": case.request.sequence_length,
@@ -283,8 +282,9 @@ def _document(case: ConfigCase) -> dict[str, Any]:
 
 
 def _verdict(case: ConfigCase) -> str:
-    """Return the peak of a rank, and whether it fits."""
-    request, memory, peak = case.request, case.memory, device_bytes(case.memory)
+    """Return the peak of a rank in training, and whether it fits."""
+    request, peak = case.request, device_bytes(case.memory)
+    memory = dataclasses.replace(case.memory, loading=0.0)
     hardware = None if request.box.device is ANY_DEVICE else request.box
     precision, in_half = request.precision.removesuffix("-engine"), ""
     half = predict_command.usual_precision(hardware) if hardware else "bf16"
@@ -314,10 +314,8 @@ def _verdict(case: ConfigCase) -> str:
 
 def is_too_large_to_load(case: ConfigCase) -> bool:
     """Whether the weights that each GPU has while they are loaded exceed it."""
-    request = case.request
-    if request.box.device is ANY_DEVICE or case.memory.missing:
-        return False
-    return loaded_whole_bytes(request) + case.memory.device_parts["context"] > usable_bytes(request.box)
+    box = case.request.box
+    return box.device is not ANY_DEVICE and not case.memory.missing and case.memory.loading > usable_bytes(box)
 
 
 def _remedies(request: Request) -> str:
@@ -351,9 +349,10 @@ def first_line(case: ConfigCase) -> str:
     """Return what ends a run, then the peak of a rank and whether it fits."""
     verdict = _verdict(case)
     if is_too_large_to_load(case):
-        loaded = rounded((loaded_whole_bytes(case.request) + case.memory.device_parts["context"]) / GIB)
+        loaded = rounded(case.memory.loading / GIB)
         room = _about(usable_bytes(case.request.box))
-        problem = f"Does not fit while quantized weights are loaded: {loaded} of {room}"
+        remedy = predict_command.loading_remedy(case.request)
+        problem = f"Does not fit while quantized weights are loaded: {loaded} of {room}{remedy}"
         verdict = f"{problem}. After that: {verdict[0].lower()}{verdict[1:]}"
     if groups := [key for _, key in group_keys(case)]:
         verdict = f"Without {', '.join(groups)} (not modelled): {verdict[0].lower()}{verdict[1:]}"

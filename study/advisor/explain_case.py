@@ -144,13 +144,8 @@ def resolve(
         precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
         strategy = _strategy(file, file.deepspeed, zero)
     micro_batch, accumulation = _batch(file, ranks, work)
-    checkpoints, offloads, loads_once = (
-        strategy.is_fsdp and _is_set(file, name, default)
-        for name, default in (
-            ("fsdp_activation_checkpointing", False),
-            ("fsdp_offload_params", False),
-            ("fsdp_cpu_ram_efficient_loading", True),
-        )
+    checkpoints, offloads = (
+        strategy.is_fsdp and _is_set(file, name) for name in ("fsdp_activation_checkpointing", "fsdp_offload_params")
     )
     request = Request(
         shape=shape,
@@ -172,8 +167,6 @@ def resolve(
         reference_model=work.reference_model,
         quantized=work.quantized,
         **vars(work.trainer),
-        # Accelerate leaves 4-bit weights as they are loaded.
-        fsdp_loads_once=loads_once and not work.quantized,
     )
     return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
 
@@ -216,9 +209,9 @@ def _strategy_without_engine(file: UserFile, box: Hardware, work: ProgramSetting
     return strategy, precisions.get(mixed_precision, "fp32")
 
 
-def _is_set(file: UserFile, name: str, default: bool) -> bool:
+def _is_set(file: UserFile, name: str) -> bool:
     """Whether a key of FSDP is true, as Accelerate reads the variables that its launcher sets."""
-    return str((file.fsdp or {}).get(name, default)).lower() in ("true", "1", "yes", "y", "on", "t")
+    return str((file.fsdp or {}).get(name, False)).lower() in ("true", "1", "yes", "y", "on", "t")
 
 
 def _keeps_gathered(file: UserFile) -> bool:

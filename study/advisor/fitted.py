@@ -11,7 +11,7 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor import time as timing
 from study.predictor.hardware import Hardware
-from study.predictor.memory import predict_memory
+from study.predictor.memory import loading_device_bytes, predict_memory
 from study.predictor.micro_batch import missing_figures
 from study.predictor.request import FP32_BYTES, MemoryUse, Request
 from study.predictor.shape import ModelShape
@@ -44,6 +44,14 @@ def usual_weights(shape: ModelShape, strategy: Strategy, precision: str) -> tupl
     if shape.lora_rank and precision == "bf16" and strategy.deepspeed is None:
         return "bf16-engine", True
     return precision_under(strategy, precision), False
+
+
+def loaded_where_it_fits(request: Request) -> Request:
+    """Return the request with 4-bit weights loaded in host memory if FSDP shards them, and each GPU is too small for
+    all of them."""
+    if loading_device_bytes(request) <= timing.usable_bytes(request.box) or not request.strategy.is_fsdp:
+        return request
+    return dataclasses.replace(request, quantized_on_host=True)
 
 
 def rank_key(memory: MemoryUse, tokens_per_s: float, box: Hardware, at_upper_bound: bool = True) -> RankKey:

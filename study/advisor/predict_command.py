@@ -14,7 +14,7 @@ from study.advisor import measured
 from study.advisor.fitted import fit_settings, precision_under, usual_weights
 from study.advisor.request_notes import request_notes
 from study.advisor.user_settings import UserFile, check_deepspeed
-from study.advisor.workload import FSDP1_UNITS, Workload
+from study.advisor.workload import FSDP_FLAGS, Workload
 from study.config import strategies
 from study.config.errors import UserError, clip, require_extra
 from study.config.flags import Parser, Precision, RunConfig
@@ -313,7 +313,7 @@ def make_request(flags: PredictFlags) -> Request:
 
 def _fsdp_version(workload: Workload, strategy: strategies.Strategy) -> int:
     """Return the version of FSDP; raise UserError for a flag that has no effect on this strategy."""
-    for name in ("fsdp_version", *FSDP1_UNITS):
+    for name in ("fsdp_version", *FSDP_FLAGS):
         if getattr(workload, name) and not strategy.is_fsdp:
             raise UserError(
                 f"--{name} is for FSDP, and {strategy.name} is not", "use --strategy fsdp2, or leave it out"
@@ -403,6 +403,12 @@ def fitting_need(request: Request) -> str | None:
     return ", ".join(needs)
 
 
+def loading_remedy(request: Request) -> str:
+    """Return the flag with which FSDP's GPUs load no whole 4-bit weights, as a remark; nothing of other engines."""
+    has_remedy = request.strategy.is_fsdp and request.quantized and not request.loads_on_host
+    return " (with --quantized_on_host in host memory)" if has_remedy else ""
+
+
 def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
     box, bound, is_fit = request.box, device_bytes(memory, at_upper=True), fits(memory, request.box)
     if memory.missing:
@@ -412,7 +418,8 @@ def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
     if fits(memory, box, at_upper=True):
         verdict = "Fits"
     if not is_fit and not box.is_cpu_only and device_bytes(memory) <= usable_bytes(box):
-        return f"Does not fit: {why(memory, box)}; predicted"
+        remedy = loading_remedy(request) if memory.loading > usable_bytes(box) else ""
+        return f"Does not fit: {why(memory, box)}{remedy}; predicted"
     usable = rounded(usable_bytes(box) / GIB)
     need = f"{verdict}: {rounded(device_bytes(memory) / GIB)} of {usable} GiB (90 % bound {rounded(bound / GIB)})"
     if verdict != "Fits" and not request.gradient_checkpointing:

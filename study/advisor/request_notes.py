@@ -15,7 +15,7 @@ from study.advisor.user_settings import ZERO, Finding, flatten, known_settings
 from study.config.text import format_number, rounded
 from study.host.memory import GIB
 from study.predictor.request import Request
-from study.predictor.state import accumulated_bytes, frozen_gradients_bytes, loaded_whole_bytes
+from study.predictor.state import accumulated_bytes, frozen_gradients_bytes, unsharded_4_bit_bytes
 
 _COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
@@ -51,7 +51,8 @@ def request_facts(request: Request) -> dict[str, Any]:
         "ranks": request.box.ranks,
         "precision": request.precision,
         "stage": strategy.zero_stage or 0,
-        "loaded": f"{format_number(loaded_whole_bytes(request) / GIB)} GiB",
+        "loaded": f"{format_number(unsharded_4_bit_bytes(request) / GIB)} GiB",
+        "on_host": request.loads_on_host,
         "fsdp2": strategy.is_fsdp and request.fsdp_version == 2,
         "mixed_units": request.has_mixed_units,
         "frozen_gradients": f"{format_number(frozen_gradients_bytes(request) / GIB)} GiB",

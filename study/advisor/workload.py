@@ -17,6 +17,8 @@ from study.predictor.shape import USUAL_LENGTH, ModelShape, with_adapters
 Quantization = Literal["none", "4bit"]
 # Flags for a program that wraps adapters under FSDP1 in another way.
 FSDP1_UNITS = ("reentrant_units", "fsdp_mixed_units")
+# Flags that no other engine than FSDP uses.
+FSDP_FLAGS = (*FSDP1_UNITS, "quantized_on_host")
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
@@ -104,6 +106,11 @@ class Workload:
     double_quant: bool = flag(
         "with 4bit: bnb_4bit_use_double_quant, 0.127 and not 0.5 bits of scales a weight", False, action="store_true"
     )
+    quantized_on_host: bool = flag(
+        "with 4bit under FSDP: processes load the model with device_map={'': 'cpu'}, and GPUs receive shards alone",
+        False,
+        action="store_true",
+    )
     with_reference: bool = flag("a frozen copy, as in DPO and GRPO", False, action="store_true")
     hub: bool = flag("ask the hub for the model's config.json", False, action="store_true")
 
@@ -125,6 +132,7 @@ class Workload:
         workload = cls(**{name: parsed[name] for name in names})
         workload._check_adapters()
         workload._check_trainer(workload.fsdp_version or usual_fsdp_version)
+        workload._check_quantization()
         return workload
 
     def _check_adapters(self) -> None:
@@ -155,14 +163,18 @@ class Workload:
         if not 0 <= self.trainer.lora_dropout < 1:
             problem = f"--lora_dropout {self.trainer.lora_dropout:g} is out of range"
             raise UserError(problem, "use 0 or more, and less than 1")
-        if self.double_quant and not self.is_quantized:
-            raise UserError("--double_quant is about the scales of 4-bit weights", "add --quantization 4bit")
         if self.chunked_loss and self.loss_kernel not in ("transformers", "liger"):
             problem = f"--chunked_loss is liger, and --loss_kernel is {self.loss_kernel}"
             raise UserError(problem, "leave one of them out")
         if self.keeps_outputs and self.trainer.loss_kernel in WITHOUT_LOGITS:
             problem = f"--keeps_outputs is about logits, and the loss {self.trainer.loss_kernel} returns none"
             raise UserError(problem, "leave it out")
+
+    def _check_quantization(self) -> None:
+        if self.double_quant and not self.is_quantized:
+            raise UserError("--double_quant is about the scales of 4-bit weights", "add --quantization 4bit")
+        if self.quantized_on_host and not self.is_quantized:
+            raise UserError("--quantized_on_host is about 4-bit weights", "add --quantization 4bit")
 
     @property
     def is_quantized(self) -> bool:
@@ -178,6 +190,7 @@ class Workload:
             adapters_in_16_bits=self.adapters_in_16_bits,
             lora_dropout=self.lora_dropout or 0.0,
             double_quantized=self.double_quant,
+            quantized_on_host=self.quantized_on_host,
             loss_kernel=kernel,
             keeps_outputs=self.keeps_outputs,
         )

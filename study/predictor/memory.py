@@ -94,14 +94,14 @@ def _host_memory(request: Request) -> NodeMemory:
     """Return a node's memory with the frozen weights on the host, and the loading of a reference model."""
     host = predict_host_memory(request)
     ranks, frozen = request.box.gpus_per_node, model_state.frozen_bytes(request)[1]
-    # Outside stage 3 each process creates both models in host memory.
-    is_created = request.reference_model and request.strategy.zero_stage != 3
+    # Outside stage 3 each process creates both models in host memory; in 16 bits both are views of one file.
+    is_created = request.reference_model and request.strategy.zero_stage != 3 and not request.pure
     loaded = float(FP32_BYTES * request.shape.parameters * is_created)
     return dataclasses.replace(
         host,
         state=host.state + frozen * ranks,
         train=host.train + frozen * ranks,
-        load=host.load + loaded * ranks - request.idle_loaders * loaded,
+        load=host.load + loaded * ranks,
     )
 
 
@@ -180,20 +180,50 @@ def _retained_shards(request: Request) -> list[float]:
 
 def _load_bytes(request: Request, state: model_state.State, libraries: float) -> float:
     """Return a node's host bytes while weights are loaded and the engine is created."""
-    shape, weight, ranks = request.shape, request.weight_bytes, request.box.gpus_per_node
-    # Other than in stage 3, every process creates the full model in fp32, and then 16-bit weights tensor by tensor.
-    # Stage 3 creates one tensor at a time, and rank 0 has a second one, read from the file.
-    loaded, read = 4.0 * shape.parameters + (shape.largest * weight if weight < FP32_BYTES else 0), 0.0
-    if request.strategy.zero_stage == 3:
-        loaded = read = 4.0 * shape.largest
-    read -= request.idle_loaders * loaded
+    ranks, loaded = request.box.gpus_per_node, _loaded_weights(request)
     if request.box.is_cpu_only:
-        return ranks * (libraries + loaded + state.host) + read
+        return ranks * (libraries + loaded.process + state.host) + loaded.node
     # The engine creates its optimizer after the weights have left the host (_configure_distributed_model), or are
     # in stage 3's host buffers.
     before = libraries_bytes(request.strategy.deepspeed is not None, before_steps=True)
-    weights = ranks * (before + loaded + state.params_host) + read
+    # Only zero.Init shards weights while they are loaded, and 4-bit ones are loaded without it.
+    shards = 0.0 if request.quantized else state.params_host
+    weights = ranks * (before + loaded.process + shards) + loaded.node
     return max(weights, ranks * (before + state.host))
+
+
+class _LoadedWeights(NamedTuple):
+    """Host bytes of weights while they are loaded: of each process, and of all processes of a node together."""
+
+    process: float
+    node: float = 0.0
+
+
+def _loaded_weights(request: Request) -> _LoadedWeights:
+    shape, weight = request.shape, request.weight_bytes
+    tensor = float(shape.largest * weight)
+    if request.quantized:
+        # transformers creates the model on the meta device, and reads, moves and quantizes one tensor after another
+        # (spawn_materialize without a thread pool).
+        on_host = model_state.unsharded_4_bit_bytes(request) if request.loads_on_host else 0.0
+        return _LoadedWeights(on_host + tensor)
+    if request.strategy.zero_stage == 3:
+        # zero.Init shards one tensor at a time, and rank 0 has a second one, read from the file.
+        return _LoadedWeights(4.0 * shape.largest, 4.0 * shape.largest)
+    if request.pure and not request.box.is_cpu_only:
+        # Weights that are loaded in the type of their file are views of it (_materialize_copy), and all processes of a
+        # node share its pages: two had 138 MiB each of 272.
+        return _LoadedWeights(tensor, float(shape.parameters * weight))
+    # Each process creates the full model in fp32, and then 16-bit weights tensor by tensor.
+    return _LoadedWeights(4.0 * shape.parameters + (tensor if weight < FP32_BYTES else 0.0))
+
+
+def loading_device_bytes(request: Request) -> float:
+    """Return the bytes of one GPU, with its context, while it has weights that an engine shards later; 0 without."""
+    loaded = model_state.loaded_whole_bytes(request)
+    if not loaded or request.box.is_cpu_only:
+        return 0.0
+    return loaded + _cuda_context_bytes(request.box.ranks)
 
 
 # Freed blocks that malloc retains in a process without a GPU: runs set this for stable times
@@ -281,6 +311,7 @@ def predict_memory(request: Request) -> MemoryUse:
         host_peak=estimate_host_peak(request),
         nvme=host.nvme,
         notes=tuple(_notes(request, peak)),
+        loading=loading_device_bytes(request),
         moment=peak.moment,
         most_parts=_most_parts(points, allocator),
     )
@@ -376,7 +407,7 @@ def _device_state(request: Request) -> _DeviceState:
 
 def least_device_bytes(request: Request, at_upper: bool = False) -> float:
     """Return device bytes that a prediction, or its upper bound, has at least: weights, optimizer, accumulated
-    gradients, and the activations at the loss.
+    gradients, and the activations at the loss, or weights while they are loaded.
 
     It needs no gathers and no order of gradients, so a search for the largest micro-batch begins with it.
     """
@@ -393,7 +424,7 @@ def least_device_bytes(request: Request, at_upper: bool = False) -> float:
         reserved += request.correction.find_excess(request, allocated - exact)
     if at_upper:
         reserved = max(reserved, _peak_estimate(request, reserved, 0.0, exact).high or 0.0)
-    return reserved + _cuda_context_bytes(request.box.ranks)
+    return max(reserved + _cuda_context_bytes(request.box.ranks), loading_device_bytes(request))
 
 
 def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: float, needed: float) -> float:

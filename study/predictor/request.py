@@ -140,6 +140,7 @@ class TrainerSettings:
     adapters_in_16_bits: bool = False
     lora_dropout: float = 0.0
     double_quantized: bool = False
+    quantized_on_host: bool = False
     loss_kernel: LossKernel = "transformers"
     keeps_outputs: bool = False
 
@@ -263,13 +264,13 @@ class Request:
     fsdp_unwrapped: bool = False
     # FSDP keeps weights, gradients and optimizer in host memory (fsdp_offload_params).
     fsdp_offloads: bool = False
-    # The first rank of a machine alone loads the weights (fsdp_cpu_ram_efficient_loading).
-    fsdp_loads_once: bool = False
     # A frozen copy of the model in addition to it (DPO, GRPO); 4-bit frozen matrices in the layers (QLoRA).
     reference_model: bool = False
     quantized: bool = False
     # The scales of 4-bit weights are quantized, too (bnb_4bit_use_double_quant).
     double_quantized: bool = False
+    # FSDP shards 4-bit weights from the host memory of each process: from_pretrained has device_map={"": "cpu"}.
+    quantized_on_host: bool = False
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
     expandable_segments: bool = False
     # By measured runs of the same model, hardware and program; None without one.
@@ -399,9 +400,10 @@ class Request:
         return has_frozen_units and self.gradient_checkpointing and self.reentrant_units
 
     @property
-    def idle_loaders(self) -> int:
-        """Ranks of a machine that do not load the weights."""
-        return self.box.gpus_per_node - 1 if self.fsdp_loads_once else 0
+    def loads_on_host(self) -> bool:
+        """Whether 4-bit weights are in host memory until FSDP shards them; transformers refuses a device_map under
+        stage 3 (check_and_set_device_map)."""
+        return self.quantized and self.quantized_on_host and self.strategy.is_fsdp
 
     @property
     def regathered_frozen_elements(self) -> float:
@@ -463,6 +465,8 @@ class MemoryUse:
     notes: tuple[str, ...] = ()
     # Parts that could not be traced, by name: with any of them there is no verdict.
     missing: str | None = None
+    # Of one GPU, with its context, while it loads unsharded weights that an engine shards later; 0 without.
+    loading: float = 0.0
     # Moment of a step at which the device memory peaks, and the largest size of each part at any moment.
     moment: str = ""
     most_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -336,13 +336,26 @@ def frozen_bytes(request: Request) -> tuple[float, float]:
     return (scales, size) if offloads else (scales + size, 0.0)
 
 
-def loaded_whole_bytes(request: Request) -> float:
-    """Return the bytes of 4-bit weights and their scales on each GPU while transformers loads them under stage 3, which
-    shards them later; 0 otherwise."""
-    if not (request.quantized and request.strategy.zero_stage == 3):
-        return 0.0
+def unsharded_4_bit_bytes(request: Request) -> float:
+    """Return the bytes of a whole model with 4-bit weights, and of their scales."""
     scales = frozen_bytes(dataclasses.replace(request, reference_model=False))
     return float(request.stored.parameters * request.weight_bytes) + sum(scales)
+
+
+def loaded_whole_bytes(request: Request) -> float:
+    """Return the bytes of 4-bit weights on each GPU before stage 3 or FSDP shards them; 0 without such weights.
+
+    transformers 5.23.0 quantizes on load, and on the GPU of each rank: without a device_map it makes one of the current
+    device (update_device_map in quantizer_bnb_4bit.py), and no rank is left out
+    (convert_and_load_state_dict_in_model in core_model_loading.py). The model is created without zero.Init
+    (get_init_context in modeling_utils.py), and DeepSpeed moves it to the GPU before it shards it
+    (_configure_distributed_model in engine.py, _convert_to_zero_parameters in parameter_offload.py). Accelerate does
+    not move such a model to the meta device (fsdp2_prepare_model), whatever cpu_ram_efficient_loading is.
+    From host memory both versions of FSDP move one layer at a time to the GPU and shard it (_move_states_to_device in
+    torch's _init_utils.py and _fsdp_init.py).
+    """
+    shards_later = request.strategy.zero_stage == 3 or (request.strategy.is_fsdp and not request.loads_on_host)
+    return unsharded_4_bit_bytes(request) if request.quantized and shards_later else 0.0
 
 
 @functools.lru_cache(maxsize=64)

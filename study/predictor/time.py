@@ -20,7 +20,7 @@ from study.predictor.request import Estimate, MemoryUse, Offload, Request, Setup
 from study.predictor.state import bytes_per_parameter
 
 # Phases in which host memory can peak.
-_WHEN = {"load": "while each process loads the model", "train": "in training", "save": "while the model is saved"}
+_WHEN = {"load": "while the model is loaded", "train": "in training", "save": "while the model is saved"}
 
 
 def usable_bytes(box: Hardware) -> float:
@@ -42,7 +42,7 @@ def excess_bytes(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> fl
         margin = _upper_or_value(memory.process_peak, at_upper) - memory.process_peak.value
         return box.gpus_per_node * (memory.peak_reserved.value + margin) + host_peak - host_bytes
     on_host = host_peak - host_bytes if box.host_gib_per_node is not None else -math.inf
-    on_device = device_bytes(memory, at_upper) - usable_bytes(box)
+    on_device = max(device_bytes(memory, at_upper), memory.loading) - usable_bytes(box)
     # An excess of host memory does not depend on the micro-batch.
     return max(on_device, on_host) if on_host > 0 else on_device
 
@@ -75,6 +75,8 @@ def why(memory: MemoryUse, box: Hardware) -> str:
     if box.is_cpu_only and box.host_gib_per_node is not None:
         needed = box.host_gib_per_node + excess_bytes(memory, box) / GIB
         return f"needs {rounded(needed)} GiB of host memory for all ranks, of {_host_limit(box)}"
+    if memory.loading > usable >= peak:
+        return f"loading needs {rounded(memory.loading / GIB)} of {rounded(usable / GIB)} GiB on each GPU"
     if peak > usable or box.host_gib_per_node is None:
         part, size = max(memory.device_parts.items(), key=lambda item: item[1])
         return f"needs {rounded(peak / GIB)} GiB of {rounded(usable / GIB)}; {part} alone {rounded(size / GIB)}"

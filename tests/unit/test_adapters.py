@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from study.advisor import predict_command
 from study.cli import main
 from study.config.strategies import read_strategy
-from study.host.memory import GIB
+from study.host.memory import GIB, libraries_bytes
 from study.predictor.buckets import gradient_snapshots
 from study.predictor.communication import predict_payload
 from study.predictor.constants import FITTED
@@ -375,6 +375,62 @@ def test_scales_of_4_bit_weights_take_half_a_bit_and_an_eighth_if_they_are_quant
     assert main([*command, "--double_quant"]) == 2
     assert "--quantization 4bit" in capsys.readouterr().err
     assert main([*command, "--double_quant", "--quantization", "4bit"]) == 0
+
+
+def qlora_of_70b(**changed: Any) -> Request:
+    """Llama 3 70B on four GPUs of 24 GB, as philschmid.de trains it under FSDP1 with offload in transformers 4.40."""
+    return Request(
+        shape=with_adapters(model_shape("llama-3-70b"), 8, ()),
+        strategy=read_strategy("fsdp2"),
+        box=to_box("4xA10G"),
+        sequence_length=3072,
+        micro_batch=1,
+        accumulation=1,
+        precision="bf16",
+        gradient_checkpointing=True,
+        attention="sdpa",
+        autocast=False,
+        fsdp_version=1,
+        fsdp_offloads=True,
+        quantized=True,
+        double_quantized=True,
+        **changed,
+    )
+
+
+def test_4_bit_weights_are_loaded_whole_on_each_gpu_or_in_the_host_memory_of_each_process() -> None:
+    on_device, on_host = (qlora_of_70b(quantized_on_host=is_so) for is_so in (False, True))
+    shape, stored = on_host.shape, on_host.stored
+    pairs = zip(shape.params, stored.params, strict=True)
+    packed = sum(param.elements for param, in_4_bits in pairs if param != in_4_bits)
+    model = packed / 2 + 2 * (shape.parameters - packed) + packed / 64 * (1 + 4 / 256)
+    memory = predict_memory(on_device)
+    context = memory.device_parts["context"]
+    assert memory.loading - context == pytest.approx(model)
+    assert predict_memory(on_host).loading == 0
+    # Each process reads one tensor after another.
+    process = libraries_bytes(has_deepspeed=False, before_steps=True) + 2 * shape.largest + model
+    assert predict_memory(on_host).host_parts["load"] == pytest.approx(4 * process)
+    assert memory.host_parts["load"] < memory.host_parts["train"] < 50 * GIB
+    # The page has 127 GB of host memory; transformers 4.40 keeps the packed matrices alone on the host.
+    assert 4 * packed / 2 / GIB == pytest.approx(127, rel=0.01)
+    # DeepSpeed moves the model to each GPU before stage 3 shards it; replicas have no less in training.
+    for name, loading in (("zero3", model + context), ("zero3_cpu", model + context), ("zero2", 0.0), ("ddp", 0.0)):
+        strategy = read_strategy(name)
+        request = dataclasses.replace(on_host, strategy=strategy, precision="bf16-engine", fsdp_offloads=False)
+        assert predict_memory(request).loading == pytest.approx(loading), name
+
+
+def test_processes_of_a_node_share_the_pages_of_16_bit_weights_that_they_load() -> None:
+    """They are views of the file; fp32 weights are copies."""
+    shape = with_adapters(model_shape("llama-3.1-8b"), 8)
+    for name in ("fsdp2", "ddp"):
+        request = Request(shape, read_strategy(name), to_box("4xA100"), 512, 1, 1, "bf16", True, "sdpa")
+        loaded = dataclasses.replace(request, precision="bf16-engine", pure=True)
+        libraries = libraries_bytes(has_deepspeed=False, before_steps=True)
+        tensors = 4 * (libraries + 2 * shape.largest)
+        assert predict_memory(loaded).host_parts["load"] == pytest.approx(tensors + 2 * shape.parameters)
+        assert predict_memory(request).host_parts["load"] == pytest.approx(4 * (libraries + 4 * shape.parameters))
 
 
 def test_losses_take_the_bytes_that_torch_allocates() -> None:

@@ -42,6 +42,7 @@ from study.advisor.advise_command import (
     build_advice_request,
     write_files,
 )
+from study.advisor.calculator import Calculator
 from study.advisor.fitted import RankKey, find_best, precision_under
 from study.cli import main
 from study.compositions.answers import read_known_findings
@@ -629,6 +630,63 @@ def test_where_full_training_needs_an_offload_the_page_has_the_figures_of_adapte
 @pytest.mark.parametrize(("box", "flags"), [("8xH100", ()), ("4090", ADAPTERS[0])])
 def test_adapters_are_not_named_where_full_training_fits_or_they_are_asked_for(box, flags) -> None:
     assert "adapters need no offload" not in print_page("llama-3.1-8b", box, *flags)
+
+
+def test_a_strategy_whose_gpus_cannot_load_the_weights_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stage 3 shards 4-bit weights after each GPU has all of them; FSDP also shards them from host memory."""
+    model, box = "llama-3-70b", "4x3090"
+    advice = ask(model, box, *ADAPTERS[1])
+    assert advice.best is not None
+    assert advice.best.name == "fsdp2"
+    assert advice.best.request.loads_on_host
+    reasons = {option.why for option in advice.options if option.request.strategy.zero_stage == 3}
+    (needed,) = re.findall("'loading needs (.*) of 23.6 GiB on each GPU'", str(reasons))
+    page = print_page(model, box, *ADAPTERS[1])
+    assert f"do not fit 23.6 GiB a rank while weights are loaded: zero3_cpu ({needed}), " in page
+    assert "load the model with BitsAndBytesConfig(load_in_4bit=True) and device_map={'': 'cpu'}" in page
+    # The command below the page has the recommended figures.
+    predicted = shlex.split(page.splitlines()[-1])
+    assert main([*predicted[1:], "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["fits"], document["device_bytes"]) == (True, device_bytes(advice.best.memory))
+    for strategy, remedy in (("zero3_cpu", ""), ("fsdp2", " (with --quantized_on_host in host memory)")):
+        words = ("predict", model, box, "--strategy", strategy, "--gradient_checkpointing", *ADAPTERS[1])
+        assert read_json(*words)["fits"] is False
+        first = run_command(*words)[1].splitlines()[0]
+        assert first == f"Does not fit: loading needs {needed} of 23.6 GiB on each GPU{remedy}; predicted"
+        file = str(ROOT / f"accelerate_configs/{strategy}.yaml")
+        explained = ["explain", file, model, "--hardware", box, "--precision", "bf16", *ADAPTERS[1]]
+        main([*explained, "--gradient_checkpointing"])
+        text = f"Does not fit while quantized weights are loaded: {needed} of 23.6 GiB{remedy}. After that: "
+        assert capsys.readouterr().out.startswith(text)
+        main([*explained, "--gradient_checkpointing", "--json"])
+        assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_the_calculator_says_why_stage_3_cannot_load_the_weights() -> None:
+    calculator = Calculator()
+    calculator.ask(json.dumps(["llama-3-70b", "--hardware", "4x3090", *ADAPTERS[1]]))
+    fitting = [json.loads(calculator.best(name))["fits"] for name in ("fsdp2", "zero3_cpu")]
+    assert fitting == [True, False]
+    ranked = json.loads(calculator.rank())
+    assert ranked["recommended"] == "fsdp2"
+    assert re.fullmatch("loading needs .* of 23.6 GiB on each GPU", ranked["remarks"]["zero3_cpu"])
+
+
+def test_what_adapters_need_names_the_flag_without_which_no_gpu_loads_them() -> None:
+    page = print_page("qwen2.5-32b", "4xT4", "--host_memory", "500", "--seq_length", "1024")
+    (line,) = [line for line in page.splitlines() if line.startswith("adapters need no offload: ")]
+    flags, _, says = line.partition(": ")[2].partition(" under ")
+    assert flags.split() == [*ADAPTERS[1], "--quantized_on_host"]
+    best = ask("qwen2.5-32b", "4xT4", *flags.split(), "--host_memory", "500", "--seq_length", "1024").best
+    assert best is not None
+    assert says.startswith(f"{best.name}: {rounded(device_bytes(best.memory) / GIB)} GiB, ")
+
+
+def test_if_no_gpu_loads_the_weights_that_is_why_nothing_fits() -> None:
+    page = print_page("llama-3-70b", "4090", *ADAPTERS[1], status=1)
+    says = "Nothing fits: under zero3_cpu, which needs least, loading needs .* of 23.6 GiB on each GPU\n"
+    assert re.match(says, page)
 
 
 def test_if_nothing_fits_it_prints_what_would_help() -> None:

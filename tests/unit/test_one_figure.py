@@ -97,6 +97,7 @@ KINDS: tuple[tuple[str, ...], ...] = (
         "--peft lora --adapters_in_16_bits",
         "--peft lora --quantization 4bit",
         "--peft lora --quantization 4bit --double_quant",
+        "--peft lora --quantization 4bit --quantized_on_host",
         "--peft lora --fsdp_version 1",
         "--peft lora --fsdp_version 1 --reentrant_units",
         "--peft lora --fsdp_version 1 --fsdp_mixed_units",

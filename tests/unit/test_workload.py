@@ -47,6 +47,7 @@ CHANGES = {
     "optimizer": "lion",
     "quantization": "4bit",
     "double_quant": None,
+    "quantized_on_host": None,
     "with_reference": None,
     "hub": None,
 }
@@ -134,6 +135,7 @@ def test_a_workload_has_what_each_command_names() -> None:
         ("--lora_dropout 0.1", "--lora_dropout 0.1 has no effect without adapters"),
         ("--peft lora --lora_dropout 1", "--lora_dropout 1 is out of range"),
         ("--double_quant", "--double_quant is about the scales of 4-bit weights"),
+        ("--peft lora --quantized_on_host", "--quantized_on_host is about 4-bit weights"),
         ("--chunked_loss --loss_kernel flash", "--chunked_loss is liger, and --loss_kernel is flash"),
         ("--chunked_loss --keeps_outputs", "--keeps_outputs is about logits, and the loss liger returns none"),
     ],
