@@ -465,7 +465,10 @@ def advice_notes(advice: Advice, best: Option, riskier: Option | None) -> Iterat
     optimizer = advice.question.optimizer
     if optimizer != "adamw":
         yield f"no optimizer on the host is compared: DeepSpeed refuses {optimizer} there, and {REPLACED}"
-    yield from advice.question.shape.notes()
+    question = advice.question
+    if refusal := question.shape.fsdp1_refusal if question.fsdp_version == 1 else question.shape.fsdp_refusal:
+        yield f"no FSDP is compared: {refusal}"
+    yield from question.shape.notes()
     yield from request_notes(best.request)
 
 
