@@ -174,10 +174,12 @@ def merge(file: TrainerFile, options: argparse.Namespace) -> tuple[argparse.Name
     replaced = []
     for name, value in values.items():
         flag_value = getattr(options, name)
-        if isinstance(flag_value, Unset) or flag_value in (None, False):
+        if isinstance(flag_value, Unset) or flag_value is None or flag_value is False:
             setattr(merged, name, value)
         elif flag_value != value:
             replaced.append(name)
+    if merged.quantization != "4bit":
+        merged.double_quant = options.double_quant
     # With adapters the model without them is the reference.
     merged.with_reference = merged.with_reference or (objective == "dpo" and merged.peft != "lora")
     merged.precision = merged.precision or "no"
@@ -289,6 +291,9 @@ def read_engine(file: TrainerFile, options: argparse.Namespace, engine_name: str
     document = file.document
     if engine_name is not None:
         user_file = read_user_file(engine_name)
+        if options.precision == "no" and user_file.mixed_precision in ("bf16", "fp16"):
+            # TrainingArguments takes that of the launcher if it sets none.
+            options.precision = user_file.mixed_precision
         findings = tuple(_mismatches(file, user_file, options))
         engine = Engine(_filled(user_file, options), (), {}, findings, _open_sizes(user_file))
     elif document.get("deepspeed"):

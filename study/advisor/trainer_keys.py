@@ -110,8 +110,8 @@ def to_choice(table: Mapping[str, Any]) -> Convert:
     """Return a converter by a table of values, whose names have any case."""
 
     def convert(value: Any) -> Any:
-        name = str(value).lower() if isinstance(value, str | bool) else value
-        if name not in table:
+        name = str(value).lower()
+        if not isinstance(value, str | bool) or name not in table:
             raise ValueError(f"one of {', '.join(table)}")
         return table[name]
 

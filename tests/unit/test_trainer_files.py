@@ -140,6 +140,12 @@ def test_fsdp_of_a_trainer_is_that_of_the_accelerate_file(tmp_path: Path) -> Non
     assert figures(trainer.request) == figures(accelerate.request)
     assert (trainer.request.fsdp_version, trainer.request.fsdp_offloads) == (1, True)
     noted = {(Path(item.file).name, item.key, item.line) for item in trainer.findings if item.kind == "noted"}
+    (crash,) = (item for item in trainer.findings if item.rule == "offloaded-4bit")
+    assert "CUDA error: invalid argument" in crash.message
+    # Version 1 alone, with the offload.
+    for fsdp in ({"fsdp_version": 2}, {"fsdp_offload_params": False}):
+        file = write(tmp_path, document | {"fsdp_config": settings | fsdp})
+        assert "offloaded-4bit" not in {item.rule for item in read(file, *BOX).findings}
     lines = (FOLDER / "axolotl_qlora_fsdp.yaml").read_text().splitlines()
     key = "fsdp_offload_params"
     (line,) = (number for number, text in enumerate(lines, 1) if key in text)
@@ -344,6 +350,7 @@ def test_every_row_sets_a_field_of_the_workload(trainer: Any) -> None:
         ("micro_batch_size: 0", "micro_batch_size is 0. To fix it: it should be a whole number from 1 up"),
         ("gradient_checkpointing: 3", "it should be true or false"),
         ("adapter: 3", "adapter is 3. To fix it: it should be one of lora, qlora"),
+        ("rl: [dpo]", "rl is ['dpo']. To fix it: it should be one of dpo, ipo,"),
         ("lora_dropout: 1.5\nadapter: lora", "it should be a number from 0 to below 1"),
         ("lora_target_modules: [3]\nadapter: lora", "it should be names of modules"),
         (
