@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import yaml
 
 from engines import ROOT
 from study.advisor import explain, predict_command
+from study.advisor.calculator import Calculator
 from study.advisor.explain_case import ConfigCase
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.trainer_files import read_trainer_file, shipped_engines
@@ -429,6 +431,19 @@ def test_deepspeed_and_fsdp_together_are_refused_and_fsdp_config_alone_is_droppe
     assert alone.request.strategy.name == "ddp"
     with pytest.raises(UserError, match="--engine is for the file of a trainer"):
         read(write(tmp_path, {"zero_optimization": {"stage": 1}}, "ds.json"), "gpt2", "--engine", "x.json", *BOX)
+
+
+def test_the_calculator_explains_a_trainers_file_with_the_json_that_it_names() -> None:
+    stage = b'{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}'
+    trainer = yaml.safe_dump(AXOLOTL | {"deepspeed": "configs/mine.json"}).encode()
+    words = json.dumps(["ax.yaml", "gpt2", *BOX])
+    texts = {name: base64.b64encode(text).decode() for name, text in (("ax.yaml", trainer), ("mine.json", stage))}
+    answer = json.loads(Calculator().explain(words, json.dumps(texts)))
+    assert answer["first_line"].startswith("Fits in bf16")
+    assert any("DeepSpeed, stage 3" in line for line in answer["subject"])
+    del texts["mine.json"]
+    refusal = json.loads(Calculator().explain(words, json.dumps(texts)))
+    assert "choose that file, too" in json.dumps(refusal)
 
 
 def test_the_page_and_the_json_say_what_was_read(capsys: pytest.CaptureFixture[str]) -> None:
