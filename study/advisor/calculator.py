@@ -208,8 +208,8 @@ class Calculator:
     def explain(self, words: str, files: str) -> dict[str, Any]:
         """Return the findings of `study explain` about the first of some files, its memory by setting and the answers.
 
-        The words are those of the command, as JSON; the files have their contents in base64. An Accelerate file finds
-        the JSON that it names if that is among them.
+        The words are those of the command, as JSON; the files have their contents in base64. An Accelerate file or a
+        trainer's finds the JSON that it names if that is among them.
         """
         self._keep_files({Path(name).name: base64.b64decode(text) for name, text in json.loads(files).items()})
         parser = Parser(prog="study explain", allow_abbrev=False)
@@ -219,7 +219,7 @@ class Calculator:
         try:
             case = explain.read_case(parser.parse_args(json.loads(words)))
         except UserError as refusal:
-            if "deepspeed_config_file" not in refusal.problem:
+            if "there is no file of that name" not in refusal.problem:
                 raise
             raise UserError(refusal.problem, "choose that file, too") from None
         finally:
@@ -283,7 +283,7 @@ class Calculator:
         # Of a new name, since the browser's file system does not remove a file that is called __proto__.
         self._given = Path(tempfile.mkdtemp(prefix="given-", dir=self._folder))
         first = next(iter(contents.values())).decode("utf-8", "replace")
-        inner = re.findall(r"^\s*deepspeed_config_file\s*:\s*[\"']?([^\"'#\s]+)", first, re.MULTILINE)
+        inner = re.findall(r"^\s*(?:deepspeed|deepspeed_config_file)\s*:\s*[\"']?([^\"'#\s]+)", first, re.MULTILINE)
         inner_paths = [path for path in map(Path, inner) if not path.is_absolute() and ".." not in path.parts]
         for name, content in contents.items():
             for place in [Path(name), *(path for path in inner_paths if path.name == name)]:

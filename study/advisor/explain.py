@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from study.advisor import predict_command
+from study.advisor import predict_command, trainer_files
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
 from study.advisor.explain_combinations import ENDS_WITH_ERROR, group_keys
@@ -43,6 +43,9 @@ CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting of DeepSpeed 
 does, it reads Hjson, too: JSON with comments and names without quotes. Nothing is run, and nothing is fetched without
 --hub. GiB are 2**30 bytes.
 
+The file of a trainer (axolotl, LLaMA-Factory, TRL, TrainingArguments) sets model, batch, length, adapters and engine,
+and flags replace its values: study explain ax.yaml --hardware 8xH100.
+
 --strict checks files instead, for CI. It prints the lines of errors (refusals of the engine; exit status 1) and of
 warnings (conflicts, and settings that are dropped or without effect; exit status 3), and as notes the combinations that
 train something else if the program resumes, for instance. A file that is neither is an error
@@ -71,6 +74,8 @@ _MIN_GAIN = 0.1
 _FALLS_TO = 2 / 3
 # The peak falls with more ranks if twice as many have less than this fraction of it.
 _FALLS = 0.95
+# Flags with a default, which a trainer's file replaces.
+_WITH_DEFAULT = ("peft", "optimizer", "quantization", "attn_implementation", "loss_kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +105,18 @@ class Explanation:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="a DeepSpeed JSON or an Accelerate YAML; with --strict also several")
-    model_help = "a preset, a folder with config.json, or its sizes: layers=..,hidden=..,.."
+    config_help = "a DeepSpeed JSON, an Accelerate YAML or a trainer's file; with --strict also several"
+    add("config", metavar="CONFIG", help=config_help)
+    model_help = (
+        "a preset, a folder with config.json, or its sizes: layers=..,hidden=..,..; a trainer's file names its own"
+    )
     add("model", nargs="*", metavar="MODEL", help=model_help)
     add("--model", "--model_name_or_path", dest="named_model", metavar="M", help="the same as MODEL")
     add("--world_size", type=_COUNT, metavar="N", help="ranks of the whole job; by default as in the Accelerate file")
     add(
         "--hardware", metavar="BOX", help="8xH100, 2x8xA100-40, this: whether the peak fits, by default on all its GPUs"
     )
-    add("--precision", choices=("no", "bf16", "fp16"), help="mixed precision if the file does not set it")
+    add("--precision", choices=("no", "fp32", "bf16", "fp16"), help="mixed precision if the file does not set it")
     add("--micro_batch", type=_COUNT, metavar="B", help="if it is auto in the file; by default 1")
     add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
@@ -116,11 +124,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Workload.add_arguments(parser, "optimizer")
     generated = "tokens that the program generates for each sample, as PPO and GRPO do"
     add("--generated_tokens", type=_COUNT, metavar="T", help=generated)
+    add("--engine", metavar="FILE", help="of a trainer's file: the DeepSpeed JSON or Accelerate YAML that it runs with")
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
     add("--strict", action="store_true", help="check files, and fail on errors and warnings")
     skip_help = "of --strict: leave out the files of other programs"
     add("--skip_others", action="store_true", help=skip_help)
     add("--output_format", choices=("text", "github"), help="of --strict: github annotates the lines in GitHub Actions")
+    parser.set_defaults(**{name: trainer_files.Unset(parser.get_default(name)) for name in _WITH_DEFAULT})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -142,6 +152,8 @@ def _check_strict_flags(options: argparse.Namespace) -> None:
         raise UserError("--strict checks files, and --hardware is for an explanation", "leave one of them out")
     if options.named_model:
         raise UserError("--strict checks files, for any model", "leave --model out")
+    if options.engine:
+        raise UserError("--engine is for an explanation, and --strict checks files", f"check {options.engine} itself")
 
 
 def _check_flags(options: argparse.Namespace) -> None:
@@ -159,7 +171,10 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise UserError(f"{options.config} is a model, and no file is named", f"{command}; of a strategy: {strategies}")
     if not options.model:
         # Errors of the file go first.
-        read_user_file(options.config)
+        if (trainer := trainer_files.read_trainer_file(options.config)) is not None:
+            options.model = [trainer_files.find_model(trainer, options.hub)]
+        else:
+            read_user_file(options.config)
     if len(options.model) != 1:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
         example = shlex.join(["study", "explain", options.config, "llama-3.1-8b"])
@@ -175,18 +190,56 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
     box_options = (options.bus_gb_per_s, options.host_gb_per_s, options.network_gb_per_s, options.host_memory)
     if not options.hardware and box_options != (math.inf, None, None, None):
         raise UserError("a speed or a host memory is one of the hardware", "add --hardware BOX")
-    file = _with_fsdp_version(read_user_file(options.config), options.fsdp_version)
+    if (trainer := trainer_files.read_trainer_file(options.config)) is not None:
+        return _read_trainer_case(trainer, options)
+    if options.engine:
+        raise UserError(f"--engine is for the file of a trainer, and {options.config} is none", "leave it out")
+    file = _checked_fsdp(read_user_file(options.config), options)
     workload = _workload(options)
-    for name in FSDP_FLAGS:
-        is_for_fsdp1 = name in FSDP1_UNITS
-        if getattr(options, name) and (file.sharding if is_for_fsdp1 else file.fsdp) is None:
-            raise UserError(f"--{name} is for FSDP{'1' * is_for_fsdp1}, and {file.name} is not", "leave it out")
     shape = workload.adapt(model_shape(options.model[0], ask_hub=workload.hub))
     box = HardwareFlags.from_options(options).box() if options.hardware else None
     case = resolve(file, shape, options.world_size, program_settings(workload, shape), box)
     text = resolve_path(options.config).read_text(encoding="utf-8")
     results = tuple(in_file(finding, file, text) for finding in findings(case))
     return dataclasses.replace(case, findings=results, generated_tokens=options.generated_tokens)
+
+
+def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argparse.Namespace) -> ConfigCase:
+    """Return the case of a trainer's file: its values are flags that the command line does not set."""
+    options, replaced = trainer_files.merge(trainer, line_options)
+    box = HardwareFlags.from_options(options).box() if options.hardware else None
+    ranks = options.world_size or (box.ranks if box else None)
+    engine = trainer_files.read_engine(trainer, options, options.engine, ranks)
+    file, name = _checked_fsdp(engine.file, options), options.model[0]
+    try:
+        model = model_shape(name, ask_hub=options.hub)
+    except UserError as refusal:
+        if name != trainer.values.get("model_name_or_path"):
+            raise
+        raise trainer_files.model_error(trainer, refusal) from None
+    try:
+        workload = _workload(options)
+        shape = workload.adapt(model)
+        is_pure = trainer_files.loads_16_bits(trainer, file, options.precision)
+        work = dataclasses.replace(program_settings(workload, shape), pure=is_pure)
+        case = resolve(file, shape, options.world_size, work, box)
+    except UserError as refusal:
+        raise trainer_files.values_error(trainer, refusal) from None
+    lines = (*trainer_files.workload_lines(trainer, name, options, replaced), *engine.lines)
+    results = trainer_files.place_findings(trainer, engine, findings(case))
+    return dataclasses.replace(
+        case, findings=tuple(results), generated_tokens=options.generated_tokens, read_from=lines
+    )
+
+
+def _checked_fsdp(file: UserFile, options: argparse.Namespace) -> UserFile:
+    """Return the file with --fsdp_version; raise UserError for flags of a version that it has not."""
+    file = _with_fsdp_version(file, options.fsdp_version)
+    for name in FSDP_FLAGS:
+        is_for_fsdp1 = name in FSDP1_UNITS
+        if getattr(options, name) and (file.sharding if is_for_fsdp1 else file.fsdp) is None:
+            raise UserError(f"--{name} is for FSDP{'1' * is_for_fsdp1}, and {file.name} is not", "leave it out")
+    return file
 
 
 def _with_fsdp_version(file: UserFile, version: int | None) -> UserFile:
@@ -260,6 +313,7 @@ def _document(case: ConfigCase) -> dict[str, Any]:
     box, memory = case.request.box, case.memory
     return {
         "file": case.file.name,
+        "read_from": list(case.read_from),
         "launcher": case.file.launcher,
         "distributed_type": case.file.distributed_type,
         "model": case.shape.name,
@@ -377,6 +431,7 @@ def subject_lines(case: ConfigCase) -> Iterator[str]:
     engine = f"FSDP{1 if case.file.sharding else 2}" if request.strategy.is_fsdp else request.strategy.name
     if case.file.deepspeed is not None:
         engine = f"DeepSpeed, stage {case.stage}"
+    yield from case.read_from
     yield from predict_command.pair_notes(request)
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"

@@ -45,6 +45,8 @@ class ProgramSettings:
     quantized: bool = False
     attention: Attention = "sdpa"
     trainer: TrainerSettings = DEFAULT_TRAINER
+    # Without DeepSpeed: the weights that are loaded in bf16 are trained so.
+    pure: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,8 @@ class ConfigCase:
     findings: tuple[Finding, ...]
     # Tokens that the program generates for each sample.
     generated_tokens: int | None = None
+    # Lines about the settings of a trainer's file.
+    read_from: tuple[str, ...] = ()
 
     @property
     def stage(self) -> int:
@@ -140,6 +144,8 @@ def resolve(
     if file.deepspeed is None:
         strategy, precision = _strategy_without_engine(file, box, work)
         precision, is_pure = usual_weights(shape, strategy, precision)
+        if work.pure:
+            precision, is_pure = "bf16-engine", True
     else:
         precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
         strategy = _strategy(file, file.deepspeed, zero)
@@ -230,7 +236,7 @@ def _optimizer(file: UserFile, strategy: Strategy, work: ProgramSettings, findin
     """Return the optimizer of the file, or the program's unless Accelerate replaces it on the host, as all but Lion."""
     kind = str(((file.deepspeed or {}).get("optimizer") or {}).get("type")).lower()
     name: OptimizerName = "lion" if kind == "lion" else "adafactor" if kind == "adafactor" else work.optimizer
-    if file.launcher == "accelerate" and name == work.optimizer not in ("adamw", "lion") and forces_cpu_adam(strategy):
+    if file.launcher != "deepspeed" and name == work.optimizer not in ("adamw", "lion") and forces_cpu_adam(strategy):
         findings.append(Finding("conflict", "optimizer", f"{name} does not step on the host: {REPLACED}"))
         return "adamw"
     return name

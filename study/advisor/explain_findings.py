@@ -113,7 +113,7 @@ def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
         return
     if case.request.optimizer not in name.lower():
         yield Finding("noted", key, f"{name}: bytes here are AdamW's, which keeps two moments of each parameter")
-    is_allowed = case.file.launcher == "accelerate" or case.top.get("zero_allow_untested_optimizer")
+    is_allowed = case.file.launcher != "deepspeed" or case.top.get("zero_allow_untested_optimizer")
     if case.stage and name.lower() not in optimizers["zero"] and not is_allowed:
         yield Finding("refused", key, f"ZeRO accepts {name} only with zero_allow_untested_optimizer: true")
 
@@ -280,7 +280,7 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
     # The Trainer fills in each "auto" by itself; Accelerate multiplies train_batch_size from the micro-batch.
     if sizes[0] is None and (is_open[1] or (is_open[0] and case.file.launcher == "deepspeed")):
         sizes[1] = sizes[1] or case.request.micro_batch
-    if case.file.launcher == "accelerate" or any(is_open[1:]):
+    if case.file.launcher != "deepspeed" or any(is_open[1:]):
         sizes[2] = sizes[2] or case.request.accumulation
     if problem := _batch_problem(sizes, ranks):
         yield Finding("refused", *problem)

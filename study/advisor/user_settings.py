@@ -100,7 +100,8 @@ class UserFile:
     """A config file as the launcher or the engine reads it."""
 
     name: str
-    launcher: Literal["accelerate", "deepspeed"]
+    # "trainer": the Trainer of transformers, which a trainer's file sets up, with a DeepSpeed JSON.
+    launcher: Literal["accelerate", "deepspeed", "trainer"]
     distributed_type: str
     # Settings as the engine gets them, except that "auto" is not resolved; None without DeepSpeed.
     deepspeed: dict[str, Any] | None
@@ -168,13 +169,11 @@ def read_user_file(name: str, findings: list[Finding] | None = None, tree: Path 
     or if it or one that it names is outside of a given tree.
     """
     findings = [] if findings is None else findings
-    document = _read(name, findings, tree)
+    document = read_mapping(name, findings, tree)
     section = document.get("deepspeed_config")
-    names = known_settings()["accelerate_deepspeed"]
-    is_accelerate = isinstance(section, dict) and not names.keys().isdisjoint(section)
-    if is_accelerate or "distributed_type" in document or "compute_environment" in document:
+    if _is_of_accelerate(document):
         return _accelerate(name, document, findings, tree)
-    if isinstance(document.get("deepspeed"), str) or _is_of_a_trainer(document):
+    if is_of_a_trainer(document):
         raise UserError(f"{name} is the file of a trainer, not of an engine", _engine_of_a_trainer(document))
     if isinstance(section, dict) and not section_entries("top").keys().isdisjoint(section):
         problem = f"{name} has its settings under deepspeed_config, where DeepSpeed reads none"
@@ -187,14 +186,28 @@ def read_user_file(name: str, findings: list[Finding] | None = None, tree: Path 
     if document and all(f"fsdp_{key}" in section_entries("fsdp") or "xla" in key for key in document):
         fix = "write an Accelerate YAML with distributed_type: FSDP, and these settings under its fsdp_config"
         raise UserError(f"{name} is an fsdp_config of TrainingArguments, whose other half is --fsdp", fix)
-    file = UserFile(name, "deepspeed", "DEEPSPEED", document, _explicit_keys(document), findings=findings)
+    return deepspeed_file(name, document, findings)
+
+
+def deepspeed_file(name: str, settings: dict[str, Any], findings: list[Finding]) -> UserFile:
+    """Return DeepSpeed's settings as a file of this name, without wrong keys and values, which are findings."""
+    file = UserFile(name, "deepspeed", "DEEPSPEED", settings, _explicit_keys(settings), findings=findings)
     check_deepspeed(file)
     return file
 
 
-def _is_of_a_trainer(document: Mapping[str, Any]) -> bool:
+def _is_of_accelerate(document: Mapping[str, Any]) -> bool:
+    section, names = document.get("deepspeed_config"), known_settings()["accelerate_deepspeed"]
+    has_plugin = isinstance(section, dict) and not names.keys().isdisjoint(section)
+    return has_plugin or "distributed_type" in document or "compute_environment" in document
+
+
+def is_of_a_trainer(document: Mapping[str, Any]) -> bool:
     """Whether a mapping has keys of TrainingArguments, LlamaFactory or axolotl, and no batch or stage of DeepSpeed."""
-    return len(_OF_A_TRAINER & document.keys()) > 1 and _OF_DEEPSPEED.isdisjoint(document)
+    if _is_of_accelerate(document):
+        return False
+    has_keys = len(_OF_A_TRAINER & document.keys()) > 1 and _OF_DEEPSPEED.isdisjoint(document)
+    return isinstance(document.get("deepspeed"), str) or has_keys
 
 
 def _engine_of_a_trainer(document: Mapping[str, Any]) -> str:
@@ -231,7 +244,7 @@ def is_json(path: Path, text: str) -> bool:
     return text.startswith("{", place)
 
 
-def _read(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:
+def read_mapping(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:
     """Read a JSON or YAML mapping; raise UserError if it is unreadable, or outside of the tree."""
     if tree is not None and not is_inside(name, tree):
         raise UserError(f"{name} {_IS_OUTSIDE}", _INSIDE)
@@ -468,7 +481,7 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tr
     if kind == "DEEPSPEED":
         file = _accelerate_deepspeed(name, document, precision, processes, findings, tree)
     else:
-        fsdp = _fsdp(document, findings) if kind == "FSDP" else None
+        fsdp = read_fsdp(document, findings) if kind == "FSDP" else None
         file = UserFile(name, "accelerate", kind, None, (), precision, fsdp, processes, mesh, findings)
     file.mesh_ranks, file.group_sizes = mesh_ranks, _group_sizes(sizes)
     return file
@@ -573,7 +586,7 @@ def _section(document: Mapping[str, Any], key: str, findings: list[Finding]) -> 
     return {}
 
 
-def _fsdp(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any]:
+def read_fsdp(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any]:
     """Return FSDP's settings without those that Accelerate refuses (FullyShardedDataParallelPlugin)."""
     section = _section(document, "fsdp_config", findings).items()
     settings = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section}
@@ -694,7 +707,7 @@ def _inner_name(name: str, inner: Any, tree: Path | None) -> str:
 def _read_inner(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:
     """Read the JSON that an Accelerate file names: Accelerate's reader takes no comments, and any number."""
     only_deepspeeds = list[Finding]()
-    settings = _read(name, only_deepspeeds, tree)
+    settings = read_mapping(name, only_deepspeeds, tree)
     for finding in only_deepspeeds:
         # Accelerate passes DeepSpeed a mapping.
         if finding.rule == "set-twice":

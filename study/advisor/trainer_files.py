@@ -1,0 +1,509 @@
+"""Read the file of a trainer (axolotl, LLaMA-Factory, TRL, TrainingArguments) as flags and an engine's file.
+
+Its keys are in trainer_keys.py, a line each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH
+from study.advisor.explain_check import find_line, in_file
+from study.advisor.trainer_keys import OTHER_FIELDS, TRAINERS, Counted, Trainer
+from study.advisor.user_settings import (
+    NOT_MODELLED,
+    Finding,
+    UserFile,
+    deepspeed_file,
+    is_of_a_trainer,
+    read_fsdp,
+    read_mapping,
+    read_user_file,
+    section_entries,
+)
+from study.config.errors import UserError, clip
+from study.config.yaml_sections import load_package_yaml
+from study.host.folders import resolve_path
+from study.predictor.lora_targets import ALL_LINEAR
+from study.workloads.presets import find_base, find_preset, hub_id
+
+# Fields of adapters alone.
+_OF_LORA = ("lora_rank", "lora_targets", "lora_dropout", "quantization", "double_quant")
+# Keys of TrainingArguments' fsdp_config that Accelerate has under no name, or that change no byte of a rank.
+_OTHER_FSDP_KEYS = {
+    *("version", "limit_all_gathers", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "cpu_offload"),
+    *("final_state_dict_type", "mixed_precision_policy", "cpu_offload_pin_memory", "transformer_cls_to_wrap"),
+}
+# Keys of LLaMA-Factory's v1, whose files have other names for all.
+_OF_OTHER_FORMATS = {"dist_config", "train_dataset", "model_class"}
+_SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+_SHARDING, _RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
+
+
+class Unset(str):
+    """A default of a flag, which a trainer's file replaces; a word of the command line is not replaced."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerFile:
+    """A trainer's file, with the values of its keys by field of Workload."""
+
+    name: str
+    trainer: Trainer
+    document: Mapping[str, Any]
+    text: str
+    values: Mapping[str, Any]
+    # The key that set a field; a default has none.
+    keys: Mapping[str, str]
+    findings: tuple[Finding, ...]
+
+    def noted(self, key: str, message: str, rule: str = "not-modelled") -> Finding:
+        return self._finding("noted", key, message, "", rule)
+
+    def refused(self, key: str, message: str, fix: str) -> Finding:
+        return self._finding("refused", key, message, fix, "trainer")
+
+    def ignored(self, key: str, message: str, fix: str) -> Finding:
+        return self._finding("ignored", key, message, fix, "trainer")
+
+    def _finding(self, kind: Any, key: str, message: str, fix: str, rule: str) -> Finding:
+        return Finding(kind, key, message, fix, rule, self.name, find_line(self.text, key) or 1)
+
+
+def read_trainer_file(name: str) -> TrainerFile | None:
+    """Return a trainer's file; None for one of another program, or of a trainer that is not known.
+
+    Raise UserError if it is unreadable, or for a value that the trainer does not take.
+    """
+    set_twice = list[Finding]()
+    document = read_mapping(name, set_twice, None)
+    if not is_of_a_trainer(document):
+        return None
+    trainer = next((trainer for trainer in TRAINERS if trainer.marks & document.keys()), None)
+    if trainer is None or _OF_OTHER_FORMATS & document.keys():
+        return None
+    text = resolve_path(name).read_text(encoding="utf-8")
+    values, keys = dict[str, Any](), dict[str, str]()
+    file = TrainerFile(name, trainer, document, text, values, keys, ())
+    findings = [file.noted(item.key, "is set twice: the last one is read", item.rule) for item in set_twice if item.key]
+    for key in trainer.keys:
+        if document.get(key.theirs) is None:
+            continue
+        try:
+            value = key.convert(document[key.theirs])
+        except ValueError as error:
+            line = find_line(text, key.theirs) or 1
+            problem = f"{name}:{line}: {key.theirs} is {clip(document[key.theirs])}"
+            raise UserError(problem, f"it should be {error}") from None
+        if isinstance(value, Counted):
+            findings.append(file.noted(key.theirs, value.text))
+            value = value.value
+        if key.ours and value is not None and key.ours not in values:
+            values[key.ours], keys[key.ours] = value, key.theirs
+    for theirs, what in trainer.not_modelled.items():
+        value = document.get(theirs)
+        # A size of 1 is off.
+        if value and (value is True or value not in (1, "1", "false", "none")):
+            findings.append(file.noted(theirs, f"{what}; {NOT_MODELLED}"))
+    return dataclasses.replace(file, findings=tuple(findings), values=_settle(trainer, document, values))
+
+
+def _settle(trainer: Trainer, document: Mapping[str, Any], set_values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with the trainer's defaults, and without those that another value makes void."""
+    values = {**trainer.defaults, **set_values}
+    if "precision" not in set_values and any(document.get(key) is not None for key in ("bf16", "fp16")):
+        # Both are off.
+        values["precision"] = "no"
+    if values.get("peft") != "lora":
+        values = {name: value for name, value in values.items() if name not in _OF_LORA}
+    else:
+        values = {**trainer.lora_defaults, **values}
+    if values.get("quantization") != "4bit":
+        values.pop("double_quant", None)
+    return values
+
+
+def find_model(file: TrainerFile, ask_hub: bool) -> str:
+    """Return the model that a trainer's file names: a preset, a folder, or the preset of that name without its owner or
+    its folders; raise UserError if it names none, or one that is not known."""
+    example = f"name one after the file: study explain {file.name} llama-3.1-8b"
+    name = file.values.get("model_name_or_path")
+    if name is None:
+        raise UserError(f"{file.name} names no model", example)
+    plain = hub_id(name)
+    if ask_hub or resolve_path(name).exists() or find_preset(plain) or find_base(plain):
+        return str(name)
+    parts = plain.strip("/").split("/")
+    for candidate in ("/".join(parts[-2:]), parts[-1]):
+        if preset := find_preset(candidate) or find_base(candidate):
+            return preset.name
+    return str(name)
+
+
+def model_error(file: TrainerFile, refusal: UserError) -> UserError:
+    """Return the refusal of a model that a trainer's file names."""
+    key = file.keys["model_name_or_path"]
+    fix = f"name a model after the file: study explain {file.name} llama-3.1-8b; {refusal.fix}"
+    return UserError(f"{file.name}: {key}: {refusal.problem}", fix)
+
+
+def values_error(file: TrainerFile, refusal: UserError) -> UserError:
+    """Return the refusal of values of flags and a trainer's file, with the keys of the file for the flags."""
+    problem = refusal.problem
+    for name, key in file.keys.items():
+        problem = re.sub(rf"--{name}\b", key, problem)
+    return UserError(problem if problem.startswith(file.name) else f"{file.name}: {problem}", refusal.fix)
+
+
+def merge(file: TrainerFile, options: argparse.Namespace) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """Return a command line with the values of a trainer's file for flags that are not set, and the names of those that
+    replace a value of the file."""
+    merged = argparse.Namespace(**vars(options))
+    values = {name: value for name, value in file.values.items() if name not in (*OTHER_FIELDS, "model_name_or_path")}
+    if not isinstance(options.peft, Unset) and options.peft != "lora":
+        values = {name: value for name, value in values.items() if name not in _OF_LORA}
+    objective = file.values.get("objective")
+    if objective in ("dpo", "pairs"):
+        values["micro_batch"] = 2 * values["micro_batch"]
+    replaced = []
+    for name, value in values.items():
+        flag_value = getattr(options, name)
+        if isinstance(flag_value, Unset) or flag_value is None or flag_value is False:
+            setattr(merged, name, value)
+        elif flag_value != value:
+            replaced.append(name)
+    if merged.quantization != "4bit":
+        merged.double_quant = options.double_quant
+    # With adapters the model without them is the reference.
+    merged.with_reference = merged.with_reference or (objective == "dpo" and merged.peft != "lora")
+    merged.precision = merged.precision or "no"
+    return merged, tuple(replaced)
+
+
+def loads_16_bits(file: TrainerFile, engine: UserFile, precision: str) -> bool:
+    """Whether a program without DeepSpeed trains the 16-bit weights that it loads: Accelerate makes those of FSDP fp32
+    in mixed precision (fsdp2_prepare_model)."""
+    is_mixed = any(file.keys.get("precision") == key for key in ("bf16", "bfloat16")) or "precision" not in file.keys
+    is_cast = engine.fsdp is not None and is_mixed
+    return bool(file.values.get("loads_bf16")) and precision == "bf16" and engine.deepspeed is None and not is_cast
+
+
+def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, replaced: tuple[str, ...]) -> list[str]:
+    """Return the values of a trainer's file, and the names of those that it does not set."""
+    values, pairs = file.values, file.values.get("objective") in ("dpo", "pairs")
+    file_model = values.get("model_name_or_path")
+    batch = f"micro-batch {values['micro_batch']}{' pairs' if pairs else ''} x accumulation {values['accumulation']}"
+    parts = [model if file_model in (None, model) else f"{file_model} as {model}"]
+    parts += [f"{values['seq_length']} tokens"] if "seq_length" in values else []
+    parts += [batch, _adapters_text(values), values.get("precision", "fp32").replace("no", "fp32")]
+    parts += ["gradient checkpointing"] if values.get("gradient_checkpointing") else []
+    parts += [values[name] for name in ("optimizer", "attn_implementation") if name in values]
+    parts += [f"loss: {values['loss_kernel']}"] if "loss_kernel" in values else []
+    parts += ["DPO"] if values.get("objective") == "dpo" else []
+    lines = [f"read from {file.name} ({file.trainer.name}): {', '.join(parts)}"]
+    assumed = {**file.trainer.defaults, **(file.trainer.lora_defaults if values.get("peft") == "lora" else {})}
+    names = [name for name in assumed if name not in (*file.keys, *OTHER_FIELDS) and name in values]
+    if names:
+        lines[0] += f"; of these assumed, as {file.trainer.name} does without a key: {', '.join(names)}"
+    if replaced:
+        lines.append(f"set by flags in its place: {', '.join(f'{name} {getattr(options, name)}' for name in replaced)}")
+    return lines
+
+
+def _adapters_text(values: Mapping[str, Any]) -> str:
+    if values.get("peft") != "lora":
+        return "all weights trained"
+    kind = "QLoRA" if values.get("quantization") == "4bit" else "LoRA"
+    targets = values.get("lora_targets")
+    where = "peft's default modules" if targets is None else ", ".join(targets)
+    where = "all linear layers" if targets is not None and ALL_LINEAR in targets else where
+    rank = f" of rank {values['lora_rank']}" if "lora_rank" in values else ""
+    return f"{kind}{rank} on {where}"
+
+
+# Fields of Workload, by the names that findings give them.
+_FIELDS = {
+    "optimizer": "optimizer",
+    "peft": "peft",
+    "quantization": "quantization",
+    "reference_model": "objective",
+    "mixed_precision": "precision",
+    ACCUMULATION: "accumulation",
+    MICRO_BATCH: "micro_batch",
+}
+
+
+def place_findings(file: TrainerFile, engine: Engine, results: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield the findings of a trainer's file, and those of its engine with the names and lines of the engine's file."""
+    yield from engine.findings
+    path, is_inside = resolve_path(engine.file.name), engine.file.name == file.name
+    text = path.read_text(encoding="utf-8") if not is_inside and path.is_file() else ""
+    for finding in results:
+        # LLaMA-Factory casts loaded weights, and the Trainer fills in settings that DeepSpeed alone refuses.
+        if (finding.rule == "fp32-weights" and file.trainer.casts_to_fp32) or finding.rule == "auto-value":
+            continue
+        field = _FIELDS.get(finding.key, "")
+        if field in file.keys and not _is_of_the_json(finding.key, engine):
+            key = file.keys[field]
+        elif is_inside:
+            prefix = "deepspeed." if engine.file.deepspeed is not None else ""
+            key = engine.keys.get(finding.key, f"{prefix}{finding.key}")
+        else:
+            yield in_file(finding, engine.file, text)
+            continue
+        yield dataclasses.replace(finding, key=key, file=file.name, line=find_line(file.text, key) or 1)
+    yield from file.findings
+
+
+def _is_of_the_json(key: str, engine: Engine) -> bool:
+    """Whether a finding is about a size that DeepSpeed's file sets or lacks, and the Trainer does not fill in."""
+    return key in (MICRO_BATCH, ACCUMULATION) and engine.file.deepspeed is not None and key not in engine.filled
+
+
+# The engine of a trainer's file.
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """The engine's settings that a trainer's file amounts to."""
+
+    file: UserFile
+    # Lines about their file.
+    lines: tuple[str, ...] = ()
+    # Names of settings in the trainer's file, by the engine's.
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    # Sizes that are "auto" in DeepSpeed's file.
+    filled: frozenset[str] = frozenset()
+
+
+def read_engine(file: TrainerFile, options: argparse.Namespace, engine_name: str | None, ranks: int | None) -> Engine:
+    """Return the engine of --engine, of the key deepspeed or of FSDP's keys; else plain data parallelism.
+
+    The options are those of `merge`, with which the Trainer fills in each "auto".
+    """
+    document = file.document
+    if engine_name is not None:
+        user_file = read_user_file(engine_name)
+        if options.precision == "no" and user_file.mixed_precision in ("bf16", "fp16"):
+            # TrainingArguments takes that of the launcher if it sets none.
+            options.precision = user_file.mixed_precision
+        findings = tuple(_mismatches(file, user_file, options))
+        engine = Engine(_filled(user_file, options), (), {}, findings, _open_sizes(user_file))
+    elif document.get("deepspeed"):
+        engine = _deepspeed(file, options)
+    elif _has_fsdp(file):
+        return _fsdp(file, options)
+    else:
+        kind = "NO" if ranks == 1 else "MULTI_GPU"
+        plain = UserFile(file.name, "accelerate", kind, None, (), options.precision)
+        line = f"{file.name} names no engine" + ("" if ranks == 1 else ": DDP; --engine FILE adds that of the launcher")
+        unused = []
+        if document.get("fsdp_config"):
+            unused = [
+                file.ignored("fsdp_config", "the Trainer drops it without fsdp", "set fsdp: full_shard auto_wrap")
+            ]
+        return Engine(plain, (line,), {}, tuple(unused))
+    if _has_fsdp(file):
+        message = "DeepSpeed and FSDP cannot be used together; the figures are those of DeepSpeed"
+        refusal = file.refused("fsdp" if document.get("fsdp") else "fsdp_config", message, "take one of them out")
+        return dataclasses.replace(engine, findings=(*engine.findings, refusal))
+    return engine
+
+
+def _has_fsdp(file: TrainerFile) -> bool:
+    """Whether FSDP is on: axolotl takes fsdp_config alone for it, too (utils/trainer.py, prepare_optim_env)."""
+    is_axolotl = file.trainer.name == "axolotl"
+    return bool(file.document.get("fsdp") or (is_axolotl and file.document.get("fsdp_config")))
+
+
+@functools.cache
+def shipped_engines() -> dict[str, Any]:
+    """Return the content of shipped_engines.yaml."""
+    text = Path(__file__).with_name("shipped_engines.yaml").read_text(encoding="utf-8")
+    document: dict[str, Any] = load_package_yaml(text)
+    return document
+
+
+def _deepspeed(file: TrainerFile, options: argparse.Namespace) -> Engine:
+    setting, lines = file.document["deepspeed"], list[str]()
+    if isinstance(setting, Mapping):
+        user_file = deepspeed_file(file.name, _copied(setting), [])
+    elif not isinstance(setting, str):
+        raise UserError(
+            f"{file.name} sets deepspeed: {clip(setting)}", "it should be the path of a file, or its settings"
+        )
+    elif (path := _find(file, setting)) is not None:
+        user_file = read_user_file(str(path))
+    elif (shipped := _shipped(setting)) is not None:
+        trainer, place, settings, commit = shipped
+        user_file = deepspeed_file(f"{trainer}'s {place}", _copied(settings), [])
+        lines = [
+            f"{clip(setting)} is not here: {trainer}'s own file of that name is taken, of commit {commit[:8]};"
+            " --engine FILE names another"
+        ]
+    else:
+        raise _no_engine(file, setting)
+    if user_file.deepspeed is None:
+        raise UserError(
+            f"{file.name} sets deepspeed: {clip(setting)}, which is not a file of DeepSpeed", "name its JSON"
+        )
+    findings = tuple(_mismatches(file, user_file, options))
+    return Engine(_filled(user_file, options), tuple(lines), {}, findings, _open_sizes(user_file))
+
+
+def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
+
+
+def _find(file: TrainerFile, path_text: str) -> Path | None:
+    """Return a file that a trainer's file names, relative to its folder, else to the working directory."""
+    places = (resolve_path(file.name).parent / path_text, resolve_path(path_text))
+    return next((place for place in places if place.is_file()), None)
+
+
+def _shipped(path_text: str) -> tuple[str, str, Mapping[str, Any], str] | None:
+    """Return trainer, path, settings and commit of the file that a path means, if a trainer ships it."""
+    for trainer, entry in shipped_engines().items():
+        for place, settings in entry["files"].items():
+            if Path(path_text).parts[-len(Path(place).parts) :] == Path(place).parts:
+                return trainer, place, settings, entry["commit"]
+    return None
+
+
+def _no_engine(file: TrainerFile, path_text: str) -> UserError:
+    problem = f"{file.name} sets deepspeed: {clip(path_text)}, and there is no file of that name"
+    places = [place for entry in shipped_engines().values() for place in entry["files"]]
+    same = next((f", or write {place}" for place in places if Path(place).name == Path(path_text).name), "")
+    return UserError(problem, f"name it with --engine FILE{same}")
+
+
+def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+    return {MICRO_BATCH: options.micro_batch, ACCUMULATION: options.accumulation}
+
+
+def _open_sizes(user_file: UserFile) -> frozenset[str]:
+    return frozenset(key for key in (MICRO_BATCH, ACCUMULATION) if (user_file.deepspeed or {}).get(key) == "auto")
+
+
+def _filled(user_file: UserFile, options: argparse.Namespace) -> UserFile:
+    """Return an engine's file with the values that the Trainer fills in for "auto" (trainer_config_process in
+    transformers' integrations/deepspeed.py)."""
+    if user_file.deepspeed is None:
+        return user_file
+    settings = _copied(user_file.deepspeed)
+    for key, value in _sizes(options).items():
+        if settings.get(key) == "auto":
+            settings[key] = value
+    for kind in ("bf16", "fp16"):
+        if isinstance(settings.get(kind), dict) and settings[kind].get("enabled") == "auto":
+            settings[kind]["enabled"] = options.precision == kind
+    launcher = "trainer" if user_file.launcher == "deepspeed" else user_file.launcher
+    return dataclasses.replace(user_file, deepspeed=settings, launcher=launcher)
+
+
+def _mismatches(file: TrainerFile, user_file: UserFile, options: argparse.Namespace) -> Iterator[Finding]:
+    """Yield a finding for each setting of a DeepSpeed file that contradicts the trainer's, and take the file's own."""
+    settings, error = user_file.deepspeed or {}, "the Trainer ends with an error"
+    for (key, value), name in zip(_sizes(options).items(), ("micro_batch", "accumulation"), strict=True):
+        is_number = type(settings.get(key)) is int
+        if is_number and settings[key] != value and value == _batch_value(file, name):
+            key_in_file = file.keys.get(name, "per_device_train_batch_size")
+            message = f"{value}, and {user_file.name} sets {key}: {settings[key]}: {error}"
+            yield file.refused(key_in_file, message, 'write "auto" there')
+            setattr(options, name, settings[key])
+    for kind in ("bf16", "fp16"):
+        section = settings.get(kind)
+        is_set = isinstance(section, Mapping) and section.get("enabled") is True
+        if is_set and options.precision != kind and "precision" in file.keys:
+            message = f"{options.precision}, and {user_file.name} sets {kind}.enabled: true: {error}"
+            yield file.refused(file.keys["precision"], message, f'set {kind} here, or write "auto" there')
+
+
+def _batch_value(file: TrainerFile, name: str) -> Any:
+    pairs = file.values.get("objective") in ("dpo", "pairs") and name == "micro_batch"
+    return file.values[name] * (2 if pairs else 1)
+
+
+def _fsdp(file: TrainerFile, options: argparse.Namespace) -> Engine:
+    """Return FSDP's settings of a trainer's file, with the defaults of the Trainer (_process_fsdp_args in transformers'
+    training_args.py)."""
+    words = _fsdp_words(file)
+    section, place = _fsdp_section(file)
+    plain_settings = {key.removeprefix("fsdp_"): value for key, value in section.items()}
+    keys = {f"fsdp_{key.removeprefix('fsdp_')}": f"{place}{key}" for key in section}
+    strategies = [word for word in words if word in _SHARDINGS]
+    version, lines = file.document.get("fsdp_version", plain_settings.get("version")), list[str]()
+    if file.document.get("fsdp_version") is not None or version is None:
+        keys["fsdp_version"] = "fsdp_version"
+    if version is None:
+        version = options.fsdp_version or file.trainer.fsdp_version
+    if version is None:
+        version = 1 if any(word.startswith("hybrid") for word in strategies) else 2
+        lines.append(f"FSDP's version is not set: {version} is read; it is 2 in transformers 5, and 1 before")
+    settings: dict[str, Any] = {
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        **{
+            f"fsdp_{key}": value
+            for key, value in plain_settings.items()
+            if key not in _OTHER_FSDP_KEYS and value is not None
+        },
+        "fsdp_version": version,
+    }
+    if "offload" in words or plain_settings.get("cpu_offload"):
+        settings["fsdp_offload_params"] = True
+        keys["fsdp_offload_params"] = "fsdp" if "offload" in words else f"{place}cpu_offload"
+    _set_sharding(settings, keys, strategies, str(version))
+    findings = list[Finding]()
+    for name in [name for name in settings if name not in section_entries("fsdp")]:
+        findings.append(file.noted(keys[name], "is not a setting of FSDP", "unknown-key"))
+        del settings[name]
+    read = read_fsdp({"fsdp_config": settings}, findings)
+    precision = None if file.keys.get("precision") == "pure_bf16" else options.precision
+    user_file = UserFile(file.name, "accelerate", "FSDP", None, (), precision, read, findings=findings)
+    return Engine(user_file, tuple(lines), keys)
+
+
+def _set_sharding(settings: dict[str, Any], keys: dict[str, str], strategies: list[str], version: str) -> None:
+    """Set the strategy that the words of the key fsdp name for a version."""
+    for word in strategies:
+        if version == "1":
+            settings[_SHARDING], keys[_SHARDING] = word.upper(), "fsdp"
+        elif _RESHARD not in settings:
+            settings[_RESHARD], keys[_RESHARD] = word != "shard_grad_op", "fsdp"
+    if version == "1" and isinstance(strategy := settings.pop(_RESHARD, None), str):
+        settings.setdefault(_SHARDING, strategy.upper())
+        keys.setdefault(_SHARDING, keys[_RESHARD])
+
+
+def _fsdp_words(file: TrainerFile) -> list[str]:
+    """Return the words of the key fsdp; raise UserError for one that the Trainer does not support."""
+    value = file.document.get("fsdp")
+    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
+    allowed = (*_SHARDINGS, "offload", "auto_wrap", "true", "false")
+    for word in words:
+        if not isinstance(word, str) or word.lower() not in allowed:
+            line = find_line(file.text, "fsdp") or 1
+            raise UserError(f"{file.name}:{line}: fsdp has {clip(word)}", f"it should be of {', '.join(allowed[:-2])}")
+    return [word.lower() for word in words]
+
+
+def _fsdp_section(file: TrainerFile) -> tuple[Mapping[str, Any], str]:
+    """Return the settings of fsdp_config, a mapping or the name of a JSON, and their prefix in the trainer's file."""
+    section = file.document.get("fsdp_config")
+    if isinstance(section, str):
+        if (path := _find(file, section)) is None:
+            problem = f"{file.name} sets fsdp_config: {clip(section)}, and there is no file of that name"
+            raise UserError(problem, "write its settings under fsdp_config")
+        return read_mapping(str(path), [], None), ""
+    if section is not None and not isinstance(section, Mapping):
+        raise UserError(f"{file.name} sets fsdp_config: {clip(section)}", "write its settings under fsdp_config")
+    return section or {}, "fsdp_config."

@@ -1,0 +1,459 @@
+"""Keys of trainers' files: the flag of `study explain` that each amounts to, and the keys that are not modelled.
+
+A row of `keys` is a key of the trainer, a field of Workload (or one of `OTHER_FIELDS`, or none) and the converter of
+its value, which returns None for a value that sets nothing. Of several keys with one field the first that sets it is
+used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from study.predictor.lora_targets import ALL_LINEAR
+
+# Fields without a flag: weights are loaded in bf16, so that a program without DeepSpeed trains them so; and a
+# micro-batch counts pairs of samples, with a reference model ("dpo") or without one ("pairs").
+OTHER_FIELDS = ("loads_bf16", "objective")
+
+
+class Counted(NamedTuple):
+    """A value that that is only close to that of the file, with the difference as text."""
+
+    value: Any
+    text: str
+
+
+Convert = Callable[[Any], Any]
+
+
+class Key(NamedTuple):
+    """One row of a trainer's table."""
+
+    theirs: str
+    ours: str
+    convert: Convert
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """The keys of one trainer's file."""
+
+    name: str
+    # A file with one of these is this trainer's.
+    marks: frozenset[str]
+    keys: tuple[Key, ...]
+    # Values of keys that a file lacks, by field.
+    defaults: Mapping[str, Any]
+    # The same of adapters.
+    lora_defaults: Mapping[str, Any]
+    # The effect of a key that is not predicted, unless its value is false, empty or 1.
+    not_modelled: Mapping[str, str]
+    # Trained weights are cast to fp32 after they are loaded.
+    casts_to_fp32: bool = False
+    # FSDP's version without a key for it; None: it depends on the release of transformers.
+    fsdp_version: int | None = None
+
+
+# Converters. Each raises ValueError with the values that it accepts.
+
+
+def to_text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a name")
+    return value.strip()
+
+
+def to_count(value: Any) -> int:
+    # OmegaConf and HfArgumentParser read a number in quotes, too.
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if type(number) is not int or not 0 < number <= 10_000_000:
+        raise ValueError("a whole number from 1 up")
+    return number
+
+
+def to_fraction(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        raise ValueError("a number from 0 to below 1")
+    return float(value)
+
+
+def is_on(value: Any) -> bool:
+    """Return a switch, also one in quotes."""
+    texts = {"true": True, "false": False}
+    flag = texts.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(flag, bool):
+        raise ValueError("true or false")
+    return flag
+
+
+def to_switch(value: Any) -> bool | None:
+    return is_on(value) or None
+
+
+def to_setting(value: Any) -> bool:
+    """Return a switch whose default is on, so that false sets it, too."""
+    return is_on(value)
+
+
+def when_on(setting: Any, *also: str) -> Convert:
+    """Return a converter of a switch that sets a field to a value, as these words do, too."""
+
+    def convert(value: Any) -> Any:
+        return setting if value in also or is_on(value) else None
+
+    return convert
+
+
+def to_choice(table: Mapping[str, Any]) -> Convert:
+    """Return a converter by a table of values, whose names have any case."""
+
+    def convert(value: Any) -> Any:
+        name = str(value).lower()
+        if not isinstance(value, str | bool) or name not in table:
+            raise ValueError(f"one of {', '.join(table)}")
+        return table[name]
+
+    return convert
+
+
+def to_targets(value: Any) -> tuple[str, ...] | Counted:
+    """Return modules with adapters; a pattern of peft counts as all linear layers."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("names of modules")
+    if {name.lower() for name in names} & {"all", ALL_LINEAR, "all_linear"}:
+        return (ALL_LINEAR,)
+    if any(set(name) & set("*|^$()[]\\") for name in names):
+        return Counted((ALL_LINEAR,), "a pattern, counted as all linear layers")
+    return tuple(dict.fromkeys(names))
+
+
+_PAGED = "AdamW whose state may leave the GPU; it is counted there"
+# Names of transformers (OptimizerNames in training_args.py), bitsandbytes and axolotl.
+_OPTIMIZERS: dict[str, Any] = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw", "adam"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), "adamw_8bit"),
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), Counted("adamw", _PAGED)),
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), Counted("adamw_8bit", "counted as that of bitsandbytes")),
+    "adafactor": "adafactor",
+    **dict.fromkeys(("lion", "lion_32bit", "lion_pytorch"), "lion"),
+}
+
+
+def to_optimizer(value: Any) -> Any:
+    name = to_text(value).lower()
+    return _OPTIMIZERS.get(name) or Counted("adamw", f"{name[:40]}: bytes here are those of AdamW")
+
+
+def to_attention(value: Any) -> Any:
+    """Return the attention by a name of transformers; kernels of the hub are flash attention's."""
+    name = to_text(value).lower()
+    if name in ("eager", "sdpa", "flash_attention_2"):
+        return name
+    similar = "flash_attention_2" if "flash" in name else "sdpa"
+    return Counted(similar, f"{name[:60]}: counted as {similar}")
+
+
+def to_loaded(value: Any) -> bool | None:
+    """Whether weights are loaded in bf16; "auto" is the checkpoint's type, which the file does not set."""
+    return to_text(value).lower().removeprefix("torch.") in ("bfloat16", "bf16") or None
+
+
+def by_plugins(value: Any) -> str | None:
+    """Return the loss that a plugin of axolotl sets by itself (integrations/cut_cross_entropy/args.py)."""
+    names = value if isinstance(value, list) else [value]
+    return "cut" if any("CutCrossEntropyPlugin" in str(name) for name in names) else None
+
+
+# Effects that are not predicted. The sentence "not modelled: ..." follows.
+_PACKED = "samples fill the whole length, as they are counted; attention within each sample alone takes less time"
+_8BIT = "frozen weights have 8 bits; here they have 16"
+_DORA = "DoRA's magnitudes, and the norms of its weights"
+_SAVED = "these modules are trained in full, next to the adapters"
+_PARALLEL = "ranks share samples"
+_COMPILED = "torch.compile fuses operations"
+_FP8 = "products in fp8"
+_RESUMED = "adapters of an earlier run: rank and targets are those of its adapter_config.json"
+_OFFLOADED = "activations go to the host"
+_OFFLOADING = ("offload", "offload_disk", "unsloth")
+_SELF_SIZED = "the trainer halves the micro-batch until it fits"
+_PROJECTED = "the optimizer's state is of projected gradients"
+_KERNELS = "kernels of another library, with another memory of activations"
+_TRL_LENGTH = 1024
+
+
+def _shared(**effects: str) -> dict[str, str]:
+    return {"torch_compile": _COMPILED, "auto_find_batch_size": _SELF_SIZED, **effects}
+
+
+# src/axolotl/utils/schemas/ (config.py, training.py, peft.py, model.py, fsdp.py), axolotl at 067b021c. Weights are
+# loaded in torch_dtype, bf16 by default (utils/config/__init__.py, resolve_dtype), and 4-bit ones with double
+# quantization (loaders/model.py). FSDP's version is 1 without a key (schemas/validation.py).
+AXOLOTL = Trainer(
+    name="axolotl",
+    marks=frozenset({"base_model"}),
+    keys=(
+        Key("base_model", "model_name_or_path", to_text),
+        Key("sequence_len", "seq_length", to_count),
+        Key("micro_batch_size", "micro_batch", to_count),
+        Key("gradient_accumulation_steps", "accumulation", to_count),
+        Key(
+            "gradient_checkpointing",
+            "gradient_checkpointing",
+            lambda value: Counted(True, _OFFLOADED) if value in _OFFLOADING else to_switch(value),
+        ),
+        Key("adapter", "peft", lambda value: to_choice({"lora": "lora", "qlora": "lora"})(value) if value else None),
+        Key("lora_r", "lora_rank", to_count),
+        Key("lora_dropout", "lora_dropout", to_fraction),
+        Key("lora_target_linear", "lora_targets", when_on((ALL_LINEAR,))),
+        Key("lora_target_modules", "lora_targets", to_targets),
+        Key("load_in_4bit", "quantization", when_on("4bit")),
+        Key("optimizer", "optimizer", to_optimizer),
+        Key("bf16", "precision", when_on("bf16", "auto", "full")),
+        Key("bfloat16", "precision", when_on("bf16")),
+        Key("fp16", "precision", when_on("fp16")),
+        Key("float16", "precision", when_on("fp16")),
+        Key("attn_implementation", "attn_implementation", to_attention),
+        Key("flash_attention", "attn_implementation", when_on("flash_attention_2")),
+        Key("eager_attention", "attn_implementation", when_on("eager")),
+        Key("liger_fused_linear_cross_entropy", "loss_kernel", when_on("liger")),
+        Key("cut_cross_entropy", "loss_kernel", when_on("cut")),
+        Key("plugins", "loss_kernel", by_plugins),
+        Key("precompute_ref_log_probs", "objective", when_on("pairs")),
+        Key(
+            "rl",
+            "objective",
+            to_choice(
+                {
+                    **dict.fromkeys(("dpo", "ipo"), "dpo"),
+                    **dict.fromkeys(("orpo", "simpo"), "pairs"),
+                    **dict.fromkeys(("kto", "grpo", "gdpo", "ebft"), Counted(None, "counted as supervised training")),
+                }
+            ),
+        ),
+    ),
+    defaults={"seq_length": 512, "micro_batch": 1, "accumulation": 1, "precision": "bf16", "loads_bf16": True},
+    lora_defaults={"double_quant": True},
+    not_modelled=_shared(
+        sample_packing=_PACKED,
+        batch_flattening="samples of a micro-batch are one row, without padding",
+        load_in_8bit=_8BIT,
+        gptq="weights in 4 bits of GPTQ",
+        peft_use_dora=_DORA,
+        lora_modules_to_save=_SAVED,
+        lora_target_parameters="adapters of these parameters",
+        lora_model_dir=_RESUMED,
+        peft_layers_to_transform="adapters of these layers alone; here all have them",
+        relora="ReLoRA",
+        unfrozen_parameters="the other parameters are frozen; here all are trained",
+        sequence_parallel_degree=_PARALLEL,
+        context_parallel_size=_PARALLEL,
+        tensor_parallel_size="ranks share layers",
+        expert_parallel_size="each rank has separate experts",
+        dp_replicate_size="FSDP in replica groups",
+        activation_offloading=_OFFLOADED,
+        layer_offloading="layers go to the host",
+        selective_checkpointing="some outputs are saved, and not recomputed",
+        tiled_mlp="layers are computed in tiles of tokens",
+        chunked_cross_entropy="the loss in chunks of tokens (--chunked_loss is Liger's)",
+        fp8=_FP8,
+        qat="quantization-aware training",
+        quantize_moe_experts="experts in fewer bits",
+        reward_model="a model with a head of one value, and pairs of samples",
+        process_reward_model="a model with a head of one value",
+        lora_mlp_kernel=_KERNELS,
+        lora_qkv_kernel=_KERNELS,
+        trainer_cls="a custom trainer",
+    ),
+    fsdp_version=1,
+)
+
+# src/llamafactory/hparams/ (model_args.py, data_args.py, finetuning_args.py), LLaMA-Factory at ff6d4d12, and the
+# defaults of TrainingArguments. Checkpointing is on (model/model_utils/checkpointing.py), and trained weights are cast
+# to fp32 (model/adapter.py).
+LLAMA_FACTORY = Trainer(
+    name="LLaMA-Factory",
+    marks=frozenset(
+        {
+            *("finetuning_type", "cutoff_len", "lora_target", "quantization_bit", "enable_liger_kernel", "flash_attn"),
+            *("template", "stage", "pure_bf16", "dataset_dir"),
+        }
+    ),
+    keys=(
+        Key("model_name_or_path", "model_name_or_path", to_text),
+        Key("cutoff_len", "seq_length", to_count),
+        Key("per_device_train_batch_size", "micro_batch", to_count),
+        Key("gradient_accumulation_steps", "accumulation", to_count),
+        Key("disable_gradient_checkpointing", "gradient_checkpointing", lambda value: not is_on(value)),
+        Key(
+            "finetuning_type",
+            "peft",
+            to_choice(
+                {
+                    "lora": "lora",
+                    "full": "none",
+                    "freeze": Counted("none", "most layers are frozen; here all are trained"),
+                    "oft": Counted("lora", "OFT, counted as LoRA"),
+                }
+            ),
+        ),
+        Key("lora_rank", "lora_rank", to_count),
+        Key("lora_dropout", "lora_dropout", to_fraction),
+        Key("lora_target", "lora_targets", to_targets),
+        Key("quantization_bit", "quantization", lambda value: "4bit" if to_count(value) == 4 else Counted(None, _8BIT)),
+        Key("double_quantization", "double_quant", to_setting),
+        Key("optim", "optimizer", to_optimizer),
+        Key("pure_bf16", "loads_bf16", to_switch),
+        Key("bf16", "precision", when_on("bf16")),
+        Key("fp16", "precision", when_on("fp16")),
+        Key("pure_bf16", "precision", when_on("bf16")),
+        Key(
+            "flash_attn",
+            "attn_implementation",
+            to_choice(
+                {
+                    "auto": None,
+                    **dict.fromkeys(("disabled", "false"), "eager"),
+                    "sdpa": "sdpa",
+                    "fa2": "flash_attention_2",
+                    "fa3": Counted("flash_attention_2", "fa3: counted as flash_attention_2"),
+                }
+            ),
+        ),
+        Key("enable_liger_kernel", "loss_kernel", when_on("liger")),
+        Key(
+            "freeze_vision_tower",
+            "",
+            lambda value: None if is_on(value) else Counted(None, "its tower is trained, too"),
+        ),
+        Key("pref_loss", "objective", lambda value: "pairs" if value in ("orpo", "simpo") else None),
+        Key(
+            "stage",
+            "objective",
+            to_choice(
+                {
+                    **dict.fromkeys(("sft", "pt"), None),
+                    "dpo": "dpo",
+                    "rm": "pairs",
+                    **dict.fromkeys(("kto", "ppo"), Counted(None, "counted as supervised training")),
+                }
+            ),
+        ),
+    ),
+    defaults={
+        "seq_length": 2048,
+        "micro_batch": 8,
+        "accumulation": 1,
+        "gradient_checkpointing": True,
+        "peft": "lora",
+    },
+    lora_defaults={"lora_rank": 8, "lora_targets": (ALL_LINEAR,), "double_quant": True},
+    not_modelled=_shared(
+        packing=_PACKED,
+        neat_packing=_PACKED,
+        use_dora=_DORA,
+        additional_target=_SAVED,
+        adapter_name_or_path=_RESUMED,
+        use_unsloth=_KERNELS,
+        use_unsloth_gc=_OFFLOADED,
+        use_galore=_PROJECTED,
+        use_apollo=_PROJECTED,
+        use_badam="one block of layers is trained at a time",
+        use_adam_mini="one second moment for many parameters",
+        use_muon="Muon's state is one moment",
+        use_llama_pro="added layers alone are trained",
+        shift_attn="shifted sparse attention",
+        mixture_of_depths="tokens skip layers",
+        use_kt="experts are on the host",
+        use_mca="Megatron's engine",
+        use_megatron_bridge="Megatron's engine",
+        use_hyper_parallel="another engine",
+        fp8=_FP8,
+        upcast_layernorm="norms in fp32",
+        upcast_lmhead_output="logits in fp32",
+        resize_vocab="the vocabulary has another size",
+    ),
+    casts_to_fp32=True,
+)
+
+_HF_KEYS = (
+    Key("model_name_or_path", "model_name_or_path", to_text),
+    Key("per_device_train_batch_size", "micro_batch", to_count),
+    Key("gradient_accumulation_steps", "accumulation", to_count),
+    Key("gradient_checkpointing", "gradient_checkpointing", to_setting),
+    Key("activation_checkpointing", "gradient_checkpointing", to_setting),
+    Key("optim", "optimizer", to_optimizer),
+    Key("bf16", "precision", when_on("bf16")),
+    Key("fp16", "precision", when_on("fp16")),
+    Key("use_liger_kernel", "loss_kernel", when_on("liger")),
+    Key("use_liger", "loss_kernel", when_on("liger")),
+    Key("dtype", "loads_bf16", to_loaded),
+    Key("torch_dtype", "loads_bf16", to_loaded),
+    Key("attn_implementation", "attn_implementation", to_attention),
+    Key("use_flash_attention_2", "attn_implementation", when_on("flash_attention_2")),
+)
+_HF_NOT_MODELLED = _shared(
+    parallelism_config=_PARALLEL,
+    optim_target_modules=_PROJECTED,
+)
+
+# transformers 5.23.0, training_args.py.
+TRAINING_ARGUMENTS = Trainer(
+    name="TrainingArguments",
+    marks=frozenset({"per_device_train_batch_size", "model_name_or_path", "num_train_epochs"}),
+    keys=(*_HF_KEYS, Key("max_length", "seq_length", to_count), Key("block_size", "seq_length", to_count)),
+    defaults={"micro_batch": 8, "accumulation": 1},
+    lora_defaults={},
+    not_modelled=_HF_NOT_MODELLED,
+)
+
+# trl/trainer/model_config.py, base_config.py, sft_config.py and dpo_config.py, TRL at f2cd5771; recipes of
+# alignment-handbook at 925acdfe have the same keys, and names of earlier releases (max_seq_length, torch_dtype).
+TRL = Trainer(
+    name="TRL",
+    marks=frozenset(
+        {
+            *("use_peft", "lora_r", "max_length", "max_seq_length", "dataset_name", "dataset_mixture", "dataset_mixer"),
+            *("beta", "num_generations", "max_completion_length", "max_prompt_length", "packing", "load_in_4bit"),
+        }
+    ),
+    keys=(
+        *_HF_KEYS,
+        Key("max_length", "seq_length", to_count),
+        Key("max_seq_length", "seq_length", to_count),
+        Key("use_peft", "peft", when_on("lora")),
+        Key("lora_r", "lora_rank", to_count),
+        Key("lora_dropout", "lora_dropout", to_fraction),
+        Key("lora_target_modules", "lora_targets", to_targets),
+        Key("load_in_4bit", "quantization", when_on("4bit")),
+        Key("use_bnb_nested_quant", "double_quant", to_switch),
+        Key("precompute_ref_log_probs", "objective", when_on("pairs")),
+        Key("max_completion_length", "objective", lambda value: Counted("none", "counted as supervised training")),
+        Key("beta", "objective", lambda value: "dpo"),
+    ),
+    defaults={
+        "seq_length": _TRL_LENGTH,
+        "micro_batch": 8,
+        "accumulation": 1,
+        "gradient_checkpointing": True,
+        "precision": "bf16",
+    },
+    lora_defaults={"lora_rank": 16, "lora_dropout": 0.05},
+    not_modelled={
+        **_HF_NOT_MODELLED,
+        "packing": _PACKED,
+        "padding_free": "samples of a micro-batch are one row, without padding",
+        "load_in_8bit": _8BIT,
+        "use_dora": _DORA,
+        "lora_modules_to_save": _SAVED,
+        "lora_target_parameters": "adapters of these parameters",
+        "activation_offloading": _OFFLOADED,
+        "use_vllm": "vLLM's copy of the weights, and its cache",
+    },
+)
+
+# The first whose mark a file has.
+TRAINERS = (AXOLOTL, LLAMA_FACTORY, TRL, TRAINING_ARGUMENTS)

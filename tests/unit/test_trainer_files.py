@@ -1,0 +1,460 @@
+"""`study explain` of trainers' files: their keys, figures equal to those of `study predict`, and wrong values."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engines import ROOT
+from study.advisor import explain, predict_command
+from study.advisor.calculator import Calculator
+from study.advisor.explain_case import ConfigCase
+from study.advisor.predict_command import PredictFlags, make_request
+from study.advisor.trainer_files import read_trainer_file, shipped_engines
+from study.advisor.trainer_keys import OTHER_FIELDS, TRAINERS
+from study.advisor.workload import Workload
+from study.cli import main
+from study.config.errors import UserError
+from study.config.flags import Parser
+from study.predictor.memory import predict_memory
+from study.predictor.request import Request
+from study.predictor.time import device_bytes, predict_time
+
+FOLDER = ROOT / "tests" / "data" / "trainers"
+BOX = ("--hardware", "8xH100")
+RECOMPUTED = "--gradient_checkpointing"
+FLASH = "--attn_implementation flash_attention_2"
+
+
+def parse(command: Any, words: Sequence[str]) -> Any:
+    parser = Parser(prog="study", allow_abbrev=False)
+    command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def read(file: Path | str, *words: str) -> ConfigCase:
+    """Return the case that `study explain` prints."""
+    options = parse(explain, [str(file), *words])
+    explain._check_flags(options)
+    return explain.read_case(options)
+
+
+def write(folder: Path, document: dict[str, Any], name: str = "trainer.yaml") -> Path:
+    file = folder / name
+    file.write_text(json.dumps(document) if file.suffix == ".json" else yaml.safe_dump(document, sort_keys=False))
+    return file
+
+
+def figures(request: Request) -> tuple[float, float, float, float]:
+    memory = predict_memory(request)
+    bound = device_bytes(memory, at_upper=True)
+    return device_bytes(memory), bound, memory.host_peak.value, predict_time(request).step_s.value
+
+
+def predicted(command: str) -> Request:
+    return make_request(PredictFlags.from_options(parse(predict_command, command.split())))
+
+
+def overrides(**settings: Any) -> str:
+    return " ".join(f"--engine_override zero_optimization.{key}={json.dumps(value)}" for key, value in settings.items())
+
+
+# Settings of ds_z3_config.json that are not those of this study's zero3, for a width of 4096.
+Z3 = overrides(
+    overlap_comm=False,
+    sub_group_size=10**9,
+    reduce_bucket_size=4096**2,
+    stage3_prefetch_bucket_size=int(0.9 * 4096**2),
+    stage3_param_persistence_threshold=10 * 4096,
+    stage3_max_live_parameters=10**9,
+    stage3_max_reuse_distance=10**9,
+    stage3_gather_16bit_weights_on_model_save=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "command"),
+    [
+        (
+            "axolotl_fft_8b.yaml",
+            "",
+            f"llama-3.1-8b --strategy ddp --pure_bf16 --optimizer paged_adamw_8bit --seq_length 8192 --accumulation 8"
+            f" {RECOMPUTED} {FLASH}",
+        ),
+        (
+            "llama_factory_full_sft.yaml",
+            "llama-3.1-8b",
+            f"llama-3.1-8b --strategy zero3 --accumulation 2 --seq_length 2048 {RECOMPUTED} {Z3}",
+        ),
+        (
+            "llama_factory_qlora.yaml",
+            "",
+            "llama-3-8b --strategy ddp --peft lora --lora_rank 8 --lora_targets all-linear --quantization 4bit"
+            f" --double_quant --accumulation 8 --seq_length 2048 {RECOMPUTED}",
+        ),
+        (
+            "alignment_handbook_sft.yaml",
+            "mistral-7b-v0.3",
+            f"mistral-7b-v0.3 --strategy ddp --pure_bf16 --micro_batch 16 --seq_length 2048 {RECOMPUTED} {FLASH}",
+        ),
+        # A pair is two sequences, and its weights are loaded in fp32 (torch_dtype: null).
+        (
+            "alignment_handbook_dpo.yaml",
+            "mistral-7b-v0.3",
+            "mistral-7b-v0.3 --strategy ddp --precision bf16 --autocast --with_reference --micro_batch 16"
+            f" --accumulation 2 --seq_length 1024 {RECOMPUTED}",
+        ),
+        # Flags win.
+        (
+            "axolotl_fft_8b.yaml",
+            "gpt2-xl --seq_length 512 --accumulation 1 --optimizer lion",
+            f"gpt2-xl --strategy ddp --pure_bf16 --optimizer lion --seq_length 512 {RECOMPUTED} {FLASH}",
+        ),
+    ],
+)
+def test_a_shipped_example_has_the_figures_of_predict(name: str, words: str, command: str) -> None:
+    case = read(FOLDER / name, *words.split(), *BOX)
+    assert figures(case.request) == figures(predicted(f"{command} {' '.join(BOX)}"))
+
+
+def engine_and_flags(file: Path, engine: Path, model: str, flags: str) -> tuple[ConfigCase, ConfigCase]:
+    return read(file, model, *BOX), read(engine, model, *flags.split(), *BOX)
+
+
+def test_fsdp_of_a_trainer_is_that_of_the_accelerate_file(tmp_path: Path) -> None:
+    document = yaml.safe_load((FOLDER / "axolotl_qlora_fsdp.yaml").read_text())
+    settings = document["fsdp_config"]
+    launch = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": settings}
+    flags = (
+        "--peft lora --lora_rank 32 --lora_targets all-linear --lora_dropout 0.05 --quantization 4bit --double_quant"
+    )
+    flags += f" --seq_length 2048 --accumulation 4 {RECOMPUTED} {FLASH}"
+    trainer, accelerate = engine_and_flags(
+        FOLDER / "axolotl_qlora_fsdp.yaml", write(tmp_path, launch, "fsdp.yaml"), "qwen2-7b", flags
+    )
+    assert figures(trainer.request) == figures(accelerate.request)
+    assert (trainer.request.fsdp_version, trainer.request.fsdp_offloads) == (1, True)
+    noted = {(Path(item.file).name, item.key, item.line) for item in trainer.findings if item.kind == "noted"}
+    (crash,) = (item for item in trainer.findings if item.rule == "offloaded-4bit")
+    assert "CUDA error: invalid argument" in crash.message
+    # Version 1 alone, with the offload.
+    for fsdp in ({"fsdp_version": 2}, {"fsdp_offload_params": False}):
+        file = write(tmp_path, document | {"fsdp_config": settings | fsdp})
+        assert "offloaded-4bit" not in {item.rule for item in read(file, *BOX).findings}
+    lines = (FOLDER / "axolotl_qlora_fsdp.yaml").read_text().splitlines()
+    key = "fsdp_offload_params"
+    (line,) = (number for number, text in enumerate(lines, 1) if key in text)
+    assert ("axolotl_qlora_fsdp.yaml", f"fsdp_config.{key}", line) in noted
+    assert any(key == "sample_packing" for _, key, _ in noted)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "config", "changes"),
+    [
+        ("full_shard auto_wrap", {}, {}),
+        (True, {"version": 1, "reshard_after_forward": "shard_grad_op"}, {"version": 1, "keeps": True}),
+        ("shard_grad_op", {}, {"keeps": True}),
+        (["full_shard", "offload"], {"fsdp_version": 2}, {"offloads": True}),
+        ("hybrid_shard", {}, {"version": 1, "replicas": 2}),
+        ("full_shard", {"activation_checkpointing": True}, {"checkpoints": True}),
+        ("full_shard", {"cpu_ram_efficient_loading": "true"}, {"loads_once": True}),
+        ("full_shard", {"auto_wrap_policy": "NO_WRAP"}, {"unwrapped": True}),
+    ],
+)
+def test_fsdp_of_training_arguments_is_read(fsdp: Any, config: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+    document = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 1, "bf16": True, "fsdp": fsdp}
+    request = read(write(tmp_path, document | {"fsdp_config": config}), "--hardware", "2x8xA100").request
+    settings = {
+        "version": request.fsdp_version,
+        "keeps": request.fsdp_keeps_gathered,
+        "offloads": request.fsdp_offloads,
+        "replicas": request.box.ranks // request.fsdp_ranks,
+        "checkpoints": request.gradient_checkpointing,
+        "loads_once": request.fsdp_loads_once,
+        "unwrapped": request.fsdp_unwrapped,
+    }
+    usual = dict.fromkeys(settings, False) | {"version": 2, "replicas": 1}
+    assert settings == usual | changes
+    # A path to the same settings.
+    (tmp_path / "fsdp.json").write_text(json.dumps(config))
+    file = write(tmp_path, document | {"fsdp_config": "fsdp.json"})
+    assert read(file, "--hardware", "2x8xA100").request == request
+
+
+AXOLOTL = {"base_model": "gpt2", "learning_rate": 2e-5, "sequence_len": 512, "micro_batch_size": 2}
+FACTORY = {
+    "model_name_or_path": "gpt2",
+    "per_device_train_batch_size": 1,
+    "finetuning_type": "full",
+    "bf16": True,
+    "cutoff_len": 1024,
+}
+ARGUMENTS = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 2, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "place"), [(name, place) for name, it in shipped_engines().items() for place in it["files"]]
+)
+def test_a_file_that_the_trainer_ships_is_taken_if_it_is_not_here(trainer: str, place: str, tmp_path: Path) -> None:
+    document = AXOLOTL if trainer == "axolotl" else FACTORY
+    case = read(write(tmp_path, document | {"deepspeed": f"/somewhere/{place}"}), *BOX)
+    commit = shipped_engines()[trainer]["commit"]
+    assert any(f"{trainer}'s own file of that name is taken, of commit {commit[:8]}" in line for line in case.read_from)
+    # The file itself, in the trainer's folder, and in the working directory.
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).write_text(json.dumps(shipped_engines()[trainer]["files"][place]))
+    by_path = read(write(tmp_path, document | {"deepspeed": place}), *BOX)
+    assert not any("is not here" in line for line in by_path.read_from)
+    assert figures(by_path.request) == figures(case.request)
+    flags = "--micro_batch 2 --seq_length 512" if trainer == "axolotl" else f"--seq_length 1024 {RECOMPUTED}"
+    by_engine = read(tmp_path / place, "gpt2", *flags.split(), "--precision", "bf16", *BOX)
+    assert figures(by_engine.request) == figures(case.request)
+    assert [item for item in by_path.findings if item.kind == "refused"] == []
+
+
+def test_a_path_begins_at_the_file_or_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, stage in (("run", 1), ("here", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    monkeypatch.chdir(tmp_path / "here")
+    file = write(tmp_path / "run", AXOLOTL | {"deepspeed": "ds.json"})
+    assert read(file, *BOX).stage == 1
+    (tmp_path / "run" / "ds.json").unlink()
+    assert read(file, *BOX).stage == 2
+    assert (
+        read(file, "--engine", write(tmp_path, {"zero_optimization": {"stage": 3}}, "z3.json").as_posix(), *BOX).stage
+        == 3
+    )
+    # Inline, under the keys of the trainer's file.
+    settings = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3, "stage_three": 1}}
+    inline = write(tmp_path, AXOLOTL | {"deepspeed": settings})
+    (refused,) = (item for item in read(inline, *BOX).findings if item.kind == "refused")
+    assert (refused.key, refused.file) == ("deepspeed.zero_optimization.stage_three", str(inline))
+
+
+def test_the_trainer_fills_in_auto_and_contradictions_are_its_errors(tmp_path: Path) -> None:
+    auto = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    stage = {"zero_optimization": {"stage": 2}}
+    case = read(write(tmp_path, ARGUMENTS | {"gradient_accumulation_steps": 4, "deepspeed": auto | stage}), *BOX)
+    assert (case.request.micro_batch, case.request.accumulation, case.request.precision) == (2, 4, "bf16-engine")
+    assert [item for item in case.findings if item.kind == "filled"] == []
+    # Without bf16 the Trainer trains in fp32.
+    plain = {key: value for key, value in ARGUMENTS.items() if key != "bf16"}
+    assert (
+        read(write(tmp_path, plain | {"deepspeed": auto | stage, "learning_rate": 1}), *BOX).request.precision == "fp32"
+    )
+    fixed = {"train_micro_batch_size_per_gpu": 3, "fp16": {"enabled": True}}
+    case = read(write(tmp_path, ARGUMENTS | {"deepspeed": fixed | stage}), *BOX)
+    refused = {item.key: item.says for item in case.findings if item.rule == "trainer"}
+    assert refused.keys() == {"per_device_train_batch_size", "bf16"}
+    assert all("the Trainer ends with an error" in says for says in refused.values())
+    assert case.request.micro_batch == 3
+    with pytest.raises(UserError, match="per_device_train_batch_size is 5"):
+        read(write(tmp_path, ARGUMENTS | {"deepspeed": fixed | stage}), "--micro_batch", "5", *BOX)
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    document = ARGUMENTS | {"optim": "adamw_bnb_8bit", "deepspeed": {"zero_optimization": offload}}
+    (conflict,) = (item for item in read(write(tmp_path, document), *BOX).findings if item.kind == "conflict")
+    assert "the Trainer replace it by DeepSpeed's 32-bit Adam" in conflict.message
+    assert conflict.key == "optim"
+
+
+def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
+    document = AXOLOTL | {"adapter": "qlora", "load_in_4bit": True, "lora_r": 32, "lora_target_linear": True}
+    document |= {"gradient_checkpointing": True, "gradient_accumulation_steps": 4}
+    case = read(write(tmp_path, document), "--seq_length", "256", *BOX)
+    first, flags, engine = case.read_from
+    expected = (
+        "(axolotl): gpt2, 512 tokens, micro-batch 2 x accumulation 4, QLoRA of rank 32 on all linear layers, bf16,"
+    )
+    assert f"{expected} gradient checkpointing; of these assumed" in first
+    assert first.endswith("as axolotl does without a key: precision, double_quant")
+    assert flags == "set by flags in its place: seq_length 256"
+    assert engine.endswith("names no engine: DDP; --engine FILE adds that of the launcher")
+    assert case.request.sequence_length == 256
+    # Full training on the command line leaves adapters out.
+    assert read(write(tmp_path, document), "--peft", "none", *BOX).shape.lora_rank is None
+
+
+@pytest.mark.parametrize(
+    ("document", "values"),
+    [
+        (AXOLOTL | {"rl": "dpo"}, {"reference_model": True, "micro_batch": 4, "pure": True}),
+        (AXOLOTL | {"rl": "orpo"}, {"reference_model": False, "micro_batch": 4}),
+        (AXOLOTL | {"rl": "dpo", "adapter": "lora"}, {"reference_model": False, "micro_batch": 4}),
+        (
+            AXOLOTL | {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]},
+            {"loss_kernel": "cut"},
+        ),
+        (AXOLOTL | {"liger_fused_linear_cross_entropy": True}, {"loss_kernel": "liger"}),
+        (AXOLOTL | {"bf16": False, "fp16": True}, {"precision": "fp16", "pure": False}),
+        (AXOLOTL | {"bf16": False}, {"precision": "fp32", "pure": False}),
+        (AXOLOTL | {"flash_attention": True, "gradient_checkpointing": "offload"}, {"gradient_checkpointing": True}),
+        (FACTORY | {"disable_gradient_checkpointing": True}, {"gradient_checkpointing": False, "pure": False}),
+        (FACTORY | {"pure_bf16": True}, {"pure": True, "precision": "bf16-engine"}),
+        (
+            FACTORY | {"stage": "dpo", "cutoff_len": 256},
+            {"reference_model": True, "micro_batch": 2, "sequence_length": 256},
+        ),
+        (FACTORY | {"stage": "dpo", "pref_loss": "simpo"}, {"reference_model": False, "micro_batch": 2}),
+        (FACTORY | {"enable_liger_kernel": True, "flash_attn": "fa2"}, {"attention": "flash_attention_2"}),
+        (FACTORY | {"finetuning_type": "lora", "quantization_bit": 4}, {"quantized": True, "double_quantized": True}),
+        (ARGUMENTS | {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "pure": False}),
+        (ARGUMENTS | {"use_peft": True, "load_in_4bit": True}, {"lora_dropout": 0.05, "double_quantized": False}),
+        (ARGUMENTS | {"max_length": 300, "torch_dtype": "bfloat16"}, {"sequence_length": 300, "pure": True}),
+        (ARGUMENTS | {"beta": 0.1, "max_completion_length": 64}, {"reference_model": False, "micro_batch": 2}),
+    ],
+)
+def test_a_key_is_read_as_the_trainer_does(document: dict[str, Any], values: dict[str, Any], tmp_path: Path) -> None:
+    request = read(write(tmp_path, document), *BOX).request
+    assert {name: getattr(request, name) for name in values} == values
+
+
+@pytest.mark.parametrize(("trainer", "key"), [(it, key) for it in TRAINERS for key in it.not_modelled], ids=str)
+def test_what_is_not_modelled_is_noted_by_name(trainer: Any, key: str, tmp_path: Path) -> None:
+    documents = {"axolotl": AXOLOTL, "LLaMA-Factory": FACTORY, "TRL": ARGUMENTS | {"max_length": 512}}
+    document = documents.get(trainer.name, ARGUMENTS)
+    for value, count in ((False, 0), (2, 1)):
+        file = write(tmp_path, document | {key: value})
+        read_file = read_trainer_file(str(file))
+        assert read_file is not None
+        assert read_file.trainer is trainer
+        notes = [item for item in read_file.findings if item.key == key and item.rule == "not-modelled"]
+        assert len(notes) == count
+        assert all("not modelled" in item.message and item.line == len(document) + 1 for item in notes)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+def test_every_row_sets_a_field_of_the_workload(trainer: Any) -> None:
+    fields = {*Workload.__dataclass_fields__, *OTHER_FIELDS, ""}
+    assert {key.ours for key in trainer.keys} <= fields
+    assert {*trainer.defaults, *trainer.lora_defaults} <= fields
+    assert not {key.theirs for key in trainer.keys if key.ours} & trainer.not_modelled.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "sequence_len: many",
+            "trainer.yaml:5: sequence_len is 'many'. To fix it: it should be a whole number from 1 up",
+        ),
+        ("micro_batch_size: 0", "micro_batch_size is 0. To fix it: it should be a whole number from 1 up"),
+        ("gradient_checkpointing: 3", "it should be true or false"),
+        ("adapter: 3", "adapter is 3. To fix it: it should be one of lora, qlora"),
+        ("rl: [dpo]", "rl is ['dpo']. To fix it: it should be one of dpo, ipo,"),
+        ("lora_dropout: 1.5\nadapter: lora", "it should be a number from 0 to below 1"),
+        ("lora_target_modules: [3]\nadapter: lora", "it should be names of modules"),
+        (
+            "lora_target_modules: [nothing]\nadapter: lora",
+            "trainer.yaml: gpt2 has no layer 'nothing' for lora_target_modules",
+        ),
+        ("optimizer: []", "it should be a name"),
+        ("sequence_len: 5000", "gpt2 has 1024 positions"),
+        ("deepspeed: ds.json", "sets deepspeed: 'ds.json', and there is no file of that name. To fix it: name it with"),
+        ("deepspeed: zero3.json", "name it with --engine FILE, or write deepspeed_configs/zero3.json"),
+        ("deepspeed: [3]", "it should be the path of a file, or its settings"),
+        ("deepspeed: ../../trainer.yaml", "there is no file of that name"),
+        ("deepspeed: trainer.yaml", "is the file of a trainer, not of an engine"),
+        ("fsdp: [full_shards]", "fsdp has 'full_shards'. To fix it: it should be of full_shard"),
+        ("fsdp_config: 3", "write its settings under fsdp_config"),
+        ("fsdp_config: fsdp.json", "sets fsdp_config: 'fsdp.json', and there is no file of that name"),
+        (
+            "base_model: no-such-model",
+            "trainer.yaml: base_model: unknown model 'no-such-model'. To fix it: name a model after",
+        ),
+        ("base_model: /models/no-such", "base_model: there is no folder /models/no-such"),
+        ("base_model: [3]", "it should be a name"),
+        ("x: !!python/object:os.system {}", "not YAML"),
+    ],
+)
+def test_wrong_input_ends_in_one_line(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ["base_model: gpt2", "learning_rate: 2.0e-5", "num_epochs: 1", "output_dir: out"]
+    replaced_keys = {line.split(":")[0] for line in text.splitlines()}
+    Path("trainer.yaml").write_text(
+        "\n".join([*(line for line in lines if line.split(":")[0] not in replaced_keys), text])
+    )
+    assert main(["explain", "trainer.yaml", *BOX]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert message in output.err
+    assert len(output.err.strip().splitlines()) == 1
+
+
+def test_the_model_is_that_of_the_file_or_of_the_command_line(tmp_path: Path) -> None:
+    for model, shape in (
+        ("NousResearch/Meta-Llama-3.1-8B", "llama-3.1-8b"),
+        ("/opt/models/Qwen/Qwen3-32B", "qwen3-32b"),
+        ("https://huggingface.co/openai-community/gpt2", "gpt2"),
+    ):
+        file = write(tmp_path, AXOLOTL | {"base_model": model})
+        assert read(file, *BOX).shape.name == shape
+        assert read(file, "gpt2-xl", *BOX).shape.name == "gpt2-xl"
+    with pytest.raises(UserError, match="names no model") as refusal:
+        read(write(tmp_path, FACTORY | {"model_name_or_path": None}), *BOX)
+    assert "name one after the file" in refusal.value.fix
+    with pytest.raises(UserError, match="does not set the number of ranks"):
+        read(write(tmp_path, AXOLOTL))
+    assert read(write(tmp_path, AXOLOTL), "--world_size", "1").request.strategy.name == "single"
+
+
+def test_strict_refuses_a_trainers_file_or_leaves_it_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write(tmp_path, AXOLOTL | {"deepspeed": "deepspeed_configs/zero3.json"}))
+    assert main(["explain", "--strict", file]) == 1
+    assert "is the file of a trainer, not of an engine" in capsys.readouterr().out
+    assert main(["explain", "--strict", "--skip_others", file]) == 0
+    assert "0 configuration files checked, 1 other files skipped" in capsys.readouterr().out
+    assert main(["explain", "--strict", file, "--engine", file]) == 2
+
+
+def test_deepspeed_and_fsdp_together_are_refused_and_fsdp_config_alone_is_dropped(tmp_path: Path) -> None:
+    engine = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}
+    both = AXOLOTL | {"deepspeed": engine, "fsdp_config": {"version": 2}}
+    case = read(write(tmp_path, both), *BOX)
+    assert [item.key for item in case.findings if item.kind == "refused"] == ["fsdp_config"]
+    assert case.stage == 1
+    alone = read(write(tmp_path, ARGUMENTS | {"fsdp_config": {"version": 2}}), *BOX)
+    assert [item.key for item in alone.findings if item.kind == "ignored"] == ["fsdp_config"]
+    assert alone.request.strategy.name == "ddp"
+    with pytest.raises(UserError, match="--engine is for the file of a trainer"):
+        read(write(tmp_path, {"zero_optimization": {"stage": 1}}, "ds.json"), "gpt2", "--engine", "x.json", *BOX)
+
+
+def test_the_calculator_explains_a_trainers_file_with_the_json_that_it_names() -> None:
+    stage = b'{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}'
+    trainer = yaml.safe_dump(AXOLOTL | {"deepspeed": "configs/mine.json"}).encode()
+    words = json.dumps(["ax.yaml", "gpt2", *BOX])
+    texts = {name: base64.b64encode(text).decode() for name, text in (("ax.yaml", trainer), ("mine.json", stage))}
+    answer = json.loads(Calculator().explain(words, json.dumps(texts)))
+    assert answer["first_line"].startswith("Fits in bf16")
+    assert any("DeepSpeed, stage 3" in line for line in answer["subject"])
+    del texts["mine.json"]
+    refusal = json.loads(Calculator().explain(words, json.dumps(texts)))
+    assert "choose that file, too" in json.dumps(refusal)
+
+
+def test_the_page_and_the_json_say_what_was_read(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["explain", str(FOLDER / "axolotl_lora_1b_ray.yml"), "gpt2-xl", "--lora_targets", "all-linear"]
+    command += ["--seq_length", "1024", *BOX]
+    assert main(command) == 0
+    page = capsys.readouterr().out
+    assert re.search(
+        r"read from \S+axolotl_lora_1b_ray.yml \(axolotl\): NousResearch/Llama-3.2-1B as gpt2-xl, 2048 tokens", page
+    )
+    assert "axolotl's deepspeed_configs/zero3.json: DeepSpeed, stage 3, bf16-engine, one of 8 ranks" in page
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [line in page for line in document["read_from"]] == [True] * 3
