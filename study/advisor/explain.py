@@ -116,7 +116,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--hardware", metavar="BOX", help="8xH100, 2x8xA100-40, this: whether the peak fits, by default on all its GPUs"
     )
-    add("--precision", choices=("no", "fp32", "bf16", "fp16"), help="mixed precision if the file does not set it")
+    add(
+        "--precision",
+        type=_mixed_precision,
+        choices=("no", "bf16", "fp16"),
+        help="mixed precision if the file does not set it",
+    )
     add("--micro_batch", type=_COUNT, metavar="B", help="if it is auto in the file; by default 1")
     add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")

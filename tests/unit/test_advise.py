@@ -655,7 +655,18 @@ def test_a_strategy_whose_gpus_cannot_load_the_weights_is_not_recommended(capsys
         first = run_command(*words)[1].splitlines()[0]
         assert first == f"Does not fit: loading needs {needed} of 23.6 GiB on each GPU{remedy}; predicted"
         file = str(ROOT / f"accelerate_configs/{strategy}.yaml")
-        explained = ["explain", file, model, "--hardware", box, "--precision", "bf16", *ADAPTERS[1]]
+        explained = [
+            "explain",
+            file,
+            model,
+            "--hardware",
+            box,
+            "--world_size",
+            "4",
+            "--precision",
+            "bf16",
+            *ADAPTERS[1],
+        ]
         main([*explained, "--gradient_checkpointing"])
         text = f"Does not fit while quantized weights are loaded: {needed} of 23.6 GiB{remedy}. After that: "
         assert capsys.readouterr().out.startswith(text)

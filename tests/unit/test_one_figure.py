@@ -21,7 +21,7 @@ from study.advisor.explain_case import ConfigCase, resolve
 from study.advisor.explain_combinations import WRONG_TRAINING
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.user_settings import read_user_file
-from study.advisor.workload import Workload
+from study.advisor.workload import FSDP_FLAGS, Workload
 from study.cli import main
 from study.config.errors import UserError
 from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, WITH_GROUPS
@@ -162,9 +162,11 @@ def flags_of_file(flags: Sequence[str], option: Option) -> list[str]:
     left_out = ("--precision",) if option.request.strategy.is_fsdp else ("--precision", "--fsdp_version")
     flags_of_engine = list[str]()
     for before, word in zip(["", *flags], flags, strict=False):
-        is_switch = word in ("--reentrant_units", "--fsdp_mixed_units") and not option.request.strategy.is_fsdp
+        is_switch = word.removeprefix("--") in FSDP_FLAGS and not option.request.strategy.is_fsdp
         if not is_switch and word not in left_out and before not in left_out:
             flags_of_engine.append(word)
+    if option.request.loads_on_host and "--quantized_on_host" not in flags:
+        flags_of_engine.append("--quantized_on_host")
     return flags_of_engine
 
 
