@@ -103,6 +103,11 @@ class Explanation:
     figures: Mapping[str, float]
 
 
+def _mixed_precision(text: str) -> str:
+    """Return Accelerate's name of a precision: the other commands name fp32, which is no mixed precision."""
+    return "no" if text == "fp32" else text
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     config_help = "a DeepSpeed JSON, an Accelerate YAML or a trainer's file; with --strict also several"

@@ -164,7 +164,6 @@ def test_fsdp_of_a_trainer_is_that_of_the_accelerate_file(tmp_path: Path) -> Non
         (["full_shard", "offload"], {"fsdp_version": 2}, {"offloads": True}),
         ("hybrid_shard", {}, {"version": 1, "replicas": 2}),
         ("full_shard", {"activation_checkpointing": True}, {"checkpoints": True}),
-        ("full_shard", {"cpu_ram_efficient_loading": "true"}, {"loads_once": True}),
         ("full_shard", {"auto_wrap_policy": "NO_WRAP"}, {"unwrapped": True}),
     ],
 )
@@ -177,7 +176,6 @@ def test_fsdp_of_training_arguments_is_read(fsdp: Any, config: Any, changes: dic
         "offloads": request.fsdp_offloads,
         "replicas": request.box.ranks // request.fsdp_ranks,
         "checkpoints": request.gradient_checkpointing,
-        "loads_once": request.fsdp_loads_once,
         "unwrapped": request.fsdp_unwrapped,
     }
     usual = dict.fromkeys(settings, False) | {"version": 2, "replicas": 1}
