@@ -104,7 +104,7 @@ class Explanation:
 
 
 def _mixed_precision(text: str) -> str:
-    """Return Accelerate's name of a precision: the other commands name fp32, which is no mixed precision."""
+    """Return Accelerate's name of a precision; fp32 is that of the other commands."""
     return "no" if text == "fp32" else text
 
 
