@@ -420,12 +420,15 @@ def first_line(case: ConfigCase) -> str:
         verdict = f"{problem}. After that: {verdict[0].lower()}{verdict[1:]}"
     if groups := [key for _, key in group_keys(case)]:
         verdict = f"Without {', '.join(groups)} (not modelled): {verdict[0].lower()}{verdict[1:]}"
-    refused = [item.key for item in case.findings if item.kind == "refused" and item.rule != ENDS_WITH_ERROR]
+    refusals = [item for item in case.findings if item.kind == "refused" and item.rule != ENDS_WITH_ERROR]
+    refused = [item.key for item in refusals if item.rule != trainer_files.BY_TRAINER]
+    refused_by_trainer = [item.key for item in refusals if item.rule == trainer_files.BY_TRAINER]
     # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler, or fails in a step.
     late_errors = [item.key for item in case.findings if item.rule in ("wrong-argument", ENDS_WITH_ERROR)]
     wrong_training = [item.key for item in case.findings if item.rule == "wrong-training" and item.kind == "conflict"]
     for problem, keys in (
         ("Refused by the engine", refused),
+        ("Refused by the trainer", refused_by_trainer),
         ("Ends with an error", late_errors),
         ("Trains something else, silently", wrong_training),
     ):

@@ -18,6 +18,7 @@ from study.advisor.explain_check import find_line, in_file
 from study.advisor.trainer_keys import OTHER_FIELDS, TRAINERS, Counted, Trainer
 from study.advisor.user_settings import (
     NOT_MODELLED,
+    ZERO,
     Finding,
     UserFile,
     deepspeed_file,
@@ -33,6 +34,8 @@ from study.host.folders import resolve_path
 from study.predictor.lora_targets import ALL_LINEAR
 from study.workloads.presets import find_base, find_preset, hub_id
 
+# Rule of the findings that are errors of the trainer, not of the engine.
+BY_TRAINER = "trainer"
 # Fields of adapters alone.
 _OF_LORA = ("lora_rank", "lora_targets", "lora_dropout", "quantization", "double_quant")
 # Keys of TrainingArguments' fsdp_config that Accelerate has under no name, or that change no byte of a rank.
@@ -67,10 +70,10 @@ class TrainerFile:
         return self._finding("noted", key, message, "", rule)
 
     def refused(self, key: str, message: str, fix: str) -> Finding:
-        return self._finding("refused", key, message, fix, "trainer")
+        return self._finding("refused", key, message, fix, BY_TRAINER)
 
     def ignored(self, key: str, message: str, fix: str) -> Finding:
-        return self._finding("ignored", key, message, fix, "trainer")
+        return self._finding("ignored", key, message, fix, BY_TRAINER)
 
     def _finding(self, kind: Any, key: str, message: str, fix: str, rule: str) -> Finding:
         return Finding(kind, key, message, fix, rule, self.name, find_line(self.text, key) or 1)
@@ -242,6 +245,7 @@ _FIELDS = {
 def place_findings(file: TrainerFile, engine: Engine, results: Iterable[Finding]) -> Iterator[Finding]:
     """Yield the findings of a trainer's file, and those of its engine with the names and lines of the engine's file."""
     yield from engine.findings
+    yield from _refused_with(file, engine.file)
     path, is_inside = resolve_path(engine.file.name), engine.file.name == file.name
     text = path.read_text(encoding="utf-8") if not is_inside and path.is_file() else ""
     for finding in results:
@@ -259,6 +263,22 @@ def place_findings(file: TrainerFile, engine: Engine, results: Iterable[Finding]
             continue
         yield dataclasses.replace(finding, key=key, file=file.name, line=find_line(file.text, key) or 1)
     yield from file.findings
+
+
+def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
+    """Yield a finding for each key that the trainer refuses with the engine."""
+    names = {"DeepSpeed"} if engine.deepspeed is not None else set()
+    if ((engine.deepspeed or {}).get(ZERO) or {}).get("stage") == 3:
+        names.add("stage 3")
+    if engine.fsdp is not None:
+        is_first = engine.sharding is not None
+        offloads = engine.fsdp.get("fsdp_offload_params") is True
+        names |= {"FSDP"} | ({"FSDP1 with offload"} if is_first and offloads else set() if is_first else {"FSDP2"})
+    for refusal in file.trainer.refusals:
+        value = file.document.get(refusal.key)
+        if value is not None and refusal.engine in names and refusal.values(value):
+            message = f"{file.trainer.name} ends with an error: {clip(value)} with {refusal.engine}"
+            yield file.refused(refusal.key, message, "take it out, or use another engine")
 
 
 def _is_of_the_json(key: str, engine: Engine) -> bool:

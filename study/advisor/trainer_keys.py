@@ -36,6 +36,15 @@ class Key(NamedTuple):
     convert: Convert
 
 
+class Refusal(NamedTuple):
+    """A key that the trainer refuses with an engine: DeepSpeed, stage 3, FSDP, FSDP1 with offload, or FSDP2."""
+
+    key: str
+    engine: str
+    # Of its values; by default any that is on.
+    values: Callable[[Any], bool] = bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Trainer:
     """The keys of one trainer's file."""
@@ -54,6 +63,7 @@ class Trainer:
     casts_to_fp32: bool = False
     # FSDP's version without a key for it; None: it depends on the release of transformers.
     fsdp_version: int | None = None
+    refusals: tuple[Refusal, ...] = ()
 
 
 # Converters. Each raises ValueError with the values that it accepts.
@@ -269,6 +279,11 @@ AXOLOTL = Trainer(
         trainer_cls="a custom trainer",
     ),
     fsdp_version=1,
+    # check_fsdp_offload_w_8bit_optimizer and check_fsdp2_w_8bit_optimizer in schemas/validation.py
+    refusals=(
+        Refusal("optimizer", "FSDP1 with offload", lambda value: "8bit" in str(value)),
+        Refusal("optimizer", "FSDP2", lambda value: value in ("adamw_8bit", "adamw_bnb_8bit")),
+    ),
 )
 
 # src/llamafactory/hparams/ (model_args.py, data_args.py, finetuning_args.py), LLaMA-Factory at ff6d4d12, and the
@@ -377,6 +392,14 @@ LLAMA_FACTORY = Trainer(
         resize_vocab="the vocabulary has another size",
     ),
     casts_to_fp32=True,
+    # get_train_args in hparams/parser.py, configure_quantization in model/model_utils/quantization.py
+    refusals=(
+        Refusal("pure_bf16", "stage 3"),
+        Refusal("use_unsloth", "stage 3"),
+        Refusal("use_galore", "DeepSpeed"),
+        Refusal("use_apollo", "DeepSpeed"),
+        *(Refusal("quantization_bit", engine, lambda value: value not in (4, "4")) for engine in ("stage 3", "FSDP")),
+    ),
 )
 
 _HF_KEYS = (

@@ -67,7 +67,7 @@ def overrides(**settings: Any) -> str:
 
 
 # Settings of ds_z3_config.json that are not those of this study's zero3, for a width of 4096.
-Z3 = overrides(
+DS_Z3 = overrides(
     overlap_comm=False,
     sub_group_size=10**9,
     reduce_bucket_size=4096**2,
@@ -91,7 +91,7 @@ Z3 = overrides(
         (
             "llama_factory_full_sft.yaml",
             "llama-3.1-8b",
-            f"llama-3.1-8b --strategy zero3 --accumulation 2 --seq_length 2048 {RECOMPUTED} {Z3}",
+            f"llama-3.1-8b --strategy zero3 --accumulation 2 --seq_length 2048 {RECOMPUTED} {DS_Z3}",
         ),
         (
             "llama_factory_qlora.yaml",
@@ -267,6 +267,34 @@ def test_the_trainer_fills_in_auto_and_contradictions_are_its_errors(tmp_path: P
     assert conflict.key == "optim"
 
 
+Z3, Z2 = ({"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"} for stage in (3, 2))
+OFFLOAD = {"offload_params": True, "version": 1}
+
+
+@pytest.mark.parametrize(
+    ("document", "key", "engine", "no_refusal"),
+    [
+        (FACTORY | {"pure_bf16": True}, "pure_bf16", {"deepspeed": Z3}, {"deepspeed": Z2}),
+        (FACTORY | {"use_unsloth": True}, "use_unsloth", {"deepspeed": Z3}, {"deepspeed": Z2}),
+        (FACTORY | {"use_galore": True}, "use_galore", {"deepspeed": Z2}, {"fsdp": "full_shard"}),
+        (FACTORY | {"quantization_bit": 8}, "quantization_bit", {"fsdp": "full_shard"}, {"deepspeed": Z2}),
+        (FACTORY | {"quantization_bit": 8}, "quantization_bit", {"deepspeed": Z3}, {}),
+        (AXOLOTL | {"optimizer": "lion_8bit"}, "optimizer", {"fsdp_config": OFFLOAD}, {"fsdp_config": {"version": 2}}),
+        (AXOLOTL | {"optimizer": "adamw_8bit"}, "optimizer", {"fsdp_version": 2, "fsdp_config": {"version": 2}}, {}),
+    ],
+)
+def test_what_a_trainer_refuses_with_an_engine_is_its_error(
+    document: dict[str, Any], key: str, engine: dict[str, Any], no_refusal: dict[str, Any], tmp_path: Path
+) -> None:
+    case = read(write(tmp_path, document | engine), *BOX)
+    (refused,) = (item for item in case.findings if item.kind == "refused")
+    assert (refused.key, refused.rule) == (key, "trainer")
+    assert explain.first_line(case).startswith(f"Refused by the trainer: {key}. Apart from that: ")
+    assert [
+        item for item in read(write(tmp_path, document | no_refusal), *BOX).findings if item.kind == "refused"
+    ] == []
+
+
 def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
     document = AXOLOTL | {"adapter": "qlora", "load_in_4bit": True, "lora_r": 32, "lora_target_linear": True}
     document |= {"gradient_checkpointing": True, "gradient_accumulation_steps": 4}
@@ -407,6 +435,22 @@ def test_the_model_is_that_of_the_file_or_of_the_command_line(tmp_path: Path) ->
     with pytest.raises(UserError, match="does not set the number of ranks"):
         read(write(tmp_path, AXOLOTL))
     assert read(write(tmp_path, AXOLOTL), "--world_size", "1").request.strategy.name == "single"
+
+
+def test_the_launchers_file_is_the_engine_with_its_precision(tmp_path: Path) -> None:
+    plain = {key: value for key, value in ARGUMENTS.items() if key != "bf16"} | {"learning_rate": 1, "max_steps": 2}
+    flags = f"--micro_batch 2 {FLASH}"
+    launches: tuple[dict[str, Any], ...] = (
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "NO_WRAP"}},
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
+        {"distributed_type": "MULTI_GPU"},
+    )
+    for launch in launches:
+        engine = write(tmp_path, {**launch, "mixed_precision": "bf16", "num_processes": 8}, "launch.yaml")
+        file = write(tmp_path, plain | {"attn_implementation": "flash_attention_2"})
+        case = read(file, "--engine", str(engine), *BOX)
+        assert figures(case.request) == figures(read(engine, "gpt2", *flags.split(), *BOX).request)
+        assert case.request.precision.startswith("bf16")
 
 
 def test_strict_refuses_a_trainers_file_or_leaves_it_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
