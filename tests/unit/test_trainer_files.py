@@ -346,7 +346,11 @@ def test_a_key_is_read_as_the_trainer_does(document: dict[str, Any], values: dic
     assert {name: getattr(request, name) for name in values} == values
 
 
-@pytest.mark.parametrize(("trainer", "key"), [(it, key) for it in TRAINERS for key in it.not_modelled], ids=str)
+@pytest.mark.parametrize(
+    ("trainer", "key"),
+    [(it, key) for it in TRAINERS for key in it.not_modelled],
+    ids=lambda it: getattr(it, "name", it),
+)
 def test_what_is_not_modelled_is_noted_by_name(trainer: Any, key: str, tmp_path: Path) -> None:
     documents = {"axolotl": AXOLOTL, "LLaMA-Factory": FACTORY, "TRL": ARGUMENTS | {"max_length": 512}}
     document = documents.get(trainer.name, ARGUMENTS)
