@@ -186,8 +186,10 @@ def _load_bytes(request: Request, state: model_state.State, libraries: float) ->
     # The engine creates its optimizer after the weights have left the host (_configure_distributed_model), or are
     # in stage 3's host buffers.
     before = libraries_bytes(request.strategy.deepspeed is not None, before_steps=True)
-    # Only zero.Init shards weights while they are loaded, and 4-bit ones are loaded without it.
-    shards = 0.0 if request.quantized else state.params_host
+    # zero.Init shards weights while they are loaded, 4-bit ones excepted. A layer that FSDP shards leaves the host
+    # before its shard is there.
+    has_zero_init = request.strategy.zero_stage == 3 and not request.quantized
+    shards = state.params_host if has_zero_init else 0.0
     weights = ranks * (before + loaded.process + shards) + loaded.node
     return max(weights, ranks * (before + state.host))
 

@@ -430,6 +430,9 @@ def test_processes_of_a_node_share_the_pages_of_16_bit_weights_that_they_load() 
         libraries = libraries_bytes(has_deepspeed=False, before_steps=True)
         tensors = 4 * (libraries + 2 * shape.largest)
         assert predict_memory(loaded).host_parts["load"] == pytest.approx(tensors + 2 * shape.parameters)
+        # With an offload a layer's shard replaces the layer.
+        offloaded = dataclasses.replace(loaded, fsdp_offloads=loaded.strategy.is_fsdp)
+        assert predict_memory(offloaded).host_parts["load"] == pytest.approx(tensors + 2 * shape.parameters)
         assert predict_memory(request).host_parts["load"] == pytest.approx(4 * (libraries + 4 * shape.parameters))
 
 
