@@ -360,9 +360,9 @@ def _page(
     yield _verdict(advice)
     if best is not None:
         # Before the table: a screen may cut the last lines.
+        yield from predict_command.pair_notes(best.request)
         yield f"why {best.name}: {advise.explain_best(advice)}"
         yield from release_lines(best)
-        yield from predict_command.pair_notes(best.request)
     yield ""
     count = format_parameters(shape.parameters)
     yield (

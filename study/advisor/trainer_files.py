@@ -271,9 +271,11 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
     if ((engine.deepspeed or {}).get(ZERO) or {}).get("stage") == 3:
         names.add("stage 3")
     if engine.fsdp is not None:
-        is_first = engine.sharding is not None
-        offloads = engine.fsdp.get("fsdp_offload_params") is True
-        names |= {"FSDP"} | ({"FSDP1 with offload"} if is_first and offloads else set() if is_first else {"FSDP2"})
+        names.add("FSDP")
+        if engine.sharding is None:
+            names.add("FSDP2")
+        elif engine.fsdp.get("fsdp_offload_params") is True:
+            names.add("FSDP1 with offload")
     for refusal in file.trainer.refusals:
         value = file.document.get(refusal.key)
         if value is not None and refusal.engine in names and refusal.values(value):
@@ -330,7 +332,7 @@ def read_engine(file: TrainerFile, options: argparse.Namespace, engine_name: str
                 file.ignored("fsdp_config", "the Trainer drops it without fsdp", "set fsdp: full_shard auto_wrap")
             ]
         return Engine(plain, (line,), {}, tuple(unused))
-    if _has_fsdp(file):
+    if _has_fsdp(file) and engine.file.deepspeed is not None:
         message = "DeepSpeed and FSDP cannot be used together; the figures are those of DeepSpeed"
         refusal = file.refused("fsdp" if document.get("fsdp") else "fsdp_config", message, "take one of them out")
         return dataclasses.replace(engine, findings=(*engine.findings, refusal))

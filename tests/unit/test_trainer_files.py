@@ -472,6 +472,10 @@ def test_deepspeed_and_fsdp_together_are_refused_and_fsdp_config_alone_is_droppe
     case = read(write(tmp_path, both), *BOX)
     assert [item.key for item in case.findings if item.kind == "refused"] == ["fsdp_config"]
     assert case.stage == 1
+    launch = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+    fsdp = AXOLOTL | {"fsdp_config": {"version": 2}}
+    case = read(write(tmp_path, fsdp), "--engine", str(write(tmp_path, launch, "launch.yaml")), *BOX)
+    assert [item.key for item in case.findings if item.kind == "refused"] == []
     alone = read(write(tmp_path, ARGUMENTS | {"fsdp_config": {"version": 2}}), *BOX)
     assert [item.key for item in alone.findings if item.kind == "ignored"] == ["fsdp_config"]
     assert alone.request.strategy.name == "ddp"
