@@ -204,8 +204,9 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
         return _read_trainer_case(trainer, options)
     if options.engine:
         raise UserError(f"--engine is for the file of a trainer, and {options.config} is none", "leave it out")
-    file = _checked_fsdp(read_user_file(options.config), options)
+    file = _with_fsdp_version(read_user_file(options.config), options.fsdp_version)
     workload = _workload(options)
+    _check_fsdp_flags(file, options)
     shape = workload.adapt(model_shape(options.model[0], ask_hub=workload.hub))
     box = HardwareFlags.from_options(options).box() if options.hardware else None
     case = resolve(file, shape, options.world_size, program_settings(workload, shape), box)
@@ -220,7 +221,8 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
     box = HardwareFlags.from_options(options).box() if options.hardware else None
     ranks = options.world_size or (box.ranks if box else None)
     engine = trainer_files.read_engine(trainer, options, options.engine, ranks)
-    file, name = _checked_fsdp(engine.file, options), options.model[0]
+    file, name = _with_fsdp_version(engine.file, options.fsdp_version), options.model[0]
+    _check_fsdp_flags(file, options)
     try:
         model = model_shape(name, ask_hub=options.hub)
     except UserError as refusal:
@@ -242,14 +244,12 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
     )
 
 
-def _checked_fsdp(file: UserFile, options: argparse.Namespace) -> UserFile:
-    """Return the file with --fsdp_version; raise UserError for flags of a version that it has not."""
-    file = _with_fsdp_version(file, options.fsdp_version)
+def _check_fsdp_flags(file: UserFile, options: argparse.Namespace) -> None:
+    """Raise UserError for flags of an engine, or of a version of FSDP, that the file has not."""
     for name in FSDP_FLAGS:
         is_for_fsdp1 = name in FSDP1_UNITS
         if getattr(options, name) and (file.sharding if is_for_fsdp1 else file.fsdp) is None:
             raise UserError(f"--{name} is for FSDP{'1' * is_for_fsdp1}, and {file.name} is not", "leave it out")
-    return file
 
 
 def _with_fsdp_version(file: UserFile, version: int | None) -> UserFile:

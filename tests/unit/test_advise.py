@@ -844,7 +844,7 @@ def test_files_with_other_contents_are_not_replaced(tmp_path: Path) -> None:
 
 
 def test_zero0_is_tried_in_fp32_alone_and_ddp_is_not_passed_over_for_a_little_memory() -> None:
-    """In 16 bits stage 0 trains something else (docs/compositions.md)."""
+    # In 16 bits stage 0 trains something else (docs/compositions.md).
     tried = {
         precision: "zero0" in candidates(dataclasses.replace(TINY, precision=precision))
         for precision in ("fp32", "bf16", "fp16")
