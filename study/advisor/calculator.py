@@ -41,12 +41,12 @@ from study.releases.judge import (
     cause_line,
     faults_in_bf16,
     faults_of_other_pairs,
-    grid_cells,
     judge_request,
+    judge_rows,
     nearest_rows,
     other_pair_lines,
-    shown_causes,
 )
+from study.releases.races import gpu_races
 from study.workloads.presets import PRESETS
 
 _PAGE = Path(__file__).parent / "page"
@@ -250,7 +250,7 @@ class Calculator:
         document, stack, verdict = judge_request(options)
         rows = nearest_rows(document["releases" if stack.precision == "fp32" else "bf16"], stack.deepspeed)
         elsewhere = faults_of_other_pairs(stack) if options.release else []
-        by_letter = dict(shown_causes(document, rows, stack.precision))
+        cells, by_letter = judge_rows(document, stack, rows)
         by_letter |= {document["letters"][cause.id]: cause for cause in (*elsewhere, *faults_in_bf16(stack))}
         other_causes = {letter: cause for letter, cause in by_letter.items() if letter not in verdict.faults}
         return {
@@ -258,9 +258,14 @@ class Calculator:
             "status": verdict.status,
             "faults": _cause_lines(verdict.faults),
             "columns": list(rows[0]),
-            "rows": grid_cells(rows),
+            "rows": cells,
             "other_faults": _cause_lines(other_causes),
-            "notes": [*other_pair_lines(document, stack, elsewhere), TESTED_WITH, CPU_FAULTS],
+            "notes": [
+                *(race.line for race in gpu_races(stack.versions, stack.strategy)),
+                *other_pair_lines(document, stack, elsewhere),
+                TESTED_WITH,
+                CPU_FAULTS,
+            ],
         }
 
     def without_folders(self, text: str) -> str:

@@ -13,7 +13,6 @@ from study.compositions.command import parse_features
 from study.compositions.features import read_rows
 from study.config.printing import TextTable, print_page
 from study.releases import bisect, combinations, costs
-from study.releases.causes import Cause
 from study.releases.judge import (
     CPU_FAULTS,
     TESTED_WITH,
@@ -24,12 +23,10 @@ from study.releases.judge import (
     check_words,
     faults_in_bf16,
     faults_of_other_pairs,
-    grid_cells,
     judge_request,
+    judge_rows,
     nearest_rows,
     other_pair_lines,
-    shown_causes,
-    strategy_cells,
 )
 from study.releases.races import gpu_races
 
@@ -83,7 +80,7 @@ def releases_text(
     rows = document["releases" if stack.precision == "fp32" else "bf16"]
     if not details:
         rows = nearest_rows(rows, release) if release else rows[:LATEST_RELEASES]
-    table, by_letter = _grid(document, stack, rows)
+    cells, by_letter = judge_rows(document, stack, rows)
     by_letter |= verdict.faults
     # These matter for one release.
     elsewhere = faults_of_other_pairs(stack) if release or details else []
@@ -106,18 +103,18 @@ def releases_text(
     changed_costs = []
     if stack.strategy in costs.MEASURED_STRATEGIES:
         changed_costs = costs.later_changes(costs.read_costs(), stack.deepspeed, stack.strategy, stack.short_precision)
-    return [verdict.text, "", table, "", *causes, *races, *notes, tested, *changed_costs, *more]
-
-
-def _grid(
-    document: Mapping[str, Any], stack: JudgedStack, rows: Sequence[Mapping[str, str]]
-) -> tuple[TextTable, dict[str, Cause]]:
-    """Return the table of these releases, of one strategy if one was asked for, and its faults by letter."""
-    by_letter = dict(shown_causes(document, rows, stack.precision, with_muon=not stack.strategy))
-    if not stack.strategy:
-        return TextTable(list(rows[0]), grid_cells(rows)), by_letter
-    cells, letters = strategy_cells(document, stack, [row["DeepSpeed"] for row in rows])
-    return TextTable(list(rows[0]), cells), {letter: it for letter, it in by_letter.items() if letter in letters}
+    return [
+        verdict.text,
+        "",
+        TextTable(list(rows[0]), cells),
+        "",
+        *causes,
+        *races,
+        *notes,
+        tested,
+        *changed_costs,
+        *more,
+    ]
 
 
 def _muon_lines(document: Mapping[str, Any], stack: JudgedStack, rows: Sequence[Mapping[str, str]]) -> Iterator[str]:

@@ -385,6 +385,17 @@ def strategy_cells(
     return cells, printed_letters
 
 
+def judge_rows(
+    document: Mapping[str, Any], stack: JudgedStack, rows: Sequence[Mapping[str, str]]
+) -> tuple[list[list[str]], dict[str, Cause]]:
+    """Return the texts of rows of the grid, of one strategy if one was asked for, and their faults by letter."""
+    by_letter = dict(shown_causes(document, rows, stack.precision, with_muon=not stack.strategy))
+    if not stack.strategy:
+        return grid_cells(rows), by_letter
+    cells, letters = strategy_cells(document, stack, [row["DeepSpeed"] for row in rows])
+    return cells, {letter: cause for letter, cause in by_letter.items() if letter in letters}
+
+
 def grid_cells(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
     """Return the texts of rows, without the marks of Markdown."""
     return [[text.replace("`", "") for text in row.values()] for row in rows]
