@@ -64,6 +64,9 @@ class LiveShape(ModelShape):
         )
         if self.has_usual_images:
             yield f"images of {USUAL_IMAGE} x {USUAL_IMAGE} pixels; an image_size in config.json changes it"
+        if side := self.survey.get("image_patches", 0):
+            merged = "whose tokens are among those of the sample; an image_size in vision_config changes it"
+            yield f"one image of {side} x {side} patches a sample, {merged}"
         if self.active_experts:
             reach = f"every token reaches its {self.active_experts} experts, none is dropped or padded"
             yield f"experts are grouped products without capacity: {reach}"

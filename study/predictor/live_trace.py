@@ -18,7 +18,6 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +42,10 @@ from study.workloads.presets import TEXT_MODEL_SIZES
 
 # A forward pass with more has a loop over its tokens, and a trace takes minutes: Mamba and RWKV without their kernels.
 MAX_OPERATIONS = 10_000
+# Of the towers of images: attention within windows is an operation for each.
+MAX_TOWER_OPERATIONS = 100_000
+# Of 14 or 16 pixels each, on a side of an image for a tower that takes images of any size.
+USUAL_PATCHES = 32
 # Samples of the first pass: enough that activations exceed the gradient of a weight in most layers.
 SAMPLES = 4
 _FUSED = "traced_without_mask"
@@ -72,6 +75,7 @@ def survey(document: Mapping[str, Any], rank: int | None, targets: Sequence[str]
         "units": structure.units,
         "owners": structure.owners,
         "active": active,
+        "image_patches": _assumed_patches(model),
         "class": type(model).__name__,
         "is_stand_in": document["model_type"] not in transformers.CONFIG_MAPPING,
         "fused": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
@@ -575,13 +579,13 @@ class OperationLimit(TorchFunctionMode):
     """Ends a forward pass of too many operations, where an exception of Python can pass: a Meter's would end the
     process."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, most: int = MAX_OPERATIONS) -> None:
         super().__init__()
-        self.meter = meter
+        self.meter, self.most, self.last = meter, most, meter.operations + most
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.meter.operations > MAX_OPERATIONS:
-            raise TokenLoop(f"more than {MAX_OPERATIONS:,} operations, a loop over the tokens: shorten --seq_length")
+        if self.meter.operations > self.last:
+            raise TokenLoop(f"more than {self.most:,} operations, a loop over the tokens: shorten --seq_length")
         return func(*args, **(kwargs or {}))
 
 
@@ -619,9 +623,10 @@ class _Pass:
         self.arrived = ""
         self.exit = self.began = 0
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast")
-        with OperationLimit(meter), meter, autocast, as_cuda:
+        with meter, autocast, as_cuda:
             try:
-                features = compute_features(model, media)
+                with OperationLimit(meter, MAX_TOWER_OPERATIONS):
+                    features = compute_features(model, media)
             except Exception as error:  # Any class of transformers, on tensors without data.
                 features, self.layers = [], {name: {} for name in counts}
                 kinds = " and ".join(_TOWERS[name][1] for name in media)
@@ -629,7 +634,8 @@ class _Pass:
                     f"activations of its {kinds}, whose tower does not run on tensors without data"
                     f" ({describe_cause(error)}); {TEXT_MODEL_SIZES}"
                 )
-            loss = compute_loss(model, inputs, features)
+            with OperationLimit(meter):
+                loss = compute_loss(model, inputs, features)
             del features
         saved, forward_peak, forward = meter.now, meter.peak, meter.flops
         forward_attention, meter.peak, self.last = meter.attention, meter.now, 0.0
@@ -729,8 +735,64 @@ def _largest(parameters: Any) -> int:
 
 def compute_features(model: Any, media: Mapping[str, torch.Tensor]) -> list[Any]:
     """Return the features of the images and sounds that are inputs of a model of text."""
-    leaves = [tree_leaves(getattr(model, _TOWERS[name][0])(**{name: value})) for name, value in media.items()]
-    return [leaf for leaf in chain(*leaves) if leaf is not None and leaf.is_floating_point()]
+    leaves = list[Any]()
+    for name, value in media.items():
+        grid_tower = find_grid_tower(model) if name == "pixel_values" else None
+        if grid_tower is None:
+            leaves += tree_leaves(getattr(model, _TOWERS[name][0])(**{name: value}))
+        else:
+            leaves += tree_leaves(_run_grid_tower(grid_tower, value))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def find_grid_tower(model: Any) -> Any:
+    """Return the module that takes patches of images of any size, and their grid; None without one."""
+    towers = (module for module in model.modules() if "grid_thw" in inspect.signature(module.forward).parameters)
+    return next((tower for tower in towers if hasattr(tower.config, "spatial_merge_size")), None)
+
+
+def patches_of_a_side(tower: Any) -> int:
+    """Return the patches on a side of an image: of an image_size in config.json, or of the usual size."""
+    size, merge = getattr(tower.config, "image_size", None), tower.config.spatial_merge_size
+    side = int(size) // int(tower.config.patch_size) if isinstance(size, int) else USUAL_PATCHES
+    return int(max(merge, side // merge * merge))
+
+
+def _assumed_patches(model: Any) -> int:
+    """Return the patches on a side of an image whose size config.json does not have; 0 if it has one."""
+    tower = find_grid_tower(model)
+    is_open = tower is not None and not isinstance(getattr(tower.config, "image_size", None), int)
+    return patches_of_a_side(tower) if is_open else 0
+
+
+def _run_grid_tower(tower: Any, pixels: torch.Tensor) -> Any:
+    """Run a tower over patches. What its forward pass reads from the numbers of the grid is computed here with data,
+    by transformers' own functions, as it allows (vision_utils.py)."""
+    # Older releases do not have it, and their towers have no verdict.
+    from transformers import vision_utils
+
+    side, merge = patches_of_a_side(tower), tower.config.spatial_merge_size
+    images = pixels.shape[0] // side**2
+    with unset_fake_temporarily():
+        grid = torch.tensor([[1, side, side]] * images)
+        # Lengths of attention are read as Python numbers, which an array of numpy has.
+        computed: dict[str, Any] = {
+            "position_ids": vision_utils.get_vision_position_ids(grid, merge),
+            "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid).numpy(),
+        }
+        if hasattr(tower, "window_size"):
+            index, lengths = vision_utils.get_vision_window_index(grid, merge, tower.window_size, tower.patch_size)
+            computed |= {"window_index": index, "cu_window_seqlens": lengths.numpy()}
+        if hasattr(tower, "interpolation_mode"):
+            indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+                grid,
+                num_grid_per_side=tower.num_grid_per_side,
+                mode=tower.interpolation_mode,
+                align_corners=tower.interpolation_align_corners,
+                spatial_merge_size=merge,
+            )
+            computed |= {"interp_indices": indices, "interp_weights": weights}
+    return tower(pixels, grid_thw=grid, **computed)
 
 
 def compute_loss(model: Any, inputs: Mapping[str, Any], features: list[Any]) -> Any:
@@ -748,7 +810,11 @@ def make_inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], di
     if "input_features" in accepted and audio is not None:
         size = getattr(audio, "num_mel_bins", 1), 2 * getattr(audio, "max_source_positions", 1)
         (inputs if hasattr(config, "num_mel_bins") else media)["input_features"] = torch.zeros(batch, *size)
-    if "pixel_values" in accepted:
+    if "pixel_values" in accepted and (tower := find_grid_tower(model)) is not None:
+        patch = next(parameter for name, parameter in tower.named_parameters() if "patch_embed" in name)
+        pixels = patch.numel() // patch.shape[0]
+        media["pixel_values"] = torch.zeros(batch * patches_of_a_side(tower) ** 2, pixels)
+    elif "pixel_values" in accepted:
         size = _pair(getattr(vision, "image_size", 1))
         channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
         is_main = model.main_input_name == "pixel_values" or "return_loss" in accepted

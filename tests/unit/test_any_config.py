@@ -97,11 +97,9 @@ def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type
     assert predict_state(make_request(shape, "ddp")).params_device == 4 * full
     assert_every_parameter_is_gathered(shape, padded)
     memory = predict_memory(make_request(shape, "zero2"))
-    images = model_type == "qwen2_5_vl"
-    assert (memory.missing is not None) == images
-    if not images:
-        assert memory.device_parts["activations"] + memory.device_parts["logits"] > 0
-        assert_activations_are_the_traced_ones(shape)
+    assert memory.missing is None
+    assert memory.device_parts["activations"] + memory.device_parts["logits"] > 0
+    assert_activations_are_the_traced_ones(shape)
     # A recomputed layer frees its activations as its gradients arrive.
     if model_type in ("mixtral", "deepseek_v3", "gpt_oss", "bart", "vit", "gemma3_text", "mamba2"):
         for precision in ("fp32", "bf16-engine", "bf16"):
@@ -142,7 +140,10 @@ def assert_as_predicted(rows: pd.DataFrame) -> None:
     assert set(ran.loc[ran["state"] > 0, "kind"]) <= {"llava", "siglip", "qwen2_5_vl"}
     assert (ran["sent"].abs() < 0.01).all()
     peaks = ran["peak"].astype(float).dropna().abs()
-    assert peaks.max() < 0.10
+    # A trace adds the features of images to the loss, and a model copies them into its input: much of a tiny peak.
+    with_grid = ran["kind"].eq("qwen2_5_vl")
+    assert peaks[~with_grid].max() < 0.10
+    assert peaks[with_grid].max() < 0.15 or not with_grid.any()
     # Three models have no median worth its name.
     assert len(ran) < 9 or peaks.median() < 0.03
 
@@ -161,13 +162,17 @@ def write_config(folder: Path, model_type: str) -> str:
 
 
 def test_what_cannot_be_traced_gets_no_verdict_and_is_named(capsys, tmp_path) -> None:
-    model = ["--model_name_or_path", write_config(tmp_path, "qwen2_5_vl"), "--hardware", "8xH100"]
+    with quiet():
+        document = transformers.CONFIG_MAPPING["mistral3"]().to_dict()
+    document["text_config"] |= {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(document, default=str))
+    model = ["--model_name_or_path", str(tmp_path), "--hardware", "8xH100"]
     assert main(["predict", *model, "--strategy", "zero3"]) == 0
     page = capsys.readouterr().out
     assert re.match("No verdict: .*without activations of its images, whose tower does not run on tensors", page)
     assert "give the sizes of its text model" in page.splitlines()[0]
     # The error of Python is for a report of a fault: it stands after the reason, and names no folder of this machine.
-    assert re.search(r"on tensors without data \(\w+Error: [^)]{3,160}\); to have a verdict", page.splitlines()[0])
+    assert re.search(r"on tensors without data \(\w+Error: .{3,160}?\); to have a verdict", page.splitlines()[0])
     assert str(Path.home()) not in page
     assert main(["predict", *model, "--strategy", "zero3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is None
@@ -306,6 +311,43 @@ def test_of_composite_configs_the_part_that_is_trained_is_counted(tmp_path, caps
             document = transformers.CONFIG_MAPPING[kind]().to_dict()
         request = make_request(live_shape(kind, json.loads(json.dumps(document, default=str))), "zero3")
         assert trace(request).missing is None
+
+
+def test_a_model_of_qwen_s_vision_has_a_verdict_with_its_images(tmp_path, capsys) -> None:
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+    text = {
+        "model_type": "qwen2_5_vl_text",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]},
+    }
+    document = {"model_type": "qwen2_5_vl", "text_config": text, "tie_word_embeddings": False}
+    document["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
+
+    # As the hub has it.
+    assert live_shape("vl", document | {"vision_config": vision}).parameters == 8_292_166_656
+    layers = 2
+    vision["depth"] = layers
+
+    def activations(**changes: int) -> float:
+        shape = live_shape("vl", document | {"vision_config": vision | changes})
+        memory = predict_memory(dataclasses.replace(make_request(shape, "zero3"), micro_batch=1))
+        assert memory.missing is None
+        return memory.most_parts["activations"]
+
+    usual = activations()
+    assert activations(image_size=32 * 14) == usual
+    # A patch keeps more than 20 tensors of the tower's width in each of its layers.
+    assert activations(image_size=64 * 14) - usual > 3 * 32**2 * 20 * layers * 1280 * 2
+    (tmp_path / "config.json").write_text(json.dumps(document | {"vision_config": vision}))
+    assert main(["predict", str(tmp_path), "--hardware", "8xA100", "--strategy", "zero3"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert page.startswith("Fits: ")
+    assert "one image of 32 x 32 patches a sample" in page
 
 
 def test_a_class_for_images_of_any_size_is_traced_with_usual_ones_and_says_so() -> None:
