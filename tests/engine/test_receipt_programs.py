@@ -54,7 +54,9 @@ def test_a_program_has_a_receipt_from_two_lines(
     # One reduction of all gradients a step, whatever the accumulation.
     assert sum(receipt.reduced_bytes) == pytest.approx(4 * receipt.model.trained_parameters, rel=0.01)
     assert all(receipt.time.parts[part] > 0 for part in ("forward", "backward", "optimizer"))
-    assert {fault.id for fault in receipt.faults} <= {"data-loader-waits"}
+    # nanoGPT's loop has a name for the logits, accelerate's example for an output of few classes.
+    expected = {"kept-outputs"} if program == "nanogpt" else set()
+    assert {fault.id for fault in receipt.faults} - {"data-loader-waits"} == expected
 
 
 def test_an_evaluation_inside_the_measured_steps_is_not_measured() -> None:
