@@ -116,6 +116,7 @@ PACKAGES = (
 COMMIT_VARIABLE = "ZERO_STUDY_COMMIT"
 # Subpackages that no run imports.
 _NOT_RUN = (
+    "__main__.py",
     "advisor",
     "benchmark",
     "claims",

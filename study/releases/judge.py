@@ -195,8 +195,9 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
         notes.append("no fault found" + f" on CPU ranks, and {_count(races)} on GPUs below" * bool(races))
         # An upgrade may stop at a release that is worse.
         newer = tested[: tested.index(stack.deepspeed)]
-        if stack.strategy and not races and (worse := [name for name in newer if stack.known_faults(name)]):
-            notes.append(f"stay, or use {newer[0]}: wrong in {worse[-1]} to {worse[0]}")
+        if stack.strategy and (worse := [name for name in newer if stack.known_faults(name)]):
+            stay = "stay, or " * (not races)
+            notes.append(f"{stay}use {newer[0]}: wrong in {worse[-1]} to {worse[0]}")
     if stack.deepspeed in tested:
         notes += _muon_note(document, stack)
     notes += [f"use {tested[0]}"] * bool(faults)

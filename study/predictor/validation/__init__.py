@@ -174,7 +174,9 @@ def published_entries(
     document = _document()
     for group in document["groups"]:
         for row in group["rows"]:
-            keys = {"url": group["url"], **group["common"], **row}
+            # A group of single threads has no page of its own: its rows have theirs.
+            page = {"url": group["url"]} if "url" in group else {}
+            keys = {**page, **group["common"], **row}
             if is_wanted(keys):
                 yield group.get("read_on", document["read_on"]), keys, _measured(group["id"], keys)
 
