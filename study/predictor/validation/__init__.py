@@ -174,7 +174,7 @@ def published_entries(
     document = _document()
     for group in document["groups"]:
         for row in group["rows"]:
-            # A group of single threads has no page of its own: its rows have theirs.
+            # A group of single threads has no page: its rows name theirs.
             page = {"url": group["url"]} if "url" in group else {}
             keys = {**page, **group["common"], **row}
             if is_wanted(keys):
