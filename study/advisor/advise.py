@@ -16,6 +16,7 @@ from study.advisor.fitted import (
     find_best,
     fit_settings,
     loaded_where_it_fits,
+    loads_16_bits,
     rank_key,
     speed_if_it_fits,
     tuned_variants,
@@ -61,6 +62,8 @@ _FAR_BEHIND = 0.5
 _WORTH_SAYING = 0.05
 # Speed of plain training with 16-bit weights over fp32 weights from which on it is named.
 _MUCH_FASTER = 1.5
+# Logits from this fraction of the memory on are worth a loss that never has them as a whole.
+_LARGE_LOGITS = 0.1
 # An option is named whose bound leaves this fraction of the memory: a program also evaluates, logs and generates.
 _ROOM = 0.05
 # The changes that are tried if nothing fits.
@@ -123,6 +126,7 @@ class AdviceRequest:
             accumulation=accumulation,
             precision=precision,
             pure=is_pure,
+            loads_16_bits=loads_16_bits(self.shape, strategy, precision),
             optimizer=self.optimizer,
             gradient_checkpointing=checkpointing,
             # The files are for the user's program, not for study/train.py.
@@ -258,10 +262,13 @@ def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tupl
     is both faster and smaller. An offload counts as the fastest only if it leads
     by more than the largest error of a predicted offload step; otherwise an option without offload whose fit is as
     certain takes its place. Options that both stay on the device have similar errors, so `SPEED_TOLERANCE` is enough
-    there.
+    there. If no bound fits, only those that exceed the memory least are compared.
     """
-    fastest = options[0]
-    comparable = [candidate for candidate in options if candidate.is_safe or not (at_upper_bound and fastest.is_safe)]
+    surest = list(options)
+    if at_upper_bound and options[0].fits and not options[0].is_safe:
+        surest = _surest(options)
+    fastest = surest[0]
+    comparable = [candidate for candidate in surest if candidate.is_safe or not (at_upper_bound and fastest.is_safe)]
     plain = next(
         (candidate for candidate in comparable if candidate.fits and not candidate.request.strategy.offloads), fastest
     )
@@ -276,6 +283,18 @@ def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tupl
     dominated = [option for option in equal if _is_dominated(option, equal)]
     equal.sort(key=lambda option: (needs_large_host(option), option in dominated, SIMPLEST_FIRST.index(option.name)))
     return (*equal, *(option for option in options if option not in equal))
+
+
+def _surest(options: Sequence[Option]) -> list[Option]:
+    """Return the options, none of whose bounds fits, that exceed the limits least, in their order."""
+
+    def excess(option: Option) -> float:
+        box = option.request.box
+        return timing.excess_bytes(option.memory, box, at_upper=True) / timing.usable_bytes(box)
+
+    fitting = [option for option in options if option.fits]
+    least = min(map(excess, fitting))
+    return [option for option in fitting if excess(option) <= least + _SAME_MEMORY]
 
 
 def _is_dominated(option: Option, rivals: Sequence[Option]) -> bool:
@@ -373,7 +392,10 @@ class _Search:
         strategies = tuned_variants(self._strategy, question.shape, question.box)
         requested = question.gradient_checkpointing
         checkpointing = (False, True) if requested is None else (requested,)
-        variants = itertools.product(strategies, checkpointing)
+        # Of adapters the gradients are small.
+        is_open = self._strategy.is_fsdp and not (question.shape.lora_rank or question.trainer.sync_each_batch)
+        syncs = (False, True) if is_open else (question.trainer.sync_each_batch,)
+        variants = itertools.product(strategies, checkpointing, syncs)
         self._variants = [_Variant(question, *variant, at_upper_bound) for variant in variants]
 
     @property
@@ -409,11 +431,16 @@ class _Search:
 
 
 class _Variant:
-    """A strategy with fitted settings, with or without checkpointing, at every micro-batch of a request."""
+    """A strategy with fitted settings, with or without checkpointing, at every micro-batch of a request.
 
-    def __init__(self, question: AdviceRequest, strategy: Strategy, checkpointing: bool, at_upper_bound: bool) -> None:
+    `syncs`: FSDP reduces gradients in each micro-batch.
+    """
+
+    def __init__(
+        self, question: AdviceRequest, strategy: Strategy, checkpointing: bool, syncs: bool, at_upper_bound: bool
+    ) -> None:
         self._question, self._strategy, self._checkpointing = question, strategy, checkpointing
-        self._at_upper_bound = at_upper_bound
+        self._syncs, self._at_upper_bound = syncs, at_upper_bound
         batch = question.global_batch
         samples = None if batch is None else max(1, round(batch / question.box.ranks))
         most = question.micro_batch or MAX_MICRO_BATCH
@@ -432,7 +459,8 @@ class _Variant:
 
     def _make_request(self, micro_batch: int) -> Request:
         accumulation = self._samples // micro_batch if self._samples else 1
-        return self._question.configuration(self._strategy, micro_batch, accumulation, self._checkpointing)
+        request = self._question.configuration(self._strategy, micro_batch, accumulation, self._checkpointing)
+        return dataclasses.replace(request, sync_each_batch=self._syncs and accumulation > 1)
 
     def _may_fit(self, micro_batch: int, at_upper_end: bool) -> bool:
         box, key = self._question.box, (micro_batch, at_upper_end)
@@ -536,6 +564,8 @@ def _why_best(advice: Advice, best: Option) -> str:
     fastest = max(rivals, key=lambda option: option.tokens_per_s)
     rival = runner_up if fastest is best else fastest
     gap, text = speed_gap(rival, best), speed_text(rival, best)
+    if gap > 0 and not best.is_safe and _bound_bytes(rival) > _bound_bytes(best):
+        return f"no 90 % bound fits, and its is the least; that of {rival.name}, {text}, is {_bound_text(rival)} GiB"
     if abs(gap) < SAME_SPEED:
         return f"as fast as {rival.name}, but {reason_against(rival, best)}"
     if gap > 0:
@@ -543,6 +573,14 @@ def _why_best(advice: Advice, best: Option) -> str:
     if -gap <= SPEED_TOLERANCE:
         return f"the fastest that fits, {rival.name} is {text}"
     return f"the next, {runner_up.name}, is {text}, {_certainty_of_gap(best, runner_up, -gap)}"
+
+
+def _bound_bytes(option: Option) -> float:
+    return timing.device_bytes(option.memory, at_upper=True)
+
+
+def _bound_text(option: Option) -> str:
+    return rounded(_bound_bytes(option) / GIB)
 
 
 def _certainty_of_gap(best: Option, runner_up: Option, gap: float) -> str:
@@ -715,6 +753,8 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
     If nothing fits, also a chunked loss, adapters, and the least change of tokens or machines that makes something fit.
     """
     question, best = advice.question, advice.best
+    if best is not None:
+        yield from _chunked_loss_line(question, best)
     if question.box.nodes > 1:
         worth = (1 - SPEED_TOLERANCE) * best.tokens_per_s if best is not None and best.is_safe else 0.0
         one_node = _with_box(question, nodes=1)
@@ -727,10 +767,43 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
     for label, scenario in _scenarios(question).items():
         changed = advise_without_losers(scenario, _near(advice, scenario), None if best is None else best.name)
         if changed is not None and (change := _changed_advice(best, changed)) is not None:
-            yield f"with {label} {change}"
+            without = _without_chunked_loss(scenario) if changed.best is None else ""
+            yield f"with {label} {change}{without}"
             is_twice_enough |= scenario.box.nodes == 2 * question.box.nodes
     if best is None:
         yield from _fitting_lines(question, is_twice_enough)
+
+
+def _with_chunked_loss(question: AdviceRequest) -> AdviceRequest:
+    trainer = dataclasses.replace(question.trainer, loss_kernel="liger", keeps_outputs=False)
+    return dataclasses.replace(question, trainer=trainer)
+
+
+def _without_chunked_loss(scenario: AdviceRequest) -> str:
+    """Return the strategy that fits with a chunked loss, of a request that nothing fits; empty without one."""
+    if scenario.trainer.loss_kernel != "transformers":
+        return ""
+    chunked = _with_chunked_loss(scenario)
+    changed = advise_without_losers(chunked, candidates(chunked))
+    if changed is None or changed.best is None:
+        return ""
+    return f" without --chunked_loss, and {changed.best.name} with it"
+
+
+def _chunked_loss_line(question: AdviceRequest, best: Option) -> Iterator[str]:
+    """Yield the gain of a chunked loss if the logits take a large part of the memory: a higher speed, or a bound that
+    fits."""
+    large = _LARGE_LOGITS * timing.usable_bytes(question.box)
+    if question.trainer.loss_kernel != "transformers" or best.memory.device_parts["logits"] < large:
+        return
+    chunked = _with_chunked_loss(question)
+    worth = (1 + _WORTH_SAYING) * best.tokens_per_s if best.is_safe else 0.0
+    changed = advise_without_losers(chunked, candidates(chunked), worth=worth)
+    option = None if changed is None else changed.best
+    if option is not None and option.is_safe and option.tokens_per_s >= worth:
+        peak = rounded(timing.device_bytes(option.memory) / GIB)
+        figures = f"{peak} GiB, 90 % bound {_bound_text(option)}, {speed_text(option, best)}"
+        yield f"with --chunked_loss {_name_with_loading(option)} ({workload_text(option.request)}), {figures}"
 
 
 def _fitting_lines(question: AdviceRequest, is_twice_enough: bool) -> Iterator[str]:
@@ -740,8 +813,7 @@ def _fitting_lines(question: AdviceRequest, is_twice_enough: bool) -> Iterator[s
     """
     scenarios = dict[str, AdviceRequest]()
     if question.trainer.loss_kernel == "transformers":
-        trainer = dataclasses.replace(question.trainer, loss_kernel="liger", keeps_outputs=False)
-        scenarios["--chunked_loss"] = dataclasses.replace(question, trainer=trainer)
+        scenarios["--chunked_loss"] = _with_chunked_loss(question)
     if _can_train_in_16_bits(question):
         scenarios[IN_16_BITS] = dataclasses.replace(question, plain_in_16_bits=True)
     # Not every class has layers that peft gives adapters by default.

@@ -38,14 +38,15 @@ from study.config.text import format_parameters, rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
+from study.predictor.communication import bus_bandwidth_gb_per_s
 from study.predictor.hardware import Hardware, HardwareFlags, parse_int, real
 from study.predictor.models import model_shape
 from study.predictor.request import Request
 from study.predictor.shape import lora_text, resolve_length
-from study.predictor.state import REPLACED
+from study.predictor.state import REPLACED, accumulated_bytes
 from study.predictor.time import device_bytes, host_adam_note, lora_note, max_offload_slowdown, usable_bytes
 from study.releases.causes import least_sound_release
-from study.workloads.presets import find_preset
+from study.workloads.presets import find_known, find_preset
 
 EPILOG = """\
 Each strategy of accelerate_configs/ is tried with its settings fitted to the model, with and without gradient
@@ -97,6 +98,7 @@ _WITHOUT_MASTERS = (
     " a policy that never succeeds). A model loaded with dtype=torch.bfloat16 is trained so, also with bf16=True of the"
     " Trainer"
 )
+_SYNCS_IN_TRAINER = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 _WIDTH = 120
 SAVES_SHARDS = (
     "To save a model of stage 3 by accelerator.save_model, set stage3_gather_16bit_weights_on_model_save to true in the"
@@ -330,7 +332,8 @@ def entry(option: Option) -> dict[str, Any]:
         "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing,
         "precision": predict_command.precision_name(request),
-        "loads_in_16_bits": request.pure,
+        "loads_in_16_bits": request.pure or request.loads_16_bits,
+        "sync_each_batch": request.sync_each_batch,
         "device_bytes": device_bytes(memory),
         "peak_reserved": dataclasses.asdict(memory.peak_reserved),
         "device_parts": dict(memory.device_parts),
@@ -494,7 +497,8 @@ def _program_notes(best: Option) -> Iterator[str]:
     """Yield assumptions about the user's program and machine."""
     request = best.request
     loading = best.memory.host_parts["load"]
-    is_in_fp32 = request.strategy.zero_stage != 3 and not request.pure and not request.quantized
+    is_in_16_bits = request.pure or request.loads_16_bits
+    is_in_fp32 = request.strategy.zero_stage != 3 and not is_in_16_bits and not request.quantized
     if loading > _LARGE_HOST_BYTES and is_in_fp32:
         needed = f"{rounded(loading / GIB)} GiB of a node's host memory"
         yield f"loading needs {needed} if each process loads the full model in fp32"
@@ -505,15 +509,37 @@ def _program_notes(best: Option) -> Iterator[str]:
     if best.name == "zero1" and request.box.ranks == 1:
         precision = "its weights are 16 bits with fp32 masters of trained parameters"
         yield f"ZeRO-1 on one GPU shards nothing, but {precision}; single keeps fp32 weights and autocasts"
-    if request.box.nodes > 1:
-        yield f"each GPU is assumed to have {request.box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
+    yield from _sync_notes(request)
+    yield from _link_notes(request)
     if request.pure:
-        how = "BitsAndBytesConfig(load_in_4bit=True)" if request.quantized else "dtype=torch.bfloat16"
+        stores = ", bnb_4bit_quant_storage=torch.bfloat16" * request.strategy.is_fsdp
+        how = f"BitsAndBytesConfig(load_in_4bit=True{stores})" if request.quantized else "dtype=torch.bfloat16"
         if request.loads_on_host:
             how += " and device_map={'': 'cpu'}"
         yield f"load the model with {how}; peft keeps the adapters in fp32"
+    elif request.loads_16_bits and request.strategy.zero_stage != 3 and not request.quantized:
+        yield "load the model with dtype=torch.bfloat16: fp32 weights would take twice the host memory in each process"
     if request.shape.lora_rank:
         yield lora_note()
+
+
+def _sync_notes(request: Request) -> Iterator[str]:
+    """Yield the setting with which FSDP reduces in each micro-batch, and the size of gradients without it."""
+    if request.sync_each_batch:
+        unsharded = rounded(accumulated_bytes(dataclasses.replace(request, sync_each_batch=False)) / GIB)
+        plugin = f"GradientAccumulationPlugin(num_steps={request.accumulation}, sync_each_batch=True)"
+        yield f"without Accelerator(gradient_accumulation_plugin={plugin}) gradients stay unsharded, {unsharded} GiB"
+
+
+def _link_notes(request: Request) -> Iterator[str]:
+    """Yield the assumed speed of the network, and of PCIe between the GPUs of a machine."""
+    box = request.box
+    if box.nodes > 1:
+        yield f"each GPU is assumed to have {box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
+    if box.uses_pcie_links:
+        payload = request.stored.parameters * request.weight_bytes
+        rate = rounded(bus_bandwidth_gb_per_s(box, "all_gather", payload))
+        yield f"ranks are assumed to communicate at {rate} GB/s over PCIe (--bus_gb_per_s): without peer-to-peer less"
 
 
 def plain_note(plain: Option, best: Option) -> str:
@@ -564,12 +590,13 @@ def remark(option: Option, best: Option | None) -> str:
     if not option.fits or best is None:
         return option.why
     if option is best:
-        return "recommended"
+        return "recommended" + ", with sync_each_batch" * option.request.sync_each_batch
     gap, text = advise.speed_gap(option, best), advise.speed_text(option, best)
     if gap <= 0:
         # Without this the row looks as if the same work took longer.
         keeps_fp32 = option.request.weight_bytes > best.request.weight_bytes and option.request.autocast
         text = "fp32 weights under autocast, not 16-bit ones with fp32 masters" if keeps_fp32 else ""
+        text = "; ".join(filter(None, [text, "sync_each_batch" * option.request.sync_each_batch]))
     if best.is_safe and not option.is_safe:
         return f"may not fit; {text}".removesuffix("; ")
     if gap <= 0:
@@ -595,6 +622,7 @@ def predict_words(request: Request, flags: AdviseFlags) -> str:
         reentrant_units=is_fsdp and request.reentrant_units,
         fsdp_mixed_units=is_fsdp and request.fsdp_mixed_units,
         quantized_on_host=request.loads_on_host,
+        sync_each_batch=is_fsdp and request.sync_each_batch,
     )
     words = ["study", "predict", workload.model_name_or_path, "--strategy", request.strategy.name, "--fitted"]
     words += ["--hardware", hardware]
@@ -638,6 +666,7 @@ def _trainer_arguments(request: Request) -> str:
         "gradient_checkpointing": request.gradient_checkpointing,
         **({precision: True} if precision != "fp32" else {}),
         **({"optim": optimizer} if optimizer != "adamw" else {}),
+        **({"accelerator_config": _SYNCS_IN_TRAINER} if request.sync_each_batch else {}),
     }
     return f"TrainingArguments({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
@@ -754,14 +783,16 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     """Return the command that trains this with study/train.py; None if that would train something else.
 
     study/train.py has transformers' loss and 32-bit AdamW alone, cannot load a model given by its sizes, and gathers
-    fp32 weights under FSDP. It keeps fp32 weights without DeepSpeed, and adds adapters to all linear layers, without
-    dropout.
+    fp32 weights under FSDP, whose gradients it reduces once a step. It keeps fp32 weights without DeepSpeed, and adds
+    adapters to all linear layers, without dropout.
     """
     if request.shape.lora_targets or request.lora_dropout or request.loss_kernel != "transformers":
         return None
-    if request.optimizer != "adamw":
+    if request.optimizer != "adamw" or request.sync_each_batch:
         return None
     preset, is_loaded = find_preset(model), "=" not in model and not Path(model).expanduser().is_file()
+    if (known_model := find_known(model)) is not None:
+        model = known_model.hub_id
     if request.pure or request.fsdp_gathers_16_bits or not is_loaded:
         return None
     task = "gpt-wikitext" if request.shape.family == "causal-lm" else "bert-imdb"

@@ -46,6 +46,11 @@ def usual_weights(shape: ModelShape, strategy: Strategy, precision: str) -> tupl
     return precision_under(strategy, precision), False
 
 
+def loads_16_bits(shape: ModelShape, strategy: Strategy, precision: Precision) -> bool:
+    """Whether a program loads 16-bit weights for DeepSpeed: with adapters it does, as without an engine."""
+    return bool(shape.lora_rank) and strategy.deepspeed is not None and precision == "bf16-engine"
+
+
 def loaded_where_it_fits(request: Request) -> Request:
     """Return the request with 4-bit weights loaded in host memory if FSDP shards them, and each GPU is too small for
     all of them."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor import measured
-from study.advisor.fitted import fit_settings, precision_under, usual_weights
+from study.advisor.fitted import fit_settings, loads_16_bits, precision_under, usual_weights
 from study.advisor.request_notes import request_notes
 from study.advisor.user_settings import UserFile, check_deepspeed
 from study.advisor.workload import FSDP_FLAGS, Workload
@@ -31,7 +31,7 @@ from study.predictor.request import Estimate, MemoryUse, OptimizerName, Request,
 from study.predictor.shape import ModelShape, lora_text, resolve_length
 from study.predictor.state import checkpoint_bytes, engine_refusal
 from study.predictor.time import device_bytes, estimate, fits, offload_range, predict_time, usable_bytes, why
-from study.workloads.presets import PRESETS
+from study.workloads.presets import PRESETS, known_models
 
 if TYPE_CHECKING:
     from study.advisor.advise import AdviceRequest
@@ -56,7 +56,8 @@ _HOST_PARTS = {
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of model, hardware and output, which `study advise` has, too."""
     add = parser.add_argument
-    model = f"a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes"
+    traced = ", ".join(known_models())
+    model = f"a preset ({', '.join(PRESETS)}), with torch also {traced}; a folder with config.json, or its sizes"
     add("model_name_or_path", nargs="?", metavar="MODEL", help=model)
     add("--model", "--model_name_or_path", dest="named_model", metavar="M", help="the same as MODEL")
     box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}; another GPU by its"
@@ -220,9 +221,10 @@ def optimizer_text(optimizer: OptimizerName) -> str:
 
 
 def workload_text(request: Request) -> str:
-    """Return micro-batch, accumulation and checkpointing of a rank as text."""
+    """Return micro-batch, accumulation, checkpointing and sync_each_batch of a rank as text."""
     checkpointing = "gradient checkpointing" if request.gradient_checkpointing else "no gradient checkpointing"
-    return f"micro-batch {request.micro_batch} x accumulation {request.accumulation}, {checkpointing}"
+    syncs = ", sync_each_batch" * request.sync_each_batch
+    return f"micro-batch {request.micro_batch} x accumulation {request.accumulation}, {checkpointing}{syncs}"
 
 
 def pair_notes(request: Request) -> Iterator[str]:
@@ -292,6 +294,7 @@ def make_request(flags: PredictFlags) -> Request:
         gradient_checkpointing=bool(workload.gradient_checkpointing),
         attention=workload.attn_implementation,
         pure=is_pure,
+        loads_16_bits=loads_16_bits(shape, strategy, precision),
         optimizer=workload.optimizer,
         dropout=workload.dropout,
         autocast=workload.autocast or not strategy.is_fsdp,

@@ -9,13 +9,14 @@ import json
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from study.advisor.user_settings import ZERO, Finding, flatten, known_settings
 from study.config.text import format_number, rounded
 from study.host.memory import GIB
 from study.predictor.request import Request
-from study.predictor.state import accumulated_bytes, frozen_gradients_bytes, unsharded_4_bit_bytes
+from study.predictor.state import accumulated_bytes, frozen_gradients_bytes, reduced_bytes, unsharded_4_bit_bytes
 
 _COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
@@ -41,12 +42,13 @@ def request_facts(request: Request) -> dict[str, Any]:
     architecture = "none"
     if shape.family == "sequence-classification" and shape.document:
         (architecture,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
-    unreduced = accumulated_bytes(request) / GIB
+    unreduced = accumulated_bytes(replace(request, sync_each_batch=False)) / GIB
     return {
         "gathered": f"{format_number(request.stored.parameters * request.gathered_bytes / GIB)} GiB",
         "unreduced": f"{rounded(unreduced)} GiB" if strategy.is_fsdp else "none",
-        # Reduced within a replica alone.
-        "reduced": f"{rounded(unreduced / request.fsdp_ranks)} GiB",
+        # Reduced within a replica alone, to the type of the shards.
+        "reduced": f"{rounded(reduced_bytes(replace(request, sync_each_batch=True, fsdp_offloads=False)) / GIB)} GiB",
+        "sync_each_batch": request.sync_each_batch,
         "replicas": request.box.ranks // request.fsdp_ranks,
         "ranks": request.box.ranks,
         "precision": request.precision,

@@ -18,7 +18,7 @@ Quantization = Literal["none", "4bit"]
 # Flags for a program that wraps adapters under FSDP1 in another way.
 FSDP1_UNITS = ("reentrant_units", "fsdp_mixed_units")
 # Flags that no other engine than FSDP uses.
-FSDP_FLAGS = (*FSDP1_UNITS, "quantized_on_host")
+FSDP_FLAGS = ("sync_each_batch", *FSDP1_UNITS, "quantized_on_host")
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
@@ -75,6 +75,11 @@ class Workload:
         "of FSDP; by default 2, and for study explain that of the file, where Accelerate's default is 1",
         type=int,
         choices=(1, 2),
+    )
+    sync_each_batch: bool = flag(
+        "FSDP reduces gradients in each micro-batch (GradientAccumulationPlugin's), and keeps only shards between them",
+        False,
+        action="store_true",
     )
     reentrant_units: bool = flag(
         "FSDP1 with adapters: reentrant checkpoints enclose its units, as in transformers before 4.52",
@@ -193,6 +198,7 @@ class Workload:
             quantized_on_host=self.quantized_on_host,
             loss_kernel=kernel,
             keeps_outputs=self.keeps_outputs,
+            sync_each_batch=self.sync_each_batch,
         )
 
     def adapt(self, shape: ModelShape) -> ModelShape:

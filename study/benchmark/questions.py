@@ -56,6 +56,7 @@ _REQUEST_FIELDS = (
     "expandable_segments",
     "fsdp_version",
     "fsdp_whole_root",
+    "fsdp_reduces_fp32",
     "reentrant_units",
     "fsdp_mixed_units",
     "checkpoint_every",

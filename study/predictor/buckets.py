@@ -20,6 +20,7 @@ from study.predictor.state import (
     flat_elements,
     flat_units,
     rank0_shards,
+    reduced_bytes,
     shards_of_model,
     sub_groups,
 )
@@ -141,26 +142,39 @@ def _arrivals(
 class _FsdpWidths:
     """Bytes per element under FSDP, and over how many ranks it shards."""
 
-    # If FSDP itself computes in 16 bits, it gathers 16 bits; it reduces in the type of its shards.
+    # If FSDP itself computes in 16 bits, it gathers 16 bits, and reduces them unless its policy sets fp32.
     gathered: int
+    sent: int
     shard: int
     ranks: int
     # Buffers of the same size that gloo adds to a collective.
     copies: int
     # Reduced gradients move to the host.
     offloads: bool
-    # Bytes of unpartitioned gradients of earlier micro-batches: only the last one reduces.
+    # Bytes of unpartitioned gradients of earlier micro-batches if only the last one reduces, and of reduced ones.
     accumulated: float
+    reduced: float
+
+    @property
+    def earlier(self) -> float:
+        """Bytes of gradients of earlier micro-batches."""
+        return self.accumulated + self.reduced
+
+    def shard_growth(self, elements: float) -> float:
+        """Return the bytes by which a reduction grows the gradients on the device: none if it adds to existing ones."""
+        return 0.0 if self.offloads or self.reduced else self.shard * elements / self.ranks
 
 
 def _fsdp_widths(request: Request) -> _FsdpWidths:
     return _FsdpWidths(
         gathered=request.gathered_bytes,
+        sent=request.reduced_bytes_per_element,
         shard=request.weight_bytes,
         ranks=request.fsdp_ranks,
         copies=int(request.box.gloo_copies_gathers),
         offloads=request.fsdp_offloads,
         accumulated=accumulated_bytes(request),
+        reduced=reduced_bytes(request),
     )
 
 
@@ -234,13 +248,13 @@ class _Fsdp2:
         )
 
     def snapshots(self) -> Iterator[Snapshot]:
-        grads = self.width.accumulated
+        grads = self.width.earlier
         # Input of the previous group's reduction, freed after this group's.
         reducing = 0.0
         yield from self._at_the_loss(grads)
         for place in reversed(self.groups):
             yield from self._arriving(place, grads, reducing)
-            reducing = float(self.width.shard * self.trained[place])
+            reducing = float(self.width.sent * self.trained[place])
             yield self._reducing(place, grads, reducing)
             grads += self._shard_bytes(place) - self._freed_bytes(self.trained[place])
         if self.root is not None:
@@ -276,33 +290,40 @@ class _Fsdp2:
         weight, neighbours = self.width.gathered, self.neighbours[place]
         base = float(weight * (neighbours.resident + self.waiting_head)) + reducing
         buffers = base + weight * neighbours.following + self._copied_bytes(self.trained[place])
+        buffers += self._output_bytes(self.trained[place])
         return Snapshot(max(place - 1, BEFORE), grads, buffers, between=True)
 
     def _end_of_root(self, root: _Fsdp2Root, grads: float, reducing: float) -> Iterator[Snapshot]:
         """Yield the root's last gradient and its reduction."""
         weight = self.width.gathered
         yield Snapshot(BEFORE, grads, reducing + weight * (root.size + root.gradients))
-        reduced = self.width.shard * root.trained + self._copied_bytes(root.trained)
+        reduced = self.width.sent * root.trained + self._copied_bytes(root.trained) + self._output_bytes(root.trained)
         yield Snapshot(BEFORE, grads, float(reduced))
 
     def _forward(self) -> Iterator[Snapshot]:
         """Yield the forward pass. It keeps the buffer of a gather, which it copies into the weights, until the next
         group's copies are made (FSDPCommContext.all_gather_state). Most is gathered when the last group is, or with
         frozen weights the first layer, after the embedding."""
-        weight, accumulated, last = self.width.gathered, self.width.accumulated, self.groups[-1]
+        weight, earlier, last = self.width.gathered, self.width.earlier, self.groups[-1]
         previous = self.sizes[last - 1] if last > self.groups.start else 0
         most = self.neighbours[last].resident + (2 + self.width.copies) * self.sizes[last] + previous
-        yield Snapshot(last - 1, accumulated, float(weight * most), between=True)
+        yield Snapshot(last - 1, earlier, float(weight * most), between=True)
         if self.request.shape.lora_rank:
             embedding = self.root.size if self.root else self.sizes[BEFORE]
             first_layer = (1 + self.width.copies) * self.sizes[0]
-            yield Snapshot(BEFORE, accumulated, float(weight * (2 * embedding + first_layer)))
+            yield Snapshot(BEFORE, earlier, float(weight * (2 * embedding + first_layer)))
 
     def _copied_bytes(self, trained: int) -> float:
         """Return the bytes of gradients while they are copied into the input of the reduction, or gloo's copy of it;
         those of earlier micro-batches are counted among the accumulated ones."""
-        copied = max(self.width.gathered, self.width.copies * self.width.shard)
+        copied = max(self.width.gathered, self.width.copies * self.width.sent)
         return copied * trained - self._freed_bytes(trained)
+
+    def _output_bytes(self, trained: int) -> float:
+        """Return the bytes of a reduction's output, which is there before the copied gradients are freed, and of its
+        copy in the shards' type."""
+        is_cast = self.width.sent < self.width.shard
+        return (self.width.sent + self.width.shard * is_cast) * trained / self.width.ranks
 
     def _freed_bytes(self, trained: int) -> float:
         """Return the accumulated bytes that a reduction frees."""
@@ -310,7 +331,7 @@ class _Fsdp2:
 
     def _shard_bytes(self, place: int) -> float:
         """Return the bytes of a group's reduced gradients on the device."""
-        return 0 if self.width.offloads else self.width.shard * self.trained[place] / self.width.ranks
+        return self.width.shard_growth(self.trained[place])
 
 
 def _fsdp2(request: Request) -> Iterator[Snapshot]:
@@ -331,7 +352,7 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
     arrivals = _arrivals(shape, shape.find_layer, arrived if request.has_mixed_units else None)
     neighbours = _find_neighbours(request, _unit_sizes(units), range(top), units[BEFORE].size)
     pending = _root_arrivals(shape, arrivals[BEFORE])
-    grads = width.accumulated
+    grads = width.earlier
     waiting = float(weight * pending[top])
     # The backward pass begins with a gather of the last layer, before the loss's gradient.
     begun = float(weight * (neighbours[top].resident + neighbours[top].following))
@@ -386,9 +407,8 @@ def _fsdp1_unit(
 
 def _fsdp1_reduced(unit: FlatUnit, width: _FsdpWidths) -> float:
     """Return the bytes by which a layer's reduction changes those of the gradients."""
-    on_device = 0 if width.offloads else width.shard
     freed = width.gathered * unit.with_gradients if width.accumulated else 0.0
-    return unit.with_gradients / width.ranks * on_device - freed
+    return width.shard_growth(unit.with_gradients) - freed
 
 
 def _fsdp1_root(root: FlatUnit, tied: int, width: _FsdpWidths, grads: float) -> Iterator[Snapshot]:
@@ -407,16 +427,16 @@ def _fsdp1_unwrapped(request: Request) -> Iterator[Snapshot]:
     weight = width.gathered
     unit = flat_units(request)[BEFORE]
     gathered = float(weight * unit.size)
-    yield Snapshot(shape.layers, width.accumulated, gathered)
+    yield Snapshot(shape.layers, width.earlier, gathered)
     tied = shape.embedding.elements if has_tied_gradients(shape) else 0
     waiting = tied
     for place, arrivals in sorted(_arrivals(shape, lambda param: param.place).items(), reverse=True):
         for param, arrived in arrivals:
-            yield Snapshot(place, width.accumulated, gathered + weight * (waiting + arrived), param=param)
+            yield Snapshot(place, width.earlier, gathered + weight * (waiting + arrived), param=param)
         waiting += arrivals[-1][1] if arrivals else 0
-    yield from _fsdp1_root(unit, tied, width, width.accumulated)
+    yield from _fsdp1_root(unit, tied, width, width.earlier)
     # The gather before the first layer.
-    yield Snapshot(BEFORE, width.accumulated, gathered * (1 + width.copies), between=True)
+    yield Snapshot(BEFORE, width.earlier, gathered * (1 + width.copies), between=True)
     yield _torch_step(request, 0.0 if width.offloads else unit.size / width.ranks, 0.0)
 
 
@@ -425,7 +445,7 @@ class _Fsdp2Unwrapped(_Fsdp2):
     the layers are the root's, which torch keeps gathered from the first layer to the last gradient."""
 
     def snapshots(self) -> Iterator[Snapshot]:
-        weight, grads = self.width.gathered, self.width.accumulated
+        weight, grads = self.width.gathered, self.width.earlier
         layers = range(self.top)
         unsharded = sum(self.sizes[place] for place in layers)
         # A tied embedding is in the group of norm and head, an untied one is prefetched after them.
@@ -433,7 +453,7 @@ class _Fsdp2Unwrapped(_Fsdp2):
         reducing = 0.0
         if self.root is None:
             yield from self._tail(grads, float(weight * unsharded))
-            reducing = float(weight * self.trained[self.top])
+            reducing = float(self.width.sent * self.trained[self.top])
             grads += self._shard_bytes(self.top) - self._freed_bytes(self.trained[self.top])
         else:
             yield Snapshot(self.top, grads, float(weight * (unsharded + embedding_group + self.waiting_head)))
@@ -450,13 +470,13 @@ class _Fsdp2Unwrapped(_Fsdp2):
         # that are copied out of it, and the shards that are cast to be sent.
         copies = 2 + self.width.copies
         sent = 1 / self.width.ranks if self.width.gathered < self.width.shard else 0.0
-        yield Snapshot(BEFORE, self.width.accumulated, float(weight * (copies + sent) * unsharded), between=True)
+        yield Snapshot(BEFORE, self.width.earlier, float(weight * (copies + sent) * unsharded), between=True)
         if self.root is None:
             # The buffer of the layers is freed when the untied embedding has been gathered.
             gathers = float(copies * (unsharded + embedding_group))
         else:
             gathers = unsharded + (copies + sent) * embedding_group
-        yield Snapshot(BEFORE, self.width.accumulated, weight * gathers, between=True)
+        yield Snapshot(BEFORE, self.width.earlier, weight * gathers, between=True)
         on_device = 0.0 if self.width.offloads else self.request.shape.trained_parameters / self.width.ranks
         yield _torch_step(self.request, on_device, 0.0)
 
@@ -469,7 +489,7 @@ class _Fsdp2Unwrapped(_Fsdp2):
             unreduced = param.elements if self.width.accumulated else arrived
             yield Snapshot(self.top, grads, unsharded + weight * (size + unreduced), param=param)
         trained = self.trained[self.top]
-        buffers = unsharded + weight * trained + self._copied_bytes(trained)
+        buffers = unsharded + self.width.sent * trained + self._copied_bytes(trained)
         yield Snapshot(self.top - 1, grads, buffers, between=True)
 
     def _end(self, grads: float, reducing: float, unsharded: int, waiting: int) -> Iterator[Snapshot]:
@@ -480,12 +500,11 @@ class _Fsdp2Unwrapped(_Fsdp2):
         trained = self.root.trained if self.root else self.trained[BEFORE]
         arrived = self.root.gradients if self.root else trained
         yield Snapshot(BEFORE, grads, reducing + weight * float(unsharded + size + unreduced + arrived))
-        reduced = float(weight * waiting)
+        reduced = float(self.width.sent * waiting)
         embedding_group = weight * (size + (0 if self.width.accumulated else trained))
         yield Snapshot(BEFORE, grads, reduced + self._copied_bytes(waiting) + embedding_group)
-        on_device = 0 if self.width.offloads else self.width.shard * waiting / self.width.ranks
-        grads += on_device - self._freed_bytes(waiting)
-        yield Snapshot(BEFORE, grads, reduced + weight * trained + self._copied_bytes(trained))
+        grads += self.width.shard_growth(waiting) - self._freed_bytes(waiting)
+        yield Snapshot(BEFORE, grads, reduced + self.width.sent * trained + self._copied_bytes(trained))
 
 
 def _fsdp1_adapters(request: Request) -> Iterator[Snapshot]:
@@ -498,7 +517,7 @@ def _fsdp1_adapters(request: Request) -> Iterator[Snapshot]:
     arrivals = _arrivals(request.shape, request.shape.find_layer)
     root = units[BEFORE].size
     neighbours = _find_neighbours(request, _unit_sizes(units), range(top), root)
-    grads = width.accumulated
+    grads = width.earlier
     begun = neighbours[top].resident + (1 + width.copies) * neighbours[top].following
     yield Snapshot(top, grads, float(width.gathered * begun))
     for place in reversed(range(top)):
@@ -528,7 +547,7 @@ def _adapters_at(
         # The matrix, its gradient, and the input of the reduction.
         elements = gathered + (2 + width.copies) * size + (prefetched if param is reduced[-1] else 0)
         yield Snapshot(place, grads, float(width.gathered * elements), param=param)
-        grads += 0 if width.offloads else size / width.ranks * request.adapter_bytes
+        grads += 0 if width.offloads or width.reduced else size / width.ranks * request.adapter_bytes
     return grads
 
 

@@ -22,6 +22,8 @@ from study.predictor.time import SINGLE_ERROR, fits, predict_time, why
 
 # Programs pad vocabularies and shorten positions: a model whose parameters differ by less than this is the same.
 _SAME_MODEL = 0.05
+# A measured step that differs from its prediction by this factor is more often one of another unit or batch.
+_DOUBTFUL = 3.0
 _SAME_SETUP = "give a run of the same model, hardware and program"
 # Torch's tensors, what its allocator reserves, and the process in the driver (`nvidia-smi`).
 PeakKind = Literal["allocated", "reserved", "device"]
@@ -201,13 +203,21 @@ def run_document(predicted: PredictedRun) -> dict[str, object]:
     }
 
 
+def _doubt(factor: float) -> str:
+    """Return what to check of a measured step that is far from the prediction."""
+    if 1 / _DOUBTFUL < factor < _DOUBTFUL:
+        return ""
+    return ": check its unit (step_s, step_ms, tokens_per_s of all ranks), micro-batch and accumulation"
+
+
 def calibration_lines(runs: Sequence[PredictedRun]) -> Iterator[str]:
     """Yield the measured figures of each run next to its predicted ones."""
     for run in runs:
         request, figures = run.run.request, []
         if run.run.step_s is not None:
             step = f"{rounded_seconds(run.run.step_s)} a step, predicted {rounded_seconds(run.step_s)}"
-            figures.append(f"{step} (x {run.step_factor:.2f})")
+            assert run.step_factor is not None
+            figures.append(f"{step} (x {run.step_factor:.2f}){_doubt(run.step_factor)}")
         if run.run.peak_bytes is not None:
             peak = f"{rounded(run.run.peak_bytes / GIB)} GiB {run.run.peak_kind}"
             figures.append(f"{peak}, predicted {rounded(run.peak_bytes / GIB)}")

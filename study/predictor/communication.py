@@ -147,7 +147,7 @@ class _Sharding:
 def _sharding(request: Request) -> _Sharding:
     shape, width = request.stored, float(request.gathered_bytes)
     weights = shape.parameters * width
-    grads = shape.trained_parameters * width
+    grads = shape.trained_parameters * float(request.reduced_bytes_per_element)
     # A call for each layer, and one for the tensors outside.
     calls = shape.layers + 1
     group = _within(request.box, request.ranks_per_replica)
@@ -168,8 +168,7 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
     first_call = sharding.weights.call
     one_call = calls_s(sharding.forward, "all_gather", first_call, first_call)
     ahead = _overlap(_forward_gathers_s(request, sharding), times * forward * can_hide, one_call)
-    # FSDP2 reduces only in the last micro-batch.
-    reductions = 1 if is_fsdp else times
+    reductions = request.reductions if is_fsdp else times
     sent = times * _backward_gathers_s(request, sharding) + reductions * _reduction_s(request, sharding)
     return ahead + _overlap(sent, times * backward * can_hide, one_call)
 
@@ -218,8 +217,9 @@ def _across(box: Hardware, group: int) -> Hardware:
 
 def gather_passes(request: Request) -> int:
     """Return how often a step gathers for the forward pass: FSDP1 frees kept weights when it reduces their gradients
-    (_should_free_in_backward in torch's _runtime_utils.py), in the last micro-batch."""
-    return 1 if request.fsdp_keeps_gathered and request.fsdp_version == 1 else request.accumulation
+    (_should_free_in_backward in torch's _runtime_utils.py), usually in the last micro-batch."""
+    is_kept = request.fsdp_keeps_gathered and request.fsdp_version == 1
+    return request.reductions if is_kept else request.accumulation
 
 
 def _within(box: Hardware, ranks: int | None) -> Hardware:
@@ -290,16 +290,15 @@ def _fsdp(request: Request) -> dict[str, float]:
         # The layers are the root's, which stays gathered.
         regathered = sum(size for param, size in padded if param.regathered and param.place == BEFORE)
     gathered = total + (0 if request.fsdp_keeps_gathered else regathered)
-    width = request.gathered_bytes
-    # Gradients are reduced only in the last micro-batch.
+    width, sent = request.gathered_bytes, request.reduced_bytes_per_element
     reference = reference_gathers(request).elements * request.accumulation
     payload = {
         "all_gather": float(width * (gathered * gather_passes(request) + reference)),
-        "reduce_scatter": float(reduced * width),
+        "reduce_scatter": float(reduced * sent * request.reductions),
     }
     if ranks < request.box.ranks:
         # Replica groups all-reduce the shard of each rank.
-        payload["all_reduce"] = float(reduced / ranks * width)
+        payload["all_reduce"] = float(reduced / ranks * sent * request.reductions)
     return payload
 
 

@@ -212,7 +212,7 @@ def _loaded_weights(request: Request) -> _LoadedWeights:
     if request.strategy.zero_stage == 3:
         # zero.Init shards one tensor at a time, and rank 0 has a second one, read from the file.
         return _LoadedWeights(4.0 * shape.largest, 4.0 * shape.largest)
-    if request.pure and not request.box.is_cpu_only:
+    if (request.pure or request.loads_16_bits) and not request.box.is_cpu_only:
         # Weights that are loaded in the type of their file are views of it (_materialize_copy), and all processes of a
         # node share its pages: two had 138 MiB each of 272.
         return _LoadedWeights(tensor, float(shape.parameters * weight))
@@ -358,10 +358,20 @@ def _peak_estimate(request: Request, size: float, excess: float, exact: float) -
     correction, corrected = request.correction, size + excess
     if correction is None or not correction.excesses:
         has_adapters = request.shape.lora_rank is not None
-        return estimate("adapters_above_state" if has_adapters else "above_state", corrected, exact)
+        usual = estimate("adapters_above_state" if has_adapters else "above_state", corrected, exact)
+        return _at_most_the_device(request, usual)
     if correction.has_measured_peak(request):
         return Estimate(corrected, corrected, corrected)
     return estimate("calibrated_above_state", corrected, exact)
+
+
+def _at_most_the_device(request: Request, peak: Estimate) -> Estimate:
+    """Return the peak, whose bound is at most the GPU's memory if a step of this configuration was measured: it ran."""
+    correction = request.correction
+    if correction is None or correction.find_measured_factor(request) is None or peak.high is None:
+        return peak
+    room = request.box.device.visible_gib * GIB - _cuda_context_bytes(request.box.ranks)
+    return dataclasses.replace(peak, high=max(peak.value, min(peak.high, room)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -551,7 +561,7 @@ def _accumulated_bytes(request: Request) -> float:
     """Return the bytes of gradients during the forward pass of a step's last micro-batch."""
     strategy = request.strategy
     if strategy.is_fsdp:
-        return model_state.accumulated_bytes(request)
+        return model_state.accumulated_bytes(request) + model_state.reduced_bytes(request)
     # Stage 3 allocates its gradient buffer at the start, unless the optimizer is offloaded.
     has_accumulated = not strategy.offload_device("optimizer") if strategy.zero_stage == 3 else request.accumulation > 1
     return model_state.predict_state(request, unreduced=False).grads_device if has_accumulated else 0.0

@@ -143,6 +143,7 @@ class TrainerSettings:
     quantized_on_host: bool = False
     loss_kernel: LossKernel = "transformers"
     keeps_outputs: bool = False
+    sync_each_batch: bool = False
 
 
 DEFAULT_TRAINER = TrainerSettings()
@@ -242,6 +243,8 @@ class Request:
     step_copies: int = 0
     # Without an engine: the model was loaded in 16 bits, so gradients and moments are 16-bit, without masters.
     pure: bool = False
+    # The program loads 16-bit weights, which DeepSpeed takes as they are, and not fp32 ones.
+    loads_16_bits: bool = False
     # Version of FSDP: 1 has a flat parameter per layer, and one of all other parameters, which stays gathered.
     fsdp_version: int = 2
     # With FSDP1 and adapters: checkpoints are reentrant and enclose the units of FSDP, as in transformers before 4.52.
@@ -262,6 +265,12 @@ class Request:
     fsdp_keeps_gathered: bool = False
     # No policy wraps layers (fsdp_auto_wrap_policy: NO_WRAP, Accelerate's default): the model is one unit of FSDP.
     fsdp_unwrapped: bool = False
+    # FSDP reduces gradients in each micro-batch, and not in a step's last one alone (sync_each_batch of Accelerate's
+    # GradientAccumulationPlugin; a loop without no_sync or set_requires_gradient_sync).
+    sync_each_batch: bool = False
+    # FSDP2's MixedPrecisionPolicy reduces in fp32, as torchtitan's does; Accelerate's reduces in the computing type
+    # (set_mixed_precision of FullyShardedDataParallelPlugin).
+    fsdp_reduces_fp32: bool = False
     # FSDP keeps weights, gradients and optimizer in host memory (fsdp_offload_params).
     fsdp_offloads: bool = False
     # A frozen copy of the model in addition to it (DPO, GRPO); 4-bit frozen matrices in the layers (QLoRA).
@@ -398,6 +407,16 @@ class Request:
         has_frozen_units = self.strategy.is_fsdp and self.fsdp_version == 1 and self.shape.lora_rank is not None
         has_frozen_units = has_frozen_units and not self.has_mixed_units
         return has_frozen_units and self.gradient_checkpointing and self.reentrant_units
+
+    @property
+    def reduced_bytes_per_element(self) -> int:
+        """Bytes of an element in which FSDP reduces gradients."""
+        return FP32_BYTES if self.fsdp_reduces_fp32 else self.gathered_bytes
+
+    @property
+    def reductions(self) -> int:
+        """Number of reductions of FSDP's gradients in a step."""
+        return self.accumulation if self.sync_each_batch else 1
 
     @property
     def loads_on_host(self) -> bool:

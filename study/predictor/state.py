@@ -80,12 +80,23 @@ def checkpoint_bytes(request: Request) -> float | None:
 
 def accumulated_bytes(request: Request) -> float:
     """Bytes of unpartitioned gradients between micro-batches: Accelerate disables FSDP2's reduction until the last."""
-    if request.accumulation == 1:
+    if request.accumulation == 1 or request.sync_each_batch:
         return 0.0
-    elements = request.shape.trained_parameters
+    return float(_fsdp_gradients(request) * request.gathered_bytes)
+
+
+def reduced_bytes(request: Request) -> float:
+    """Bytes of a rank's reduced gradients between micro-batches, if FSDP reduces them in each one."""
+    if request.accumulation == 1 or not request.sync_each_batch or request.fsdp_offloads:
+        return 0.0
+    return _fsdp_gradients(request) * request.weight_bytes / request.fsdp_ranks
+
+
+def _fsdp_gradients(request: Request) -> int:
+    """Return the elements of a model's gradients under FSDP."""
     if request.has_mixed_units:
-        elements = sum(unit.with_gradients for unit in flat_units(request).values())
-    return float(elements * request.gathered_bytes)
+        return sum(unit.with_gradients for unit in flat_units(request).values())
+    return request.shape.trained_parameters
 
 
 def frozen_gradients_bytes(request: Request) -> float:
@@ -95,7 +106,8 @@ def frozen_gradients_bytes(request: Request) -> float:
     if not mixed.has_mixed_units:
         return 0.0
     elements = sum(unit.with_gradients for unit in flat_units(mixed).values()) - request.shape.trained_parameters
-    return elements * request.gathered_bytes / (request.fsdp_ranks if request.accumulation == 1 else 1)
+    are_reduced = request.accumulation == 1 or request.sync_each_batch
+    return elements * request.gathered_bytes / (request.fsdp_ranks if are_reduced else 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -289,13 +289,14 @@ def _offload_s(request: Request, factor: float) -> float:
 
 def _fsdp_copies_s(request: Request) -> float:
     """Return seconds in which FSDP copies its shards from pinned host memory for both passes of a micro-batch, in the
-    type in which they are stored (all_gather_inputs in torch's _fsdp_param.py), and reduced gradients back
-    (foreach_reduce in _fsdp_collectives.py)."""
+    type in which they are stored (all_gather_inputs in torch's _fsdp_param.py), and gradients back when they are
+    reduced (foreach_reduce in _fsdp_collectives.py)."""
     device, shape = request.box.device, request.shape
     link = (device.pcie_gb_per_s or device.memory_bandwidth_gb_per_s) * 1e9
     weights = 2 * request.stored.parameters * request.weight_bytes
     gradients = shape.trained_parameters * request.adapter_bytes
-    return request.accumulation * (weights + gradients) / request.fsdp_ranks / link
+    copied = request.accumulation * weights + request.reductions * gradients
+    return copied / request.fsdp_ranks / link
 
 
 def _optimizer_copy_bytes(request: Request) -> int:

@@ -42,6 +42,7 @@ class FsdpCase(NamedTuple):
     keeps_gathered: bool
     tied: bool
     is_unwrapped: bool
+    syncs: bool = False
 
     def request(self) -> Request:
         sizes = {"vocab_size": self.vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
@@ -59,6 +60,7 @@ class FsdpCase(NamedTuple):
             fsdp_version=self.version,
             fsdp_keeps_gathered=self.keeps_gathered,
             fsdp_unwrapped=self.is_unwrapped,
+            sync_each_batch=self.syncs,
         )
 
 
@@ -94,7 +96,18 @@ _UNWRAPPED = [
     (2, 200, 4, True, 1, False, False, True),
     (2, 200, 4, False, 1, True, False, False),
 ]
+# Gradients are reduced in each micro-batch, and added to the shards of earlier ones.
+_SYNCED = [
+    (1, 200, 8, False, 2, False, False, True, False),
+    (1, 200, 4, False, 2, True, False, True, False),
+    (1, 200, 64, False, 2, True, True, True, False),
+    (2, 200, 8, False, 2, False, False, True, False),
+    (2, 200, 4, False, 2, True, False, False, False),
+    (2, 200, 4, False, 3, False, True, True, False),
+    (2, 200, 4, False, 2, True, False, True, True),
+]
 FSDP_CASES = [FsdpCase(*case, False) for case in _WRAPPED] + [FsdpCase(*case, True) for case in _UNWRAPPED]
+FSDP_CASES += [FsdpCase(*case, syncs=True) for case in _SYNCED]
 
 
 def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:

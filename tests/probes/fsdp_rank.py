@@ -1,7 +1,8 @@
 """Print the bytes of rank 0 of 4 under FSDP, of each case.
 
-A case is [version, vocabulary, tokens, checkpoints, micro-batches, bf16, keeps weights gathered, tied, unwrapped]. The
-rank is virtual and on a CPU: torch's fake process group, and FSDP as Accelerate sets it up. The model is a GPT-2.
+A case is [version, vocabulary, tokens, checkpoints, micro-batches, bf16, keeps weights gathered, tied, unwrapped,
+reduces in each micro-batch]. The rank is virtual and on a CPU: torch's fake process group, and FSDP as Accelerate sets
+it up. The model is a GPT-2.
 """
 
 import contextlib
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     keeps_gathered: bool
     tied: bool
     is_unwrapped: bool
+    syncs: bool
 
 
 def build_model(case: Case) -> Any:
@@ -113,9 +115,10 @@ def measure(case: Case) -> dict[str, int]:
 
     def step() -> None:
         for left in reversed(range(case.micro_batches)):
+            waits = left > 0 and not case.syncs
             if case.version == 2:
-                model.set_requires_gradient_sync(left == 0)
-            with model.no_sync() if case.version == 1 and left else contextlib.nullcontext():
+                model.set_requires_gradient_sync(not waits)
+            with model.no_sync() if case.version == 1 and waits else contextlib.nullcontext():
                 model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -52,12 +52,20 @@ from study.config.strategies import WITH_REPLICAS, read_strategy, read_yaml
 from study.config.text import rounded, rounded_seconds
 from study.host.memory import GIB
 from study.predictor import time as intervals
+from study.predictor.communication import predict_payload
 from study.predictor.hardware import CPU_CORE, to_box
 from study.predictor.memory import least_device_bytes, predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import Estimate, Request, TrainerSettings, request_for
 from study.predictor.shape import with_adapters
-from study.predictor.time import device_bytes, fits, max_offload_slowdown, offload_range, usable_bytes
+from study.predictor.time import (
+    device_bytes,
+    fits,
+    max_offload_slowdown,
+    offload_range,
+    predict_time,
+    usable_bytes,
+)
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 SIZES = "layers=12,hidden=768,heads=12,vocabulary=50257"
@@ -402,8 +410,10 @@ def test_a_printed_command_needs_the_memory_that_was_advised(model, box, precisi
     # With FSDP this study gathers fp32, and Accelerate gathers 16 bits for a user's program.
     without = {name for name, files in commands.items() if files.of_study is None}
     # Without DeepSpeed it keeps frozen weights in fp32.
-    other_programs = {"fsdp2", "hsdp", *["ddp"] * (rank is not None)}
-    assert without == (set() if precision == "fp32" else other_programs & commands.keys())
+    other_programs = {"fsdp2", "hsdp", *["ddp"] * (rank is not None)} if precision != "fp32" else set()
+    # Its loop reduces once.
+    other_programs |= {option.name for option in advised if option.request.sync_each_batch}
+    assert without == other_programs & commands.keys()
     for option in advised:
         advised_request, files = option.request, commands[option.name]
         if files.of_study is None:
@@ -643,7 +653,8 @@ def test_a_strategy_whose_gpus_cannot_load_the_weights_is_not_recommended(capsys
     (needed,) = re.findall("'loading needs (.*) of 23.6 GiB on each GPU'", str(reasons))
     page = print_page(model, box, *ADAPTERS[1])
     assert f"do not fit 23.6 GiB a rank while weights are loaded: zero3_cpu ({needed}), " in page
-    assert "load the model with BitsAndBytesConfig(load_in_4bit=True) and device_map={'': 'cpu'}" in page
+    config = "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16)"
+    assert f"load the model with {config} and device_map={{'': 'cpu'}}" in page
     # The command below the page has the recommended figures.
     predicted = shlex.split(page.splitlines()[-1])
     assert main([*predicted[1:], "--json"]) == 0
@@ -978,3 +989,87 @@ def test_files_of_stage_3_say_what_saving_the_model_needs(name: str, tmp_path: P
     files = write_files(best, tmp_path, "/nvme", "llama-3.1-8b")
     lines = "\n".join(_file_lines(files, best.request, "/nvme"))
     assert (SAVES_SHARDS in lines) == (name == "zero3")
+
+
+def test_if_no_bound_fits_the_least_one_is_recommended() -> None:
+    advice = ask("llama-3.1-8b", "4x3090", *ADAPTERS[1], "--lora_targets", "all-linear", "--seq_length", "8192")
+    best = advice.best
+    assert best is not None
+    assert not any(option.is_safe for option in advice.fitting)
+    bounds = {option.name: device_bytes(option.memory, at_upper=True) for option in advice.fitting}
+    usable = usable_bytes(best.request.box)
+    assert bounds[best.name] <= min(bounds.values()) + 0.02 * usable < bounds["ddp"]
+    assert "no 90 % bound fits, and its is the least" in explain_best(advice)
+
+
+def test_a_chunked_loss_is_named_where_the_logits_cost_speed() -> None:
+    def best(*flags: str) -> Option | None:
+        return ask("llama-3.1-8b", "8xH100", "--global_batch_size", "32", *flags).best
+
+    words = ("--seq_length", "32768")
+    page = print_page("llama-3.1-8b", "8xH100", "--global_batch_size", "32", *words)
+    ((name, faster),) = re.findall(r"with --chunked_loss (\w+) .* (\d+)% faster\n", page)
+    without, chunked = best(*words), best(*words, "--chunked_loss")
+    assert without is not None
+    assert chunked is not None
+    assert (chunked.name, without.request.strategy.offloads) == (name, True)
+    assert f"{chunked.tokens_per_s / without.tokens_per_s - 1:.0%}" == f"{faster}%"
+    # A longer sample fits with it, as stated.
+    longer = r"with 65536 tokens per sample nothing would fit without --chunked_loss, and (\w+) with it"
+    (strategy,) = re.findall(longer, page)
+    assert best("--seq_length", "65536") is None
+    at_length = best("--seq_length", "65536", "--chunked_loss")
+    assert at_length is not None
+    assert at_length.name == strategy
+
+
+def test_a_measured_run_fits() -> None:
+    run = ("--seq_length", "4096", "--measured", "strategy=zero1,micro_batch=1,accumulation=8,tokens_per_s=9000")
+    page = print_page("llama-3.1-8b", "8xH100", *run)
+    assert page.startswith("Use zero1, micro-batch 1, accumulation 8")
+    assert "may not fit" not in page.partition("why")[0]
+    assert "(x 7.76): check its unit" in page
+
+
+def test_the_bus_of_cards_without_nvlink_is_an_assumption_that_is_named() -> None:
+    assert "ranks are assumed to communicate at 19.8 GB/s over PCIe (--bus_gb_per_s)" in print_page(
+        "llama-3.1-8b", "4x3090"
+    )
+    assert "(--bus_gb_per_s)" not in print_page("llama-3.1-8b", "8xH100")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero2_cpu"])
+def test_adapters_load_their_weights_in_16_bits_with_and_without_deepspeed(strategy: str) -> None:
+    advice = ask("llama-3.1-8b", "8xH100", "--peft", "lora")
+    (option,) = [option for option in advice.options if option.name == strategy]
+    predicted = read_json("predict", "llama-3.1-8b", "8xH100", "--strategy", strategy, "--peft", "lora")
+    loaded = predicted["memory"]["host_parts"]["load"]
+    # In fp32 each of eight processes would have 32 GB.
+    assert 2 * 8.03e9 < loaded < 8 * 8.03e9
+    assert option.memory.host_parts["load"] == loaded
+
+
+def test_fsdp_reduces_in_each_micro_batch_where_whole_gradients_do_not_fit(tmp_path: Path) -> None:
+    """A 70B model's gradients are 131 GiB in 16 bits, and Accelerate keeps them whole between micro-batches."""
+    flags = ("--global_batch_size", "1024", "--seq_length", "4096")
+    advice = ask("llama-3.1-70b", "8x8xH100", *flags)
+    (fsdp,) = [option for option in advice.options if option.name == "fsdp2"]
+    assert fsdp.is_safe
+    assert fsdp.request.sync_each_batch
+    unsharded = dataclasses.replace(fsdp.request, sync_each_batch=False)
+    gradients = [predict_memory(request).device_parts["gradients"] for request in (fsdp.request, unsharded)]
+    elements = fsdp.request.shape.trained_parameters
+    assert gradients == pytest.approx([4 * elements / 64, 2 * elements], rel=0.01)
+    # Reduced in each of them, which costs time.
+    count = fsdp.request.accumulation
+    sent = [predict_payload(request)["reduce_scatter"] for request in (fsdp.request, unsharded)]
+    assert sent == [count * sent[1], sent[1]]
+    assert predict_time(fsdp.request).step_s.value > predict_time(unsharded).step_s.value
+    page = print_page("llama-3.1-70b", "8x8xH100", *flags)
+    assert re.search(r"\nfsdp2 .* sync_each_batch\n", page)
+    # The lines on the file have the setting.
+    files = write_files(fsdp, tmp_path, "nvme", "llama-3.1-70b")
+    lines = list(_file_lines(files, fsdp.request, "nvme"))
+    assert any("'sync_each_batch': True" in line for line in lines)
+    small = ask("gpt2", "8xH100").options
+    assert not any(option.request.sync_each_batch for option in small)

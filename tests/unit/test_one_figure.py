@@ -167,6 +167,8 @@ def flags_of_file(flags: Sequence[str], option: Option) -> list[str]:
             flags_of_engine.append(word)
     if option.request.loads_on_host and "--quantized_on_host" not in flags:
         flags_of_engine.append("--quantized_on_host")
+    if option.request.sync_each_batch and "--sync_each_batch" not in flags:
+        flags_of_engine.append("--sync_each_batch")
     return flags_of_engine
 
 

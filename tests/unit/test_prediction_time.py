@@ -287,9 +287,11 @@ def test_fsdp_s_offload_copies_its_shards_and_steps_on_the_host() -> None:
     request = make_request(strategy=read_strategy("fsdp2"), precision="bf16-engine", box=box, accumulation=2)
     offloaded = dataclasses.replace(request, fsdp_offloads=True)
     parts, without = (predict_time(it).parts for it in (offloaded, request))
-    # Two passes copy the shard of 2 bytes a weight, and one gradient goes back, in each micro-batch.
+    # In each micro-batch two passes copy the shard of 2 bytes a weight. A gradient goes back when it is reduced.
     elements, link = request.shape.parameters / box.ranks, (box.device.pcie_gb_per_s or 0.0) * 1e9
-    assert parts["offload"] == pytest.approx(2 * (2 * 2 + 2) * elements / link)
+    assert parts["offload"] == pytest.approx((2 * 2 * 2 + 2) * elements / link)
+    synced = predict_time(dataclasses.replace(offloaded, sync_each_batch=True)).parts
+    assert synced["offload"] == pytest.approx(2 * (2 * 2 + 2) * elements / link)
     # Weight and two fp32 moments are read and written, the gradient is read: of all ranks of the node.
     assert parts["cpu_adam"] == pytest.approx((3 * 2 + 2 * 8) * request.shape.parameters / 118e9)
     assert (without["offload"], without["cpu_adam"]) == (0.0, 0.0)

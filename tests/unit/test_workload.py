@@ -37,6 +37,7 @@ CHANGES = {
     "loss_kernel": "liger",
     "keeps_outputs": None,
     "fsdp_version": "1",
+    "sync_each_batch": None,
     "reentrant_units": None,
     "fsdp_mixed_units": None,
     "peft": "lora",

@@ -4,14 +4,15 @@ Keys of published.yaml: a group has `common` keys that each of its rows inherits
 or on that of the file. model, box, strategy, precision, attention, sequence, micro_batch, accumulation and
 checkpointing make the request; `override` holds DeepSpeed's settings as --engine_override takes them; dropout,
 compiled, torch_gate, loss_kernel, optimizer, step_copies, pure, expandable_segments, checkpoint_every, fsdp_version,
-fsdp_whole_root and autocast (false where FSDP alone computes in 16 bits) describe the page's trainer, as in Request,
-and so do keeps_outputs, adapters_in_16_bits, fsdp_offloads, reentrant_units, fsdp_mixed_units, lora_dropout, quantized
-and double_quantized; lora_rank and lora_targets make the shape's adapters. `device` replaces figures of the box's
-device, network_gb_per_s its network. One of tokens_per_s_per_gpu, samples_per_s (of all GPUs), step_s and mfu is the
-time; memory_gib, memory_mib or memory_bytes is the memory, memory_kind its kind, and context_mib the driver's memory
-that the page reports before any tensor. A row with a time or with `fits` did fit, one with out_of_memory did not, and
-one with `refuse` is excluded for that reason. A row by which a constant was fitted or a rule found is not held out:
-with `use: fit` (of a constant) or `use: rule` it scores no time, with `use_memory: fit` no memory.
+fsdp_whole_root, fsdp_reduces_fp32 and autocast (false where FSDP alone computes in 16 bits) describe the page's
+trainer, as in Request, and so do keeps_outputs, adapters_in_16_bits, fsdp_offloads, reentrant_units,
+fsdp_mixed_units, lora_dropout, quantized and double_quantized; lora_rank and lora_targets make the shape's adapters.
+`device` replaces figures of the box's device, network_gb_per_s its network. One of tokens_per_s_per_gpu,
+samples_per_s (of all GPUs), step_s and mfu is the time; memory_gib, memory_mib or memory_bytes is the memory,
+memory_kind its kind, and context_mib the driver's memory that the page reports before any tensor. A row with a time
+or with `fits` did fit, one with out_of_memory did not, and one with `refuse` is excluded for that reason. A row by
+which a constant was fitted or a rule found is not held out: with `use: fit` (of a constant) or `use: rule` it scores
+no time, with `use_memory: fit` no memory.
 """
 
 from __future__ import annotations
