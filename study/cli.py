@@ -66,15 +66,17 @@ def print_completion(options: argparse.Namespace) -> int:
 
     from study.config.strategies import STRATEGY_NAMES
     from study.sweep.suite_file import SUITE_DIRECTORY
-    from study.workloads.presets import PRESETS
+    from study.workloads.presets import PRESETS, known_models
+
+    models = (*PRESETS, *known_models())
 
     parser, subparsers = build_parser(COMMANDS)
     names = {
         "suite": sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml")),
         "strategy": STRATEGY_NAMES,
         "names": STRATEGY_NAMES,
-        "model_name_or_path": tuple(PRESETS),
-        "named_model": tuple(PRESETS),
+        "model_name_or_path": models,
+        "named_model": models,
     }
     for command_parser in subparsers.choices.values():
         for action in command_parser._actions:

@@ -26,8 +26,10 @@ from study.workloads.presets import (
     PRESETS,
     SIZE,
     find_base,
+    find_known,
     find_preset,
     hub_id,
+    known_models,
     load_from,
     name_words,
     without_tuning,
@@ -96,6 +98,8 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     is_folder = resolve_path(name).exists()
     if (preset := find_preset(name) or (None if is_folder else find_base(name))) is not None:
         return _shape_of_preset(preset.name)
+    if not is_folder and (known_model := find_known(name)) is not None:
+        return live_shape(known_model.name, known_model.config)
     if "=" in name:
         return _shape_of_words(name)
     path = resolve_path(name)
@@ -157,7 +161,8 @@ def _has_no_preset(plain: str) -> bool:
 def _suggest(name: str) -> str:
     """Return the presets that a name may mean, to put before the other ways to name a model; empty without any."""
     plain = name.rpartition("/")[2].lower()
-    return _suggest_base(plain) or ("" if _has_no_preset(plain) else _suggest_preset(plain))
+    similar = did_you_mean(without_tuning(plain), known_models(), cutoff=0.85)
+    return similar or _suggest_base(plain) or ("" if _has_no_preset(plain) else _suggest_preset(plain))
 
 
 def _suggest_base(name: str) -> str:

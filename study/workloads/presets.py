@@ -116,8 +116,37 @@ def find_preset(name: str) -> Preset | None:
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class KnownModel:
+    """A published model of a class outside the table of families, which is traced on transformers' code."""
+
+    name: str
+    hub_id: str
+    # As its page states them.
+    parameters: int
+    config: dict[str, Any]
+
+
+@functools.cache
+def known_models() -> dict[str, KnownModel]:
+    """Return the models of known_models.yaml by name."""
+    text = Path(__file__).with_name("known_models.yaml").read_text(encoding="utf-8")
+    models = [KnownModel(**entry) for entry in load_package_yaml(text)["models"]]
+    return {model.name: model for model in models}
+
+
+def find_known(name: str) -> KnownModel | None:
+    """Return a known model by its name or hub id, also that of tuned weights; None if there is none."""
+    owner, _, plain = name.strip().rpartition("/")
+    base = _VERSION.sub("", without_tuning(re.sub("[ _]+", "-", plain)))
+    model = known_models().get(base)
+    return model if model is not None and owner in ("", model.hub_id.partition("/")[0]) else None
+
+
 # Words of tuned and converted weights, whose shape is that of the base model.
-_TUNED = re.compile(r"-(instruct|chat|it|hf|base)(?=-|$)")
+_TUNED = re.compile(r"-(instruct|chat|it|pt|hf|base|thinking)(?=-|$)")
+# The version of weights at the end of a name: Mixtral-8x7B-v0.1, OLMoE-1B-7B-0924.
+_VERSION = re.compile(r"(-v\d+\.\d+|-\d{4})$")
 
 
 # Addresses of a model on the hub: in a browser, for fsspec, and as a folder of its cache.

@@ -32,6 +32,7 @@ from study.predictor.table_shape import shape_of_architecture
 from study.predictor.traced_activations import trace
 from study.predictor.traced_request import trace_activations
 from study.predictor.zero3_gathers import module_call_order, simulate_gathers
+from study.workloads.presets import find_known, find_preset, known_models
 from tools.architectures import CLASSIFIERS, CONFIGS, OUTPUT, TEXT, WITHOUT_FSDP, compare, page
 from unit.test_predict_memory import FAMILIES, assert_recomputed_as_traced
 
@@ -357,3 +358,37 @@ def test_a_class_for_images_of_any_size_is_traced_with_usual_ones_and_says_so() 
     assert unset.document == written.document
     assert any("224 x 224" in note for note in unset.notes())
     assert not any("224 x 224" in note for note in written.notes())
+
+
+def test_known_models_have_the_parameters_of_their_pages() -> None:
+    for model in known_models().values():
+        shape = model_shape(model.name)
+        assert (shape.name, shape.parameters) == (model.name, model.parameters)
+        assert shape.is_traced
+        experts = model.config.get("num_experts_per_tok", 0)
+        assert shape.active_experts == experts, model.name
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("OLMoE-1B-7B-0924", "olmoe-1b-7b"),
+        ("microsoft/Phi-3.5-mini-instruct", "phi-3.5-mini"),
+        ("google/gemma-3-1b-it", "gemma-3-1b"),
+        ("somebody/Mixtral-8x7B-v0.1", None),
+        ("mixtral-8x7b-dpo", None),
+        ("qwen3-30b", None),
+    ],
+)
+def test_a_known_model_is_found_by_the_names_of_its_tuned_weights(name: str, expected: str | None) -> None:
+    model = find_known(name)
+    assert (model and model.name) == expected
+    # A preset goes first.
+    assert model is None or find_preset(name) is None
+
+
+def test_a_misspelt_known_model_is_suggested_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "mixtral-8x9b", "--strategy", "zero3", "--hardware", "8xH100"]) == 2
+    assert "did you mean mixtral-8x7b or mixtral-8x22b?" in capsys.readouterr().err
