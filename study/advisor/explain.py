@@ -222,6 +222,9 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
     ranks = options.world_size or (box.ranks if box else None)
     engine = trainer_files.read_engine(trainer, options, options.engine, ranks)
     file, name = _with_fsdp_version(engine.file, options.fsdp_version), options.model[0]
+    if file.fsdp is None and not line_options.sync_each_batch:
+        # Without FSDP this key of a trainer changes no byte.
+        options.sync_each_batch = False
     _check_fsdp_flags(file, options)
     try:
         model = model_shape(name, ask_hub=options.hub)
@@ -232,8 +235,11 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
     try:
         workload = _workload(options)
         shape = workload.adapt(model)
-        is_pure = trainer_files.loads_16_bits(trainer, file, options.precision)
-        work = dataclasses.replace(program_settings(workload, shape), pure=is_pure)
+        work = dataclasses.replace(
+            program_settings(workload, shape),
+            pure=trainer_files.loads_16_bits(trainer, file, options.precision),
+            loads_16_bits=trainer_files.loads_for_engine(trainer) or None,
+        )
         case = resolve(file, shape, options.world_size, work, box)
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
@@ -418,8 +424,10 @@ def first_line(case: ConfigCase) -> str:
         remedy = predict_command.loading_remedy(case.request)
         problem = f"Does not fit while quantized weights are loaded: {loaded} of {room}{remedy}"
         verdict = f"{problem}. After that: {verdict[0].lower()}{verdict[1:]}"
-    if groups := [key for _, key in group_keys(case)]:
-        verdict = f"Without {', '.join(groups)} (not modelled): {verdict[0].lower()}{verdict[1:]}"
+    left_out = [key for _, key in group_keys(case)]
+    left_out += [item.key for item in case.findings if item.rule == trainer_files.WITHOUT]
+    if left_out:
+        verdict = f"Without {', '.join(left_out)} (not modelled): {verdict[0].lower()}{verdict[1:]}"
     refusals = [item for item in case.findings if item.kind == "refused" and item.rule != ENDS_WITH_ERROR]
     refused = [item.key for item in refusals if item.rule != trainer_files.BY_TRAINER]
     refused_by_trainer = [item.key for item in refusals if item.rule == trainer_files.BY_TRAINER]
@@ -445,7 +453,9 @@ def subject_lines(case: ConfigCase) -> Iterator[str]:
     if case.file.deepspeed is not None:
         engine = f"DeepSpeed, stage {case.stage}"
     yield from case.read_from
-    yield from predict_command.pair_notes(request)
+    if not case.read_from:
+        # The line of a trainer's file counts pairs.
+        yield from predict_command.pair_notes(request)
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
     yield f"{case.file.name}: {engine}, {predict_command.precision_name(request)}{unset}, {ranks}"

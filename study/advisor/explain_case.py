@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from study.advisor.fitted import usual_weights
+from study.advisor.fitted import loads_16_bits, usual_weights
 from study.advisor.user_settings import OFFLOADS, ZERO, Finding, UserFile, known_settings
 from study.config.errors import UserError
 from study.config.flags import Precision
@@ -47,6 +47,8 @@ class ProgramSettings:
     trainer: TrainerSettings = DEFAULT_TRAINER
     # Without DeepSpeed: the weights that are loaded in bf16 are trained so.
     pure: bool = False
+    # With DeepSpeed: the weights are loaded in 16 bits; None: with adapters.
+    loads_16_bits: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +118,28 @@ class ConfigCase:
 
 def _box(file: UserFile, ranks: int, hardware: Hardware | None) -> Hardware:
     """Return the part of the hardware with this number of ranks, or any device, on which bytes do not depend."""
-    if hardware is None or ranks == hardware.ranks:
-        return hardware or box_of_ranks("any", ANY_DEVICE, ranks)
-    nodes = max(ranks // hardware.gpus_per_node, 1)
+    if hardware is None:
+        return box_of_ranks("any", ANY_DEVICE, ranks)
+    nodes = _nodes(file, ranks, hardware)
+    if (ranks, nodes) == (hardware.ranks, hardware.nodes):
+        return hardware
     if ranks > hardware.ranks or ranks % nodes:
         problem = f"{file.name} runs {ranks} ranks, and {hardware.name} has {hardware.ranks} GPUs"
         raise UserError(problem, "change --hardware, or the number of ranks with --world_size")
     return dataclasses.replace(hardware, gpus_per_node=ranks // nodes, nodes=nodes)
+
+
+def _nodes(file: UserFile, ranks: int, hardware: Hardware) -> int:
+    """Return the number of machines that the ranks are on: the file's if it suits the hardware, else the fewest."""
+    machines = file.num_machines
+    if (
+        machines
+        and machines <= hardware.nodes
+        and ranks % machines == 0
+        and ranks // machines <= hardware.gpus_per_node
+    ):
+        return machines
+    return max(ranks // hardware.gpus_per_node, 1)
 
 
 def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -> Strategy:
@@ -164,6 +181,7 @@ def resolve(
         gradient_checkpointing=work.gradient_checkpointing or checkpoints,
         attention=work.attention,
         pure=is_pure,
+        loads_16_bits=_loads_16_bits(shape, strategy, precision, work),
         autocast=not strategy.is_fsdp,
         optimizer=_optimizer(file, strategy, work, findings),
         fsdp_offloads=offloads,
@@ -175,6 +193,12 @@ def resolve(
         **vars(work.trainer),
     )
     return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
+
+
+def _loads_16_bits(shape: ModelShape, strategy: Strategy, precision: Precision, work: ProgramSettings) -> bool:
+    if work.loads_16_bits is None:
+        return loads_16_bits(shape, strategy, precision)
+    return work.loads_16_bits and strategy.deepspeed is not None and precision == "bf16-engine"
 
 
 def _rank_count(file: UserFile, ranks: int | None, hardware: Hardware | None, findings: list[Finding]) -> int:
@@ -196,6 +220,8 @@ def _rank_count(file: UserFile, ranks: int | None, hardware: Hardware | None, fi
         raise UserError(problem, "add --world_size N, or --hardware BOX")
     if hardware is not None and file.num_processes == ranks < hardware.ranks:
         message = f"{ranks} of the {hardware.ranks} GPUs are used: --world_size {hardware.ranks} explains all"
+        if hardware.nodes > 1:
+            message = f"{ranks} is the number of all machines together: {message}"
         findings.append(Finding("noted", "num_processes", message))
     if ranks > MAX_JOB_GPUS:
         raise UserError(f"{ranks:,} ranks", f"give at most {MAX_JOB_GPUS:,}")

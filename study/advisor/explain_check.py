@@ -8,7 +8,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from study.advisor import user_settings
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ProgramSettings, resolve
 from study.advisor.explain_combinations import WRONG_TRAINING
-from study.advisor.explain_findings import findings
+from study.advisor.explain_findings import WRONG_BLOCK, findings
 from study.advisor.user_settings import Finding
 from study.config.errors import UserError
 from study.config.yaml_sections import Section, read_document
@@ -133,13 +134,26 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
             line = int(match[1] or match[2])
         yield Finding("refused", "", problem.lstrip(":0123456789 "), refusal.fix, "unreadable", name, line)
         return
-    by_case = [{(finding.kind, finding.key): finding for finding in findings(case)} for case in cases]
+    by_case = [_by_place(findings(case)) for case in cases]
     for place, finding in by_case[0].items():
         is_shown = finding.severity != "note" or finding.rule == WRONG_TRAINING
+        # The models that stand for any are of one type.
+        is_shown = is_shown and (model is not None or finding.rule != WRONG_BLOCK)
         if is_shown and all(place in case for case in by_case):
             if finding.key == "train_batch_size" and len(counts) > 1:
                 finding = _for_any_ranks(finding, file.deepspeed or {})
             yield in_file(_without_texts(finding), file, text)
+
+
+def _by_place(listed: Iterable[Finding]) -> dict[tuple[str, str, str, int], Finding]:
+    """Return findings by kind, key, rule and their number among those with all three equal: messages depend on the
+    model and on the ranks."""
+    places, counts = dict[tuple[str, str, str, int], Finding](), Counter[tuple[str, str, str]]()
+    for finding in dict.fromkeys(listed):
+        kind, key, rule = place = (finding.kind, finding.key, finding.rule)
+        places[kind, key, rule, counts[place]] = finding
+        counts[place] += 1
+    return places
 
 
 def _without_texts(finding: Finding) -> Finding:
@@ -158,7 +172,9 @@ def in_file(finding: Finding, file: user_settings.UserFile, text: str) -> Findin
     names = {key: name for name, key in user_settings.known_settings()["accelerate_deepspeed"].items() if key}
     inner = find_line(text, "deepspeed_config_file") if file.launcher == "accelerate" else None
     key = names.get(finding.key, finding.key) if file.launcher == "accelerate" and inner is None else finding.key
-    line = finding.line or find_line(text, key) or inner or 1
+    # The top level may have the same key, which Accelerate does not support there.
+    place = f"deepspeed_config.{key}" if key in file.plugin and finding.rule != "unknown-key" else key
+    line = finding.line or find_line(text, place) or inner or 1
     return replace(finding, key=key, file=file.name, line=line)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
@@ -12,6 +14,7 @@ from study.advisor.request_notes import holding_rules, is_met, request_facts, re
 from study.advisor.user_settings import OFFLOADS, ZERO, Finding, flatten, known_settings, removed, section_entries
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number, rounded
+from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
@@ -20,6 +23,10 @@ from study.predictor.time import device_bytes, fits, usable_bytes
 from study.releases.causes import least_sound_release
 from study.releases.races import read_races
 
+# Rule of the findings that only a model has.
+WRONG_BLOCK = "wrong-block"
+# Names whose ratio (difflib) is at least this are the same one, misspelt.
+_SAME_NAME = 0.8
 # Less memory than this, in bytes, decides nothing.
 _WORTH_NOTING = 2 * GIB
 
@@ -31,7 +38,8 @@ def findings(case: ConfigCase) -> list[Finding]:
     if case.file.deepspeed is None:
         rules = holding_rules(reference["rules_without_deepspeed"], facts)
         weights = _loaded_weights(case.request)
-        return [*case.findings, *rules, *weights, *request_findings(case.request, facts), *combinations]
+        blocks = list(_wrong_blocks(case))
+        return [*case.findings, *rules, *blocks, *weights, *request_findings(case.request, facts), *combinations]
     results = [
         *case.findings,
         *_ineffective(case, facts),
@@ -56,6 +64,35 @@ def findings(case: ConfigCase) -> list[Finding]:
     if refusal := engine_refusal(case.request):
         results.append(Finding("refused", *refusal))
     return results
+
+
+@functools.cache
+def _blocks() -> dict[str, list[str]]:
+    """Return the content of blocks.yaml."""
+    text = Path(__file__).with_name("blocks.yaml").read_text(encoding="utf-8")
+    document: dict[str, list[str]] = load_package_yaml(text)
+    return document
+
+
+def _wrong_blocks(case: ConfigCase) -> Iterator[Finding]:
+    """Yield a finding for a class that is to be wrapped and that the model does not have: a block of another type, or a
+    misspelt one of this model. Any other class may be there."""
+    key, settings = "fsdp_transformer_layer_cls_to_wrap", case.file.fsdp or {}
+    model_blocks = _blocks().get(case.shape.model_type)
+    # A model of several has blocks of other types.
+    is_single = '_config"' not in case.shape.document
+    policy = str(settings.get("fsdp_auto_wrap_policy")).upper()
+    if model_blocks is None or not is_single or policy != "TRANSFORMER_BASED_WRAP":
+        return
+    value = settings.get(key) or []
+    listed = value if isinstance(value, list) else str(value).split(",")
+    names = [str(name).strip() for name in listed]
+    all_blocks = {block for blocks in _blocks().values() for block in blocks}
+    layers = [block for block in model_blocks if block.endswith(("Layer", "Block"))] or model_blocks
+    for name in [name for name in names if name and name not in model_blocks]:
+        if name in all_blocks or did_you_mean(name, model_blocks, _SAME_NAME):
+            message = f"Accelerate ends with an error: {case.shape.name} has no {clip(name)}"
+            yield Finding("refused", key, message, f"set {' and '.join(layers)}, or leave it out", WRONG_BLOCK)
 
 
 def _loaded_weights(request: Request) -> Iterator[Finding]:
@@ -229,6 +266,7 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         "autotp_ranks": autotp_ranks,
         "autotp_groups": case.ranks // max(autotp_ranks, 1),
         "group": group,
+        "machine_ranks": case.request.box.gpus_per_node,
         "ungrouped_ranks": case.ranks % max(group, 1),
         "shard": -(-shape.largest // case.ranks),
         "largest": case.largest.name,

@@ -15,7 +15,16 @@ from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH
 from study.advisor.explain_check import find_line, in_file
-from study.advisor.trainer_keys import OTHER_FIELDS, TRAINERS, Counted, Trainer
+from study.advisor.trainer_keys import (
+    CHANGE_THE_PEAK,
+    GRPO_LENGTHS,
+    OTHER_FIELDS,
+    TRAINERS,
+    Convert,
+    Counted,
+    Trainer,
+    to_count,
+)
 from study.advisor.user_settings import (
     NOT_MODELLED,
     ZERO,
@@ -28,12 +37,16 @@ from study.advisor.user_settings import (
     read_user_file,
     section_entries,
 )
-from study.config.errors import UserError, clip
+from study.config.errors import UserError, clip, did_you_mean
 from study.config.yaml_sections import load_package_yaml
 from study.host.folders import resolve_path
 from study.predictor.lora_targets import ALL_LINEAR
-from study.workloads.presets import find_base, find_preset, hub_id
+from study.workloads.presets import find_base, find_known, find_preset, hub_id
 
+# Rule of the findings without whose settings the verdict is.
+WITHOUT = "peak-not-modelled"
+# Names whose ratio (difflib) is at least this are the same one, misspelt.
+_MISSPELLED = 0.8
 # Rule of the findings that are errors of the trainer, not of the engine.
 BY_TRAINER = "trainer"
 # Fields of adapters alone.
@@ -69,6 +82,10 @@ class TrainerFile:
     def noted(self, key: str, message: str, rule: str = "not-modelled") -> Finding:
         return self._finding("noted", key, message, "", rule)
 
+    def not_counted(self, key: str, message: str) -> Finding:
+        """Return the finding of an effect that the figures lack."""
+        return self.noted(key, message, WITHOUT if key in CHANGE_THE_PEAK else "not-modelled")
+
     def refused(self, key: str, message: str, fix: str) -> Finding:
         return self._finding("refused", key, message, fix, BY_TRAINER)
 
@@ -98,14 +115,9 @@ def read_trainer_file(name: str) -> TrainerFile | None:
     for key in trainer.keys:
         if document.get(key.theirs) is None:
             continue
-        try:
-            value = key.convert(document[key.theirs])
-        except ValueError as error:
-            line = find_line(text, key.theirs) or 1
-            problem = f"{name}:{line}: {key.theirs} is {clip(document[key.theirs])}"
-            raise UserError(problem, f"it should be {error}") from None
+        value = _converted(file, key.theirs, key.convert)
         if isinstance(value, Counted):
-            findings.append(file.noted(key.theirs, value.text))
+            findings.append(file.not_counted(key.theirs, value.text))
             value = value.value
         if key.ours and value is not None and key.ours not in values:
             values[key.ours], keys[key.ours] = value, key.theirs
@@ -113,8 +125,48 @@ def read_trainer_file(name: str) -> TrainerFile | None:
         value = document.get(theirs)
         # A size of 1 is off.
         if value and (value is True or value not in (1, "1", "false", "none")):
-            findings.append(file.noted(theirs, f"{what}; {NOT_MODELLED}"))
+            findings.append(file.not_counted(theirs, f"{what}; {NOT_MODELLED}"))
+    if values.get("objective") == "grpo":
+        _read_grpo(file, values, keys)
+    findings += _misspelled(file)
     return dataclasses.replace(file, findings=tuple(findings), values=_settle(trainer, document, values))
+
+
+def _converted(file: TrainerFile, name: str, convert: Convert) -> Any:
+    """Return the converted value of a key; raise UserError if the trainer does not take it."""
+    try:
+        return convert(file.document[name])
+    except ValueError as error:
+        line = find_line(file.text, name) or 1
+        problem = f"{file.name}:{line}: {name} is {clip(file.document[name])}"
+        raise UserError(problem, f"it should be {error}") from None
+
+
+def _read_grpo(file: TrainerFile, values: dict[str, Any], keys: dict[str, str]) -> None:
+    """Set the tokens of a sample, prompt and completion, and the reference model, which TRL loads unless beta is 0."""
+    document, is_set = file.document, [name for name in GRPO_LENGTHS if file.document.get(name) is not None]
+    lengths = {**GRPO_LENGTHS, **{name: _converted(file, name, to_count) for name in is_set}}
+    values["seq_length"] = sum(lengths.values())
+    if is_set:
+        keys["seq_length"] = is_set[0]
+    if document.get("beta"):
+        keys["objective"] = "beta"
+    else:
+        del values["objective"]
+
+
+def _misspelled(file: TrainerFile) -> Iterator[Finding]:
+    """Yield a finding for each key that the trainer does not have and that resembles one that is read."""
+    trainer = file.trainer
+    for name in file.document:
+        if not isinstance(name, str) or name in trainer.read or name in trainer.similar:
+            continue
+        if hint := did_you_mean(name, trainer.read, _MISSPELLED).strip():
+            message = f"{trainer.name} has no such key"
+            if trainer.refuses_unknown:
+                yield file.refused(name, f"{message}, and ends with an error", hint)
+            else:
+                yield file.ignored(name, message, hint)
 
 
 def _settle(trainer: Trainer, document: Mapping[str, Any], set_values: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,11 +192,11 @@ def find_model(file: TrainerFile, ask_hub: bool) -> str:
     if name is None:
         raise UserError(f"{file.name} names no model", example)
     plain = hub_id(name)
-    if ask_hub or resolve_path(name).exists() or find_preset(plain) or find_base(plain):
+    if ask_hub or resolve_path(name).exists() or find_preset(plain) or find_base(plain) or find_known(plain):
         return str(name)
     parts = plain.strip("/").split("/")
     for candidate in ("/".join(parts[-2:]), parts[-1]):
-        if preset := find_preset(candidate) or find_base(candidate):
+        if preset := find_preset(candidate) or find_base(candidate) or find_known(candidate):
             return preset.name
     return str(name)
 
@@ -184,7 +236,8 @@ def merge(file: TrainerFile, options: argparse.Namespace) -> tuple[argparse.Name
     if merged.quantization != "4bit":
         merged.double_quant = options.double_quant
     # With adapters the model without them is the reference.
-    merged.with_reference = merged.with_reference or (objective == "dpo" and merged.peft != "lora")
+    has_reference = objective in ("dpo", "grpo") and merged.peft != "lora"
+    merged.with_reference = merged.with_reference or has_reference
     merged.precision = merged.precision or "no"
     return merged, tuple(replaced)
 
@@ -195,6 +248,13 @@ def loads_16_bits(file: TrainerFile, engine: UserFile, precision: str) -> bool:
     is_mixed = any(file.keys.get("precision") == key for key in ("bf16", "bfloat16")) or "precision" not in file.keys
     is_cast = engine.fsdp is not None and is_mixed
     return bool(file.values.get("loads_bf16")) and precision == "bf16" and engine.deepspeed is None and not is_cast
+
+
+def loads_for_engine(file: TrainerFile) -> bool:
+    """Whether a program loads weights in bf16 for DeepSpeed: LLaMA-Factory does with bf16, and casts trained ones to
+    fp32."""
+    is_bf16 = file.values.get("precision") == "bf16"
+    return is_bf16 and bool(file.values.get("loads_bf16") or file.trainer.casts_to_fp32)
 
 
 def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, replaced: tuple[str, ...]) -> list[str]:
@@ -208,7 +268,7 @@ def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, r
     parts += ["gradient checkpointing"] if values.get("gradient_checkpointing") else []
     parts += [values[name] for name in ("optimizer", "attn_implementation") if name in values]
     parts += [f"loss: {values['loss_kernel']}"] if "loss_kernel" in values else []
-    parts += ["DPO"] if values.get("objective") == "dpo" else []
+    parts += [values["objective"].upper()] if values.get("objective") in ("dpo", "grpo") else []
     lines = [f"read from {file.name} ({file.trainer.name}): {', '.join(parts)}"]
     assumed = {**file.trainer.defaults, **(file.trainer.lora_defaults if values.get("peft") == "lora" else {})}
     names = [name for name in assumed if name not in (*file.keys, *OTHER_FIELDS) and name in values]

@@ -14,8 +14,13 @@ from typing import Any, NamedTuple
 from study.predictor.lora_targets import ALL_LINEAR
 
 # Fields without a flag: weights are loaded in bf16, so that a program without DeepSpeed trains them so; and a
-# micro-batch counts pairs of samples, with a reference model ("dpo") or without one ("pairs").
+# micro-batch counts pairs of samples, with a reference model ("dpo") or without one ("pairs"), or completions ("grpo"),
+# which a reference model judges unless beta is 0.
 OTHER_FIELDS = ("loads_bf16", "objective")
+
+
+# Keys of the engine, which every trainer has.
+ENGINE_KEYS = ("deepspeed", "fsdp", "fsdp_config", "fsdp_version")
 
 
 class Counted(NamedTuple):
@@ -26,6 +31,17 @@ class Counted(NamedTuple):
 
 
 Convert = Callable[[Any], Any]
+
+
+# Keys, some of them of several trainers, whose effect on the peak is large and not predicted.
+CHANGE_THE_PEAK = frozenset(
+    {
+        *("load_in_8bit", "quantization_bit", "gptq", "lora_modules_to_save", "additional_target", "finetuning_type"),
+        *("lora_target_parameters", "unfrozen_parameters", "quantize_moe_experts", "reward_model", "use_vllm"),
+        *("tensor_parallel_size", "expert_parallel_size", "sequence_parallel_degree", "context_parallel_size"),
+        *("activation_offloading", "layer_offloading", "tiled_mlp", "use_galore", "use_apollo", "use_badam"),
+    }
+)
 
 
 class Key(NamedTuple):
@@ -64,6 +80,15 @@ class Trainer:
     # FSDP's version without a key for it; None: it depends on the release of transformers.
     fsdp_version: int | None = None
     refusals: tuple[Refusal, ...] = ()
+    # Its other keys that resemble one above: they are not misspelt.
+    similar: frozenset[str] = frozenset()
+    # A key that it does not have ends a run; others drop it.
+    refuses_unknown: bool = False
+
+    @property
+    def read(self) -> frozenset[str]:
+        """The keys that are read here."""
+        return frozenset((*(key.theirs for key in self.keys), *self.not_modelled, *ENGINE_KEYS))
 
 
 # Converters. Each raises ValueError with the values that it accepts.
@@ -172,6 +197,14 @@ def to_loaded(value: Any) -> bool | None:
     return to_text(value).lower().removeprefix("torch.") in ("bfloat16", "bf16") or None
 
 
+def to_sync(value: Any) -> bool | None:
+    """Return sync_each_batch of accelerator_config's gradient_accumulation_kwargs."""
+    if not isinstance(value, dict):
+        return None
+    kwargs = value.get("gradient_accumulation_kwargs")
+    return to_switch(kwargs["sync_each_batch"]) if isinstance(kwargs, dict) and "sync_each_batch" in kwargs else None
+
+
 def by_plugins(value: Any) -> str | None:
     """Return the loss that a plugin of axolotl sets by itself (integrations/cut_cross_entropy/args.py)."""
     names = value if isinstance(value, list) else [value]
@@ -192,7 +225,16 @@ _OFFLOADING = ("offload", "offload_disk", "unsloth")
 _SELF_SIZED = "the trainer halves the micro-batch until it fits"
 _PROJECTED = "the optimizer's state is of projected gradients"
 _KERNELS = "kernels of another library, with another memory of activations"
+_SUPERVISED = "counted as supervised training on prompts and completions, without what generates them"
 _TRL_LENGTH = 1024
+
+# Keys of TrainingArguments.
+_SIMILAR = frozenset(
+    {
+        *("per_device_eval_batch_size", "eval_accumulation_steps", "torch_compile_mode"),
+        *("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+    }
+)
 
 
 def _shared(**effects: str) -> dict[str, str]:
@@ -284,6 +326,11 @@ AXOLOTL = Trainer(
         Refusal("optimizer", "FSDP1 with offload", lambda value: "8bit" in str(value)),
         Refusal("optimizer", "FSDP2", lambda value: value in ("adamw_8bit", "adamw_bnb_8bit")),
     ),
+    similar=_SIMILAR
+    | {
+        *("eval_sample_packing", "eval_sequence_len", "sequence_length", "lora_rank", "peft_use_rslora", "trl"),
+        *("flex_attention", "s2_attention", "sage_attention", "lora_o_kernel", "optim_target_modules"),
+    },
 )
 
 # src/llamafactory/hparams/ (model_args.py, data_args.py, finetuning_args.py), LLaMA-Factory at ff6d4d12, and the
@@ -400,6 +447,12 @@ LLAMA_FACTORY = Trainer(
         Refusal("use_apollo", "DeepSpeed"),
         *(Refusal("quantization_bit", engine, lambda value: value not in (4, "4")) for engine in ("stage 3", "FSDP")),
     ),
+    similar=_SIMILAR
+    | {
+        *("galore_rank", "galore_target", "local_rank", "quantization_method", "quantization_type"),
+        *("export_quantization_bit", "use_liger_kernel", "gradient_checkpointing"),
+    },
+    refuses_unknown=True,
 )
 
 _HF_KEYS = (
@@ -416,12 +469,19 @@ _HF_KEYS = (
     Key("dtype", "loads_bf16", to_loaded),
     Key("torch_dtype", "loads_bf16", to_loaded),
     Key("attn_implementation", "attn_implementation", to_attention),
+    Key("accelerator_config", "sync_each_batch", to_sync),
     Key("use_flash_attention_2", "attn_implementation", when_on("flash_attention_2")),
 )
 _HF_NOT_MODELLED = _shared(
     parallelism_config=_PARALLEL,
     optim_target_modules=_PROJECTED,
 )
+
+# A file with one of these is for TRL's GRPOTrainer.
+GRPO_KEYS = ("max_completion_length", "num_generations")
+# Tokens of its prompts and completions without a key: max_prompt_length is of TRL before 1.0, and prompts of later ones
+# have any length.
+GRPO_LENGTHS = {"max_prompt_length": 512, "max_completion_length": 512}
 
 # transformers 5.23.0, training_args.py.
 TRAINING_ARGUMENTS = Trainer(
@@ -431,6 +491,7 @@ TRAINING_ARGUMENTS = Trainer(
     defaults={"micro_batch": 8, "accumulation": 1},
     lora_defaults={},
     not_modelled=_HF_NOT_MODELLED,
+    similar=_SIMILAR,
 )
 
 # trl/trainer/model_config.py, base_config.py, sft_config.py and dpo_config.py, TRL at f2cd5771; recipes of
@@ -454,7 +515,7 @@ TRL = Trainer(
         Key("load_in_4bit", "quantization", when_on("4bit")),
         Key("use_bnb_nested_quant", "double_quant", to_switch),
         Key("precompute_ref_log_probs", "objective", when_on("pairs")),
-        Key("max_completion_length", "objective", lambda value: Counted("none", "counted as supervised training")),
+        *(Key(name, "objective", lambda value: Counted("grpo", _SUPERVISED)) for name in GRPO_KEYS),
         Key("beta", "objective", lambda value: "dpo"),
     ),
     defaults={
@@ -476,6 +537,8 @@ TRL = Trainer(
         "activation_offloading": _OFFLOADED,
         "use_vllm": "vLLM's copy of the weights, and its cache",
     },
+    similar=_SIMILAR | {"beta1", "beta2", "cache_implementation", "teacher_model_name_or_path"},
+    refuses_unknown=True,
 )
 
 # The first whose mark a file has.

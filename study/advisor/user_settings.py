@@ -111,6 +111,8 @@ class UserFile:
     # Under their full names: Accelerate accepts FSDP's settings without the prefix, too. None without FSDP.
     fsdp: Mapping[str, Any] | None = None
     num_processes: int | None = None
+    # Machines that these are spread over; None: the file does not set it.
+    num_machines: int | None = None
     # FSDP's number of replicas, and of ranks per replica.
     mesh: tuple[int, int] | None = None
     findings: list[Finding] = dataclasses.field(default_factory=list)
@@ -482,8 +484,12 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tr
         file = _accelerate_deepspeed(name, document, precision, processes, findings, tree)
     else:
         fsdp = read_fsdp(document, findings) if kind == "FSDP" else None
-        file = UserFile(name, "accelerate", kind, None, (), precision, fsdp, processes, mesh, findings)
+        file = UserFile(
+            name, "accelerate", kind, None, (), precision, fsdp, num_processes=processes, mesh=mesh, findings=findings
+        )
     file.mesh_ranks, file.group_sizes = mesh_ranks, _group_sizes(sizes)
+    machines = document.get("num_machines")
+    file.num_machines = machines if type(machines) is int and machines > 0 else None
     return file
 
 
@@ -504,6 +510,11 @@ def _wrong_launch(document: dict[str, Any]) -> Iterator[Finding]:
     is_one = gpus not in (None, "all") and "," not in gpus and machines in (None, 1)
     if is_one and str(kind).startswith("MULTI_") and kind != "MULTI_CPU":
         yield _refused("gpu_ids", f"names one GPU, and {kind} needs more", "name them, or set all")
+    gpu_count, processes = str(gpus).count(",") + 1, document.get("num_processes")
+    is_listed = gpus not in (None, "all") and not is_one and machines in (None, 1)
+    if is_listed and kind not in ("NO", "MULTI_CPU") and type(processes) is int and processes > gpu_count:
+        message = f"names {gpu_count} GPUs, and num_processes is {processes}: rank {gpu_count} has no device"
+        yield _refused("gpu_ids", message, f"name {processes}, or set num_processes: {gpu_count}")
     if kind not in ("NO", "MULTI_CPU"):
         yield from _wrong_values("", document, {"main_process_port": {"type": "int!#?"}})
 
@@ -644,10 +655,8 @@ def _accelerate_deepspeed(
         settings,
         explicit_keys,
         precision,
-        None,
-        processes,
-        None,
-        findings,
+        num_processes=processes,
+        findings=findings,
         plugin=plugin,
     )
     check_deepspeed(file)

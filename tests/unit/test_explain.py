@@ -12,11 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations import is_fsdp_enabled
+from transformers.models.auto import modeling_auto
 
 from engines import ROOT
+from study.advisor import explain_findings
 from study.advisor.explain import bucket_bytes, costs, find_answers
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import is_config
@@ -301,13 +306,13 @@ def test_fsdp_with_accumulation_says_how_large_its_whole_gradients_are(tmp_path:
 @pytest.mark.parametrize(
     ("document", "program", "rule", "says"),
     [
-        # 8.03 B gradients of 2 bytes, in the second case over 8 ranks.
+        # 8.03 B gradients of 2 bytes; in the second case reduced ones of 4 bytes over 8 ranks.
         (fsdp(fsdp_version=2), {"accumulation": 4}, "replica-gradients", None),
         (
             {**fsdp(fsdp_version=2), "num_processes": 32, **REPLICAS},
             {"accumulation": 4},
             "replica-gradients",
-            "15.0 GiB a rank become 1.87 GiB",
+            "15.0 GiB a rank become 3.74 GiB",
         ),
         ({**fsdp(fsdp_version=2), "num_processes": 32, **REPLICAS}, {}, "replica-gradients", None),
         (PLAIN, {"trainer": LIGER}, "sharded-head", "GRPO's use_liger_kernel since 1.6.0, as DPO's and KTO's"),
@@ -1037,3 +1042,113 @@ def test_a_model_is_named_as_a_word_or_by_its_flag(capsys: pytest.CaptureFixture
     assert answers[1:] == answers[:1] * 2
     assert main(["explain", file]) == 2
     assert "the model is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("document", "keys"),
+    [
+        (zero(3) | {"prescale_gradients": True}, ["prescale_gradients"]),
+        (zero(2) | {"gradient_predivide_factor": 2.0}, ["gradient_predivide_factor"]),
+        (zero(2) | {"prescale_gradients": True, "gradient_allreduce_op": "sum"}, []),
+        (zero(2, reduce_scatter=False) | {"prescale_gradients": True}, []),
+        (zero(1) | {"prescale_gradients": True}, []),
+        (zero(3) | {"gradient_predivide_factor": 1.0}, []),
+    ],
+)
+def test_scaling_before_the_reduction_is_refused_where_the_engine_asserts_it(document, keys, tmp_path: Path) -> None:
+    refused = [item.key for item in findings(make_case(tmp_path, document)) if item.kind == "refused"]
+    assert refused == keys
+
+
+@pytest.mark.parametrize(
+    ("box", "size", "fix"),
+    [("4x8xH100", 16, "set 8"), ("4x8xH100", 8, None), ("8xH100", 8, "leave it out"), ("8xH100", 4, None)],
+)
+def test_a_secondary_partition_that_shortens_no_gather_is_in_conflict(box, size, fix, tmp_path: Path) -> None:
+    file = tmp_path / "hpz.json"
+    file.write_text(json.dumps(zero(3, zero_hpz_partition_size=size)))
+    case = resolve(read_user_file(str(file)), model_shape("gpt2"), None, ProgramSettings(), to_box(box))
+    fixes = [item.fix for item in findings(case) if item.key.endswith("zero_hpz_partition_size")]
+    assert fixes == ([] if fix is None else [fix])
+
+
+def test_blocks_are_those_of_the_installed_transformers() -> None:
+    mappings = (
+        "CAUSAL_LM MASKED_LM SEQ_TO_SEQ_CAUSAL_LM IMAGE_TEXT_TO_TEXT SEQUENCE_CLASSIFICATION SPEECH_SEQ_2_SEQ"
+        " IMAGE_CLASSIFICATION MULTIMODAL_LM"
+    )
+    classes = dict[str, str]()
+    for name in mappings.split():
+        for model_type, cls in getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES").items():
+            classes.setdefault(model_type, cls[0] if isinstance(cls, tuple) else cls)
+    blocks = dict[str, list[str]]()
+    for file in Path(transformers.__path__[0]).glob("models/*/modeling_*.py"):
+        text = file.read_text(encoding="utf-8")
+        lists = re.findall(r"_no_split_modules = \[(.*?)\]", text, re.DOTALL)
+        names = list(dict.fromkeys(re.findall(r'"(\w+)"', "".join(lists))))
+        blocks |= dict.fromkeys(re.findall(r"^class (\w+)\(", text, re.MULTILINE), names)
+    expected = {model_type: blocks[cls] for model_type, cls in classes.items() if blocks.get(cls)}
+    assert explain_findings._blocks() == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "fix"),
+    [
+        ("qwen2.5-0.5b", "LlamaDecoderLayer", "set Qwen2DecoderLayer, or leave it out"),
+        ("qwen2.5-0.5b", "Qwen2Decoder", "set Qwen2DecoderLayer, or leave it out"),
+        ("qwen2.5-0.5b", "Qwen2DecoderLayer", None),
+        # Other classes of a model may be wrapped, too.
+        ("qwen2.5-0.5b", "Qwen2DecoderLayer,Embedding,Qwen2MLP", None),
+        ("bert-large-uncased", "BertLayers", "set BertLayer, or leave it out"),
+    ],
+)
+def test_a_class_that_the_model_does_not_have_is_refused(model, names, fix, tmp_path: Path, capsys) -> None:
+    document = fsdp(fsdp_version=2, fsdp_transformer_layer_cls_to_wrap=names)
+    case = make_case(tmp_path, document, model)
+    wrong_blocks = [item for item in findings(case) if item.rule == "wrong-block"]
+    assert [item.fix for item in wrong_blocks] == ([] if fix is None else [fix])
+    file = str(tmp_path / "user.yaml")
+    # Without a model no class is wrong.
+    assert main(["explain", file, "--strict"]) == 0
+    assert main(["explain", file, model, "--strict"]) == (0 if fix is None else 1)
+    assert bool(wrong_blocks) == ("cls_to_wrap" in capsys.readouterr().out)
+
+
+def test_accelerate_ends_with_an_error_for_a_class_that_the_model_does_not_have() -> None:
+    class Plugin:
+        auto_wrap_policy = staticmethod(transformer_auto_wrap_policy)
+        transformer_cls_names_to_wrap = ("Qwen2DecoderLayer",)
+
+    tiny = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=8))
+    with pytest.raises(ValueError, match="Could not find the transformer layer class Qwen2DecoderLayer"):
+        fsdp2_prepare_auto_wrap_policy(Plugin(), tiny)
+
+
+def test_ranks_are_on_as_many_machines_as_the_file_says(tmp_path: Path) -> None:
+    box, times = to_box("4x8xH100"), dict[int, float]()
+    for machines in (1, 4):
+        document = fsdp(fsdp_version=2) | {"num_processes": 8, "num_machines": machines}
+        file = tmp_path / "accelerate.yaml"
+        file.write_text(json.dumps(document))
+        case = resolve(read_user_file(str(file)), model_shape("gpt2-xl"), None, ProgramSettings(), box)
+        assert (case.request.box.nodes, case.request.box.gpus_per_node) == (machines, 8 // machines)
+        (noted,) = [item.message for item in findings(case) if item.key == "num_processes"]
+        assert noted.startswith("8 is the number of all machines together: 8 of the 32 GPUs are used")
+        times[machines] = predict_time(case.request).step_s.value
+    assert times[4] > 1.5 * times[1]
+
+
+@pytest.mark.parametrize(("gpus", "refused"), [("0,1", True), ("0,1,2,3", False), ("all", False)])
+def test_fewer_gpus_than_processes_are_refused(gpus: str, refused: bool, tmp_path: Path) -> None:
+    document = fsdp(fsdp_version=2) | {"gpu_ids": gpus}
+    keys = [item.key for item in findings(make_case(tmp_path, document)) if item.kind == "refused"]
+    assert keys == ["gpu_ids"] * refused
+
+
+def test_a_strict_check_has_both_errors_of_one_key_with_their_lines(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "accelerate.yaml"
+    section = "deepspeed_config:\n  zero_stage: 3\n  gradient_accumulation_steps: -1\n"
+    file.write_text(f"distributed_type: DEEPSPEED\nnum_processes: 8\ngradient_accumulation_steps: 4\n{section}")
+    assert main(["explain", str(file), "--strict"]) == 1
+    lines = re.findall(r":(\d+): error: refused: gradient_accumulation_steps: (.{8})", capsys.readouterr().out)
+    assert lines == [("3", "is not a"), ("6", "the engi")]

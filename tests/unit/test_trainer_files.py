@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from engines import ROOT
 from study.advisor import explain, predict_command
 from study.advisor.calculator import Calculator
 from study.advisor.explain_case import ConfigCase
 from study.advisor.predict_command import PredictFlags, make_request
-from study.advisor.trainer_files import read_trainer_file, shipped_engines
+from study.advisor.trainer_files import WITHOUT, read_trainer_file, shipped_engines
 from study.advisor.trainer_keys import OTHER_FIELDS, TRAINERS
 from study.advisor.workload import Workload
 from study.cli import main
-from study.config.errors import UserError
+from study.config.errors import UserError, did_you_mean
 from study.config.flags import Parser
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
@@ -338,7 +339,15 @@ def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
         (ARGUMENTS | {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "pure": False}),
         (ARGUMENTS | {"use_peft": True, "load_in_4bit": True}, {"lora_dropout": 0.05, "double_quantized": False}),
         (ARGUMENTS | {"max_length": 300, "torch_dtype": "bfloat16"}, {"sequence_length": 300, "pure": True}),
-        (ARGUMENTS | {"beta": 0.1, "max_completion_length": 64}, {"reference_model": False, "micro_batch": 2}),
+        (
+            ARGUMENTS | {"beta": 0.1, "max_completion_length": 64},
+            {"reference_model": True, "micro_batch": 2, "sequence_length": 576},
+        ),
+        (
+            ARGUMENTS | {"num_generations": 8, "max_prompt_length": 100, "max_completion_length": 64},
+            {"reference_model": False, "sequence_length": 164},
+        ),
+        (ARGUMENTS | {"num_generations": 8, "beta": 0.1, "use_peft": True}, {"reference_model": False}),
     ],
 )
 def test_a_key_is_read_as_the_trainer_does(document: dict[str, Any], values: dict[str, Any], tmp_path: Path) -> None:
@@ -359,7 +368,7 @@ def test_what_is_not_modelled_is_noted_by_name(trainer: Any, key: str, tmp_path:
         read_file = read_trainer_file(str(file))
         assert read_file is not None
         assert read_file.trainer is trainer
-        notes = [item for item in read_file.findings if item.key == key and item.rule == "not-modelled"]
+        notes = [item for item in read_file.findings if item.key == key and item.rule in ("not-modelled", WITHOUT)]
         assert len(notes) == count
         assert all("not modelled" in item.message and item.line == len(document) + 1 for item in notes)
 
@@ -508,3 +517,59 @@ def test_the_page_and_the_json_say_what_was_read(capsys: pytest.CaptureFixture[s
     assert main([*command, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [line in page for line in document["read_from"]] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("document", "key", "kind", "hint"),
+    [
+        (AXOLOTL, "adaptor", "ignored", "did you mean adapter?"),
+        (AXOLOTL, "gradient_acumulation_steps", "ignored", "did you mean gradient_accumulation_steps?"),
+        (FACTORY, "cutof_len", "refused", "did you mean cutoff_len?"),
+        (ARGUMENTS | {"packing": False}, "max_lenght", "refused", "did you mean max_length?"),
+        (ARGUMENTS, "per_device_train_batchsize", "ignored", "did you mean per_device_train_batch_size?"),
+    ],
+)
+def test_a_misspelt_key_is_named(document: dict[str, Any], key: str, kind: str, hint: str, tmp_path: Path) -> None:
+    case = read(write(tmp_path, document | {key: 4}), *BOX)
+    assert [(item.kind, item.fix) for item in case.findings if item.key == key] == [(kind, hint)]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda it: it.name)
+def test_keys_that_resemble_one_are_the_trainer_s_own(trainer: Any) -> None:
+    assert not trainer.similar & trainer.read
+    if trainer.name in ("TRL", "LLaMA-Factory", "TrainingArguments"):
+        similar = {
+            name
+            for name in map(str, TrainingArguments.__dataclass_fields__)
+            if name not in trainer.read and did_you_mean(name, trainer.read, 0.8)
+        }
+        assert similar <= trainer.similar
+
+
+@pytest.mark.parametrize("key", ["lora_modules_to_save", "load_in_8bit"])
+def test_a_verdict_without_a_large_part_of_the_peak_says_so(key: str, tmp_path: Path, capsys) -> None:
+    document = AXOLOTL | {"adapter": "lora", key: True}
+    main(["explain", str(write(tmp_path, document)), *BOX])
+    assert capsys.readouterr().out.startswith(f"Without {key} (not modelled): ")
+
+
+def test_weights_that_a_trainer_loads_in_bf16_are_in_host_memory_once_with_deepspeed(tmp_path: Path) -> None:
+    engine = tmp_path / "z2.json"
+    settings = {"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    engine.write_text(json.dumps(settings))
+    box, loads = ("--hardware", "4x3090", "--engine", str(engine)), dict[bool, float]()
+    for is_bf16 in (False, True):
+        document = ARGUMENTS | {"bf16": True, "model_name_or_path": "meta-llama/Llama-3.1-8B"}
+        document |= {"torch_dtype": "bfloat16"} if is_bf16 else {}
+        loads[is_bf16] = read(write(tmp_path, document), *box).memory.host_parts["load"]
+    # fp32 in each of four processes; in bf16 the pages of the file are shared.
+    assert loads[False] > 4 * 4 * 8.03e9
+    assert 2 * 8.03e9 < loads[True] < 4 * 8.03e9
+
+
+def test_the_reduction_in_each_micro_batch_is_read_from_accelerator_config(tmp_path: Path) -> None:
+    config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    document = ARGUMENTS | {"gradient_accumulation_steps": 4, "accelerator_config": config}
+    assert read(write(tmp_path, document | {"fsdp": "full_shard"}), *BOX).request.sync_each_batch
+    # DDP has nothing to gain from it.
+    assert not read(write(tmp_path, document), *BOX).request.sync_each_batch
