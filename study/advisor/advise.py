@@ -64,6 +64,9 @@ _WORTH_SAYING = 0.05
 _MUCH_FASTER = 1.5
 # Logits from this fraction of the memory on are worth a loss that never has them as a whole.
 _LARGE_LOGITS = 0.1
+# With at most this many samples per rank by default a batch of this many times is tried, and named if it is faster by
+# this fraction.
+_FEW_SAMPLES, _LARGER_BATCH, _WORTH_A_BATCH = 4, 8, 0.2
 # An option is named whose bound leaves this fraction of the memory: a program also evaluates, logs and generates.
 _ROOM = 0.05
 # The changes that are tried if nothing fits.
@@ -99,6 +102,8 @@ class AdviceRequest:
     attention: Attention = "sdpa"
     # None: each rank has one micro-batch per optimizer step.
     global_batch: int | None = None
+    # The global batch is the default, the fewest samples that suit the ranks.
+    is_default_batch: bool = False
     # None: the largest one that fits.
     micro_batch: int | None = None
     optimizer: OptimizerName = "adamw"
@@ -375,6 +380,10 @@ def candidates(question: AdviceRequest) -> list[str]:
     if question.optimizer != "adamw":
         # DeepSpeed raises an error there, or Accelerate replaces the optimizer.
         left_out |= {name for name in _SIMPLICITY if forces_cpu_adam(read_strategy(name))}
+    if question.trainer.in_8_bits:
+        # Sharded ones are not modelled.
+        strategies = {name: read_strategy(name) for name in _SIMPLICITY}
+        left_out |= {name for name, it in strategies.items() if it.is_fsdp or it.zero_stage == 3}
     if question.fsdp_version == 1:
         # Its replica groups are HYBRID_SHARD, for which accelerate_configs/ has no file.
         left_out |= {"hsdp"}
@@ -393,8 +402,9 @@ class _Search:
         requested = question.gradient_checkpointing
         checkpointing = (False, True) if requested is None else (requested,)
         # Of adapters the gradients are small.
-        is_open = self._strategy.is_fsdp and not (question.shape.lora_rank or question.trainer.sync_each_batch)
-        syncs = (False, True) if is_open else (question.trainer.sync_each_batch,)
+        is_fsdp, is_requested = self._strategy.is_fsdp, question.trainer.sync_each_batch
+        is_open = is_fsdp and not (question.shape.lora_rank or is_requested)
+        syncs = (False, True) if is_open else (is_fsdp and is_requested,)
         variants = itertools.product(strategies, checkpointing, syncs)
         self._variants = [_Variant(question, *variant, at_upper_bound) for variant in variants]
 
@@ -755,6 +765,7 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
     question, best = advice.question, advice.best
     if best is not None:
         yield from _chunked_loss_line(question, best)
+        yield from _larger_batch_line(question, best)
     if question.box.nodes > 1:
         worth = (1 - SPEED_TOLERANCE) * best.tokens_per_s if best is not None and best.is_safe else 0.0
         one_node = _with_box(question, nodes=1)
@@ -772,6 +783,21 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
             is_twice_enough |= scenario.box.nodes == 2 * question.box.nodes
     if best is None:
         yield from _fitting_lines(question, is_twice_enough)
+
+
+def _larger_batch_line(question: AdviceRequest, best: Option) -> Iterator[str]:
+    """Yield the gain of more samples per step if the default gives each rank few of them."""
+    batch, ranks = question.global_batch, question.box.ranks
+    if batch is None or not question.is_default_batch or batch > _FEW_SAMPLES * ranks:
+        return
+    larger = dataclasses.replace(question, global_batch=_LARGER_BATCH * batch)
+    worth = (1 + _WORTH_A_BATCH) * best.tokens_per_s
+    changed = advise_without_losers(larger, candidates(larger), worth=worth)
+    option = None if changed is None else changed.best
+    if option is not None and option.tokens_per_s >= worth and (option.is_safe or not best.is_safe):
+        settings = workload_text(option.request)
+        samples = f"with {larger.global_batch} samples per step (--global_batch_size)"
+        yield f"{samples} {_name_with_loading(option)} ({settings}), {speed_text(option, best)}"
 
 
 def _with_chunked_loss(question: AdviceRequest) -> AdviceRequest:

@@ -253,6 +253,7 @@ def build_advice_request(flags: AdviseFlags) -> advise.AdviceRequest:
         gradient_checkpointing=workload.gradient_checkpointing,
         attention=workload.attn_implementation,
         global_batch=batch,
+        is_default_batch=flags.global_batch_size is None and not (workload.micro_batch or workload.accumulation),
         micro_batch=workload.micro_batch or (workload.accumulation and batch // box.ranks // workload.accumulation),
         optimizer=workload.optimizer,
         price_per_gpu_hour=flags.price_per_gpu_hour,
@@ -513,7 +514,9 @@ def _program_notes(best: Option) -> Iterator[str]:
     yield from _link_notes(request)
     if request.pure:
         stores = ", bnb_4bit_quant_storage=torch.bfloat16" * request.strategy.is_fsdp
-        how = f"BitsAndBytesConfig(load_in_4bit=True{stores})" if request.quantized else "dtype=torch.bfloat16"
+        how = "BitsAndBytesConfig(load_in_8bit=True)" if request.in_8_bits else "dtype=torch.bfloat16"
+        if request.quantized:
+            how = f"BitsAndBytesConfig(load_in_4bit=True{stores})"
         if request.loads_on_host:
             how += " and device_map={'': 'cpu'}"
         yield f"load the model with {how}; peft keeps the adapters in fp32"

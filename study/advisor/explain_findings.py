@@ -18,7 +18,7 @@ from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
-from study.predictor.state import engine_refusal
+from study.predictor.state import engine_refusal, quantization_refusal
 from study.predictor.time import device_bytes, fits, usable_bytes
 from study.releases.causes import least_sound_release
 from study.releases.races import read_races
@@ -39,7 +39,15 @@ def findings(case: ConfigCase) -> list[Finding]:
         rules = holding_rules(reference["rules_without_deepspeed"], facts)
         weights = _loaded_weights(case.request)
         blocks = list(_wrong_blocks(case))
-        return [*case.findings, *rules, *blocks, *weights, *request_findings(case.request, facts), *combinations]
+        return [
+            *case.findings,
+            *rules,
+            *_quantization(case.request),
+            *blocks,
+            *weights,
+            *request_findings(case.request, facts),
+            *combinations,
+        ]
     results = [
         *case.findings,
         *_ineffective(case, facts),
@@ -61,9 +69,17 @@ def findings(case: ConfigCase) -> list[Finding]:
                 message = f"without it the 90 % bound of the peak is {sizes[0]:.0f} of {sizes[1]:.0f} GiB: {why}"
                 results.append(Finding("noted", f"{ZERO}.{without[0]}", message, rule="offload-not-needed"))
                 break
+    results += _quantization(case.request)
     if refusal := engine_refusal(case.request):
         results.append(Finding("refused", *refusal))
     return results
+
+
+def _quantization(request: Request) -> list[Finding]:
+    """Return the finding of 8-bit weights that the engine would shard."""
+    problem = quantization_refusal(request)
+    fix = "use stage 2 or DDP, or 4 bits"
+    return [] if problem is None else [Finding("conflict", "quantization", problem, fix, "quantized")]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from study.advisor import measured
 from study.advisor.fitted import fit_settings, loads_16_bits, precision_under, usual_weights
 from study.advisor.request_notes import request_notes
-from study.advisor.user_settings import UserFile, check_deepspeed
+from study.advisor.user_settings import NOT_MODELLED, UserFile, check_deepspeed
 from study.advisor.workload import FSDP_FLAGS, Workload
 from study.config import strategies
 from study.config.errors import UserError, clip, require_extra
@@ -29,7 +29,7 @@ from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import Estimate, MemoryUse, OptimizerName, Request, StepTime
 from study.predictor.shape import ModelShape, lora_text, resolve_length
-from study.predictor.state import checkpoint_bytes, engine_refusal
+from study.predictor.state import checkpoint_bytes, engine_refusal, quantization_refusal
 from study.predictor.time import device_bytes, estimate, fits, offload_range, predict_time, usable_bytes, why
 from study.workloads.presets import PRESETS, known_models
 
@@ -308,6 +308,8 @@ def make_request(flags: PredictFlags) -> Request:
         fitted = fit_settings(stock)
         request = dataclasses.replace(request, strategy=_overridden(fitted.strategy, config, box))
     check_attention(request)
+    if refusal := quantization_refusal(request):
+        raise UserError(refusal, "use zero2, ddp or single, or --quantization 4bit")
     if reasons := engine_refusal(request):
         fix = "use --optimizer adamw, or another strategy" if reasons[0] == "optimizer" else "leave it out"
         raise UserError(f"{reasons[0]}: {reasons[1]}", fix)
@@ -347,7 +349,9 @@ def _overridden(strategy: strategies.Strategy, config: RunConfig, box: Hardware)
     file = UserFile("--engine_override", "deepspeed", "DEEPSPEED", copy.deepcopy(dict(changed.deepspeed)), ())
     check_deepspeed(file)
     if file.findings:
-        raise UserError(f"--engine_override: {file.findings[0].key} {file.findings[0].says}", "fix the key")
+        finding = file.findings[0]
+        fix = "leave it out" if NOT_MODELLED in finding.message else "fix the key"
+        raise UserError(f"--engine_override: {finding.key} {finding.says}", fix)
     if changed.zero_stage != strategy.zero_stage:
         problem = f"--engine_override makes {strategy.name} a stage {changed.zero_stage}"
         raise UserError(problem, "use that stage's strategy")

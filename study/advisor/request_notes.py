@@ -71,6 +71,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "weights": shape.quantized_by or "none",
         "peft": "lora" if shape.lora_rank else "none",
         "quantized": request.quantized,
+        "in_8_bits": request.in_8_bits,
         "reference_model": request.reference_model,
         "optimizer_name": request.optimizer,
         "loss_kernel": request.loss_kernel,

@@ -282,7 +282,7 @@ def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, r
 def _adapters_text(values: Mapping[str, Any]) -> str:
     if values.get("peft") != "lora":
         return "all weights trained"
-    kind = "QLoRA" if values.get("quantization") == "4bit" else "LoRA"
+    kind = {"4bit": "QLoRA", "8bit": "LoRA on 8-bit weights"}.get(values.get("quantization", ""), "LoRA")
     targets = values.get("lora_targets")
     where = "peft's default modules" if targets is None else ", ".join(targets)
     where = "all linear layers" if targets is not None and ALL_LINEAR in targets else where

@@ -36,7 +36,7 @@ Convert = Callable[[Any], Any]
 # Keys, some of them of several trainers, whose effect on the peak is large and not predicted.
 CHANGE_THE_PEAK = frozenset(
     {
-        *("load_in_8bit", "quantization_bit", "gptq", "lora_modules_to_save", "additional_target", "finetuning_type"),
+        *("quantization_bit", "gptq", "lora_modules_to_save", "additional_target", "finetuning_type"),
         *("lora_target_parameters", "unfrozen_parameters", "quantize_moe_experts", "reward_model", "use_vllm"),
         *("tensor_parallel_size", "expert_parallel_size", "sequence_parallel_degree", "context_parallel_size"),
         *("activation_offloading", "layer_offloading", "tiled_mlp", "use_galore", "use_apollo", "use_badam"),
@@ -192,6 +192,11 @@ def to_attention(value: Any) -> Any:
     return Counted(similar, f"{name[:60]}: counted as {similar}")
 
 
+def to_bits(value: Any) -> Any:
+    bits = to_count(value)
+    return f"{bits}bit" if bits in (4, 8) else Counted(None, f"weights of {bits} bits; here they have 16")
+
+
 def to_loaded(value: Any) -> bool | None:
     """Whether weights are loaded in bf16; "auto" is the checkpoint's type, which the file does not set."""
     return to_text(value).lower().removeprefix("torch.") in ("bfloat16", "bf16") or None
@@ -213,7 +218,6 @@ def by_plugins(value: Any) -> str | None:
 
 # Effects that are not predicted. The sentence "not modelled: ..." follows.
 _PACKED = "samples fill the whole length, as they are counted; attention within each sample alone takes less time"
-_8BIT = "frozen weights have 8 bits; here they have 16"
 _DORA = "DoRA's magnitudes, and the norms of its weights"
 _SAVED = "these modules are trained in full, next to the adapters"
 _PARALLEL = "ranks share samples"
@@ -263,6 +267,7 @@ AXOLOTL = Trainer(
         Key("lora_target_linear", "lora_targets", when_on((ALL_LINEAR,))),
         Key("lora_target_modules", "lora_targets", to_targets),
         Key("load_in_4bit", "quantization", when_on("4bit")),
+        Key("load_in_8bit", "quantization", when_on("8bit")),
         Key("optimizer", "optimizer", to_optimizer),
         Key("bf16", "precision", when_on("bf16", "auto", "full")),
         Key("bfloat16", "precision", when_on("bf16")),
@@ -292,7 +297,6 @@ AXOLOTL = Trainer(
     not_modelled=_shared(
         sample_packing=_PACKED,
         batch_flattening="samples of a micro-batch are one row, without padding",
-        load_in_8bit=_8BIT,
         gptq="weights in 4 bits of GPTQ",
         peft_use_dora=_DORA,
         lora_modules_to_save=_SAVED,
@@ -365,7 +369,7 @@ LLAMA_FACTORY = Trainer(
         Key("lora_rank", "lora_rank", to_count),
         Key("lora_dropout", "lora_dropout", to_fraction),
         Key("lora_target", "lora_targets", to_targets),
-        Key("quantization_bit", "quantization", lambda value: "4bit" if to_count(value) == 4 else Counted(None, _8BIT)),
+        Key("quantization_bit", "quantization", to_bits),
         Key("double_quantization", "double_quant", to_setting),
         Key("optim", "optimizer", to_optimizer),
         Key("pure_bf16", "loads_bf16", to_switch),
@@ -513,6 +517,7 @@ TRL = Trainer(
         Key("lora_dropout", "lora_dropout", to_fraction),
         Key("lora_target_modules", "lora_targets", to_targets),
         Key("load_in_4bit", "quantization", when_on("4bit")),
+        Key("load_in_8bit", "quantization", when_on("8bit")),
         Key("use_bnb_nested_quant", "double_quant", to_switch),
         Key("precompute_ref_log_probs", "objective", when_on("pairs")),
         *(Key(name, "objective", lambda value: Counted("grpo", _SUPERVISED)) for name in GRPO_KEYS),
@@ -530,7 +535,6 @@ TRL = Trainer(
         **_HF_NOT_MODELLED,
         "packing": _PACKED,
         "padding_free": "samples of a micro-batch are one row, without padding",
-        "load_in_8bit": _8BIT,
         "use_dora": _DORA,
         "lora_modules_to_save": _SAVED,
         "lora_target_parameters": "adapters of these parameters",

@@ -14,7 +14,7 @@ from study.predictor.losses import WITHOUT_LOGITS, LossKernel
 from study.predictor.request import Attention, OptimizerName, Request, TrainerSettings
 from study.predictor.shape import USUAL_LENGTH, ModelShape, with_adapters
 
-Quantization = Literal["none", "4bit"]
+Quantization = Literal["none", "4bit", "8bit"]
 # Flags for a program that wraps adapters under FSDP1 in another way.
 FSDP1_UNITS = ("reentrant_units", "fsdp_mixed_units")
 # Flags that no other engine than FSDP uses.
@@ -107,7 +107,7 @@ class Workload:
         metavar="NAMES",
     )
     optimizer: OptimizerName = flag(None, "adamw", type=known_optimizer)
-    quantization: Quantization = flag("4bit: QLoRA", "none")
+    quantization: Quantization = flag("of the frozen weights under adapters; 4bit: QLoRA; 8bit: LLM.int8", "none")
     double_quant: bool = flag(
         "with 4bit: bnb_4bit_use_double_quant, 0.127 and not 0.5 bits of scales a weight", False, action="store_true"
     )
@@ -141,8 +141,9 @@ class Workload:
         return workload
 
     def _check_adapters(self) -> None:
-        if self.is_quantized and self.peft != "lora":
-            raise UserError("--quantization 4bit is for frozen weights, and all are trained", "add --peft lora")
+        if self.quantization != "none" and self.peft != "lora":
+            problem = f"--quantization {self.quantization} is for frozen weights, and all are trained"
+            raise UserError(problem, "add --peft lora")
         if self.adapters_in_16_bits and self.peft != "lora":
             raise UserError("--adapters_in_16_bits has no effect without adapters", "add --peft lora")
         if self.with_reference and self.peft == "lora":
@@ -199,6 +200,7 @@ class Workload:
             loss_kernel=kernel,
             keeps_outputs=self.keeps_outputs,
             sync_each_batch=self.sync_each_batch,
+            in_8_bits=self.quantization == "8bit",
         )
 
     def adapt(self, shape: ModelShape) -> ModelShape:
@@ -208,6 +210,9 @@ class Workload:
             raise UserError(f"{shape.name} has 4-bit weights, which stay frozen", f"{fix} 16 bits")
         if self.peft != "lora":
             return shape
+        if self.quantization == "8bit" and shape.is_traced:
+            problem = f"{shape.name} is outside the table of families, whose 8-bit weights are not predicted"
+            raise UserError(problem, "use --quantization 4bit, or leave it out")
         rank = RunConfig.lora_rank if self.lora_rank is None else self.lora_rank
         return with_adapters(shape, rank, self._find_targets(shape))
 

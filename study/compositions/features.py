@@ -163,6 +163,14 @@ _ALIASES = {
     "sequence_parallelism": "ulysses",
     "sp": "ulysses",
 }
+# Strategies that are an engine with an offload.
+_STRATEGIES = {
+    "zero2_cpu": "zero2,optimizer_cpu,cpu_adam",
+    "zero3_cpu_optimizer": "zero3,optimizer_cpu,cpu_adam",
+    "zero3_cpu": "zero3,all_cpu,cpu_adam",
+    "zero3_nvme_optimizer": "zero3,optimizer_nvme,cpu_adam",
+    "zero3_nvme": "zero3,all_nvme,cpu_adam",
+}
 
 
 def find_row(level: str) -> Row:
@@ -173,6 +181,8 @@ def find_row(level: str) -> Row:
     names = [name for row in read_rows().values() for name in row.levels]
     close = difflib.get_close_matches(_ALIASES.get(level.lower(), level.lower()), names, n=1)
     likely = f"did you mean {close[0]}? " if close else ""
+    if level in _STRATEGIES:
+        likely = f"did you mean {_STRATEGIES[level]}? "
     raise UserError(f"no feature is called {level[:40]!r}", f"{likely}{LISTED}")
 
 

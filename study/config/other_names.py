@@ -45,7 +45,7 @@ FLAGS = _by_name(
 )
 VALUES = {
     "--peft": _by_name({"lora --quantization 4bit": "qlora"}, "dora", "adalora", "ia3", "prefix", "prompt"),
-    "--quantization": _by_name({"4bit": "4 nf4 fp4 int4 bnb qlora"}, "8", "8bit", "int8", "fp8", "gptq", "awq"),
+    "--quantization": _by_name({"4bit": "4 nf4 fp4 int4 bnb qlora", "8bit": "8 int8 llm.int8"}, "fp8", "gptq", "awq"),
     "--precision": _by_name(
         {"bf16": "bf16 bfloat16 mixed", "fp16": "fp16 float16 half", "fp32 | no": "fp32 float32 full no none 32"},
         *("fp8", "int8", "tf32", "16"),

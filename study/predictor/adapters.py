@@ -42,15 +42,17 @@ class _PerElement:
 
 def computes_adapters_in_fp32(request: Request) -> bool:
     """Whether the adapters of 16-bit weights are multiplied in fp32: nothing casts them, neither an engine nor
-    autocast. peft's layers of 4-bit weights are trained under autocast, and do not cast their input there."""
+    autocast. peft's layers of quantized weights are trained under autocast, and do not cast their input there."""
     is_cast = request.autocast and not request.strategy.is_fsdp
-    return request.has_fp32_adapters and not request.quantized and not is_cast
+    is_quantized = request.quantized or request.in_8_bits
+    return request.has_fp32_adapters and not is_quantized and not is_cast
 
 
 def _casts_adapters(request: Request) -> bool:
     """Whether peft casts an input to fp32 for its adapter, and autocast back to 16 bits for the product."""
     over_fp32 = request.precision in ("bf16", "fp16")
-    return request.autocast and not request.quantized and (over_fp32 or request.pure)
+    is_quantized = request.quantized or request.in_8_bits
+    return request.autocast and not is_quantized and (over_fp32 or request.pure)
 
 
 def adapter_passes(request: Request) -> AdapterPasses:

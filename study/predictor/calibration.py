@@ -144,6 +144,7 @@ def _setup_figures(measured: Request, expected: Request) -> Iterator[tuple[str, 
         ("loss kernel", "loss_kernel"),
         ("optimizer", "optimizer"),
         ("4-bit weights", "quantized"),
+        ("8-bit weights", "in_8_bits"),
         ("a reference model", "reference_model"),
     ):
         yield what, getattr(measured, name), getattr(expected, name)

@@ -204,7 +204,7 @@ class _LoadedWeights(NamedTuple):
 def _loaded_weights(request: Request) -> _LoadedWeights:
     shape, weight = request.shape, request.weight_bytes
     tensor = float(shape.largest * weight)
-    if request.quantized:
+    if request.quantized or request.in_8_bits:
         # transformers creates the model on the meta device, and reads, moves and quantizes one tensor after another
         # (spawn_materialize without a thread pool).
         on_host = model_state.unsharded_4_bit_bytes(request) if request.loads_on_host else 0.0

@@ -17,7 +17,7 @@ from study.config.strategies import DEFAULT_RANKS_PER_NODE, WITH_GROUPS, Strateg
 from study.predictor.hardware import Hardware
 from study.predictor.losses import LossKernel
 from study.predictor.models import model_shape
-from study.predictor.shape import ModelShape, in_4_bits, with_adapters
+from study.predictor.shape import ModelShape, in_4_bits, in_8_bits, with_adapters
 
 Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion", "adafactor"]
@@ -144,6 +144,7 @@ class TrainerSettings:
     loss_kernel: LossKernel = "transformers"
     keeps_outputs: bool = False
     sync_each_batch: bool = False
+    in_8_bits: bool = False
 
 
 DEFAULT_TRAINER = TrainerSettings()
@@ -278,6 +279,8 @@ class Request:
     quantized: bool = False
     # The scales of 4-bit weights are quantized, too (bnb_4bit_use_double_quant).
     double_quantized: bool = False
+    # The frozen matrices in the layers have 8 bits (LLM.int8 of bitsandbytes).
+    in_8_bits: bool = False
     # FSDP shards 4-bit weights from the host memory of each process: from_pretrained has device_map={"": "cpu"}.
     quantized_on_host: bool = False
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
@@ -309,7 +312,9 @@ class Request:
     @functools.cached_property
     def stored(self) -> ModelShape:
         """The shape whose parameters are those that are stored, sharded and gathered."""
-        return in_4_bits(self.shape, self.weight_bytes) if self.quantized else self.shape
+        if self.quantized:
+            return in_4_bits(self.shape, self.weight_bytes)
+        return in_8_bits(self.shape, self.weight_bytes) if self.in_8_bits else self.shape
 
     @functools.cached_property
     def weight_bytes(self) -> int:

@@ -224,13 +224,29 @@ def in_4_bits(shape: ModelShape, width: int) -> ModelShape:
     """Return the shape with the layers' frozen matrices as bitsandbytes stores them: two weights to a byte, in elements
     of the other weights' width (bnb_4bit_quant_storage). Experts in one tensor are no Linear, and are not packed."""
 
-    def packed(param: Parameter) -> Parameter:
-        is_matrix = 0 <= param.place < shape.layers and param.name.endswith(".weight") and param.rows < param.elements
-        size = math.ceil(param.elements / (2 * width))
-        is_packed = is_matrix and not param.trained
-        return dataclasses.replace(param, elements=size, rows=size) if is_packed else param
+    return _packed(shape, 2 * width)
 
-    return dataclasses.replace(shape, params=tuple(map(packed, shape.params)))
+
+@functools.lru_cache(maxsize=64)
+def in_8_bits(shape: ModelShape, width: int) -> ModelShape:
+    """Return the shape with the layers' frozen matrices in a byte a weight, in elements of the other weights' width."""
+    return _packed(shape, width)
+
+
+def _packed(shape: ModelShape, per_element: int) -> ModelShape:
+    """Return the shape with as many weights of the layers' frozen matrices in one element."""
+
+    def pack(param: Parameter) -> Parameter:
+        size = math.ceil(param.elements / per_element)
+        return dataclasses.replace(param, elements=size, rows=size) if is_packed(shape, param) else param
+
+    return dataclasses.replace(shape, params=tuple(map(pack, shape.params)))
+
+
+def is_packed(shape: ModelShape, param: Parameter) -> bool:
+    """Whether bitsandbytes quantizes a parameter: a frozen matrix of a layer."""
+    is_matrix = 0 <= param.place < shape.layers and param.name.endswith(".weight") and param.rows < param.elements
+    return is_matrix and not param.trained
 
 
 # Default sequence length in tokens.

@@ -16,7 +16,7 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
-from study.predictor.shape import BEFORE, ModelShape, Parameter, in_4_bits
+from study.predictor.shape import BEFORE, ModelShape, Parameter, is_packed
 from study.predictor.table_shape import TableShape
 
 # deepspeed/runtime/swap_tensor/constants.py and utils.py: the smallest shard that is swapped, and its alignment.
@@ -335,17 +335,35 @@ def forces_cpu_adam(strategy: Strategy) -> bool:
 
 
 def frozen_bytes(request: Request) -> tuple[float, float]:
-    """Return the bytes on the device and in host memory outside the engine's state: 4 bits' scales of 64 weights each,
-    whole on each rank (Linear4bit.quant_state), and a reference model, which TRL shards at stage 3 and under FSDP, with
-    offloads. Scales are fp32, or a byte each and an fp32 number for 256 (quantize_4bit in bitsandbytes' functional.py).
-    """
+    """Return the bytes on the device and in host memory outside the engine's state: scales of quantized weights, whole
+    on each rank, and a reference model, which TRL shards at stage 3 and under FSDP, with offloads."""
     shape, is_stage3 = request.shape, request.strategy.zero_stage == 3
-    per_scale = 1 + FP32_BYTES / 256 if request.double_quantized else FP32_BYTES
-    scales = per_scale / 64 * _packed_elements(shape, request.weight_bytes) if request.quantized else 0.0
+    scales = _scales_bytes(request)
     ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.box.ranks if is_stage3 else 1
     size = float(request.weight_bytes * shape.parameters * request.reference_model) / ranks
     offloads = request.fsdp_offloads or (is_stage3 and request.settings.parameters is not None)
     return (scales, size) if offloads else (scales + size, 0.0)
+
+
+def _scales_bytes(request: Request) -> float:
+    """Return the bytes of scales. 4 bits have one of 64 weights (Linear4bit.quant_state): fp32, or a byte each and an
+    fp32 number for 256 (quantize_4bit in bitsandbytes' functional.py). 8 bits have one of each row (SCB)."""
+    shape = request.shape
+    if request.in_8_bits:
+        return float(FP32_BYTES * sum(param.rows for param in shape.params if is_packed(shape, param)))
+    if not request.quantized:
+        return 0.0
+    per_scale = 1 + FP32_BYTES / 256 if request.double_quantized else FP32_BYTES
+    return per_scale / 64 * sum(param.elements for param in shape.params if is_packed(shape, param))
+
+
+def quantization_refusal(request: Request) -> str | None:
+    """Return why 8-bit weights are not predicted with the engine; None if they are."""
+    if request.in_8_bits and (request.strategy.zero_stage == 3 or request.strategy.is_fsdp):
+        engine = "FSDP" if request.strategy.is_fsdp else "stage 3"
+        patched = ", and axolotl patches torch for them" * request.strategy.is_fsdp
+        return f"8-bit weights that {engine} shards are not modelled: LLaMA-Factory ends with an error{patched}"
+    return None
 
 
 def unsharded_4_bit_bytes(request: Request) -> float:
@@ -368,13 +386,6 @@ def loaded_whole_bytes(request: Request) -> float:
     """
     shards_later = request.strategy.zero_stage == 3 or (request.strategy.is_fsdp and not request.loads_on_host)
     return unsharded_4_bit_bytes(request) if request.quantized and shards_later else 0.0
-
-
-@functools.lru_cache(maxsize=64)
-def _packed_elements(shape: ModelShape, width: int) -> int:
-    """Return the elements of the matrices that `in_4_bits` packs."""
-    pairs = zip(shape.params, in_4_bits(shape, width).params, strict=True)
-    return sum(param.elements for param, stored in pairs if param != stored)
 
 
 def rank0_shards(request: Request) -> Iterator[tuple[Parameter, int]]:

@@ -477,7 +477,8 @@ def _adapter_inputs(request: Request) -> _AdapterInputs:
 
 def _shared_input(request: Request, modules: Iterable[str], size: int, is_saved: bool = False) -> float:
     """Return the bytes of the inputs of adapters on modules that read the same tensor, above that tensor; `is_saved`:
-    something else saves it."""
+    something else saves it, as the product of 8-bit weights does (MatMul8bitLt in bitsandbytes' _functions.py)."""
+    is_saved = is_saved or request.in_8_bits
     width, adapters = request.computing_bytes, len(adapted_modules(request.shape).intersection(modules))
     if not request.lora_dropout:
         return 0.0 if adapters or is_saved else -float(width * size)

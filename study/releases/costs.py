@@ -348,7 +348,10 @@ def later_changes(table: CostTable, release: str, strategy: str, precision: str)
         and change.figure != "host_time"
         and release_key(release) <= release_key(change.before)
     )
-    return [f"a step from {change.before} to {change.release}: {change.text}: {change.reason}" for change in changes]
+    return [
+        f"in later releases a step from {change.before} to {change.release}: {change.text}: {change.reason}"
+        for change in changes
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -197,7 +197,7 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
         newer = tested[: tested.index(stack.deepspeed)]
         if stack.strategy and (worse := [name for name in newer if stack.known_faults(name)]):
             stay = "stay, or " * (not races)
-            notes.append(f"{stay}use {newer[0]}: wrong in {worse[-1]} to {worse[0]}")
+            notes.append(f"{stay}use {newer[0]} ({worse[-1]} to {worse[0]} are wrong)")
     if stack.deepspeed in tested:
         notes += _muon_note(document, stack)
     notes += [f"use {tested[0]}"] * bool(faults)

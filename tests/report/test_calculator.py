@@ -679,6 +679,14 @@ def test_what_does_not_fit_has_the_changes_that_make_it_fit(page: Page, capsys: 
     assert lines[: len(document["changes"])] == document["changes"]
 
 
+def test_adapters_on_8_bit_weights_are_a_choice(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    visit(page, "#model=llama-2-7b&gpus=2&device=3090&peft=lora8")
+    document = advised(capsys, page.inner_text("#command").split()[2:])
+    assert "--peft lora --quantization 8bit" in page.inner_text("#command")
+    assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
+    assert {"fsdp2", "zero3"}.isdisjoint(rows(page))
+
+
 def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
     fields = {
         "model": "gpt2",

@@ -1073,3 +1073,36 @@ def test_fsdp_reduces_in_each_micro_batch_where_whole_gradients_do_not_fit(tmp_p
     assert any("'sync_each_batch': True" in line for line in lines)
     small = ask("gpt2", "8xH100").options
     assert not any(option.request.sync_each_batch for option in small)
+
+
+def test_a_larger_batch_is_named_where_the_default_gives_each_rank_few_samples() -> None:
+    page = print_page("llama-3.1-70b", "8x8xH100")
+    ((batch, name, faster),) = re.findall(
+        r"with (\d+) samples per step \(--global_batch_size\) (\w+) .* (\d+)% faster", page
+    )
+    usual = ask("llama-3.1-70b", "8x8xH100")
+    larger = ask("llama-3.1-70b", "8x8xH100", "--global_batch_size", batch)
+    assert usual.best is not None
+    assert larger.best is not None
+    assert int(batch) == 8 * (usual.question.global_batch or 0)
+    assert larger.best.name == name
+    assert f"{larger.best.tokens_per_s / usual.best.tokens_per_s - 1:.0%}" == f"{faster}%"
+    # Not if the user has set it, nor if each rank has several samples.
+    assert "samples per step (--" not in print_page("llama-3.1-70b", "8x8xH100", "--global_batch_size", "64")
+    assert "samples per step (--" not in print_page("llama-3.1-8b", "8xH100")
+
+
+def test_an_override_that_is_not_modelled_is_to_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--strategy", "zero3", "--engine_override", "zero_optimization.zero_quantized_weights=true"]
+    assert main(["predict", "gpt2", "--hardware", "8xH100", *words]) == 2
+    assert capsys.readouterr().err.endswith("To fix it: leave it out.\n")
+
+
+def test_8_bit_weights_are_advised_without_sharding() -> None:
+    flags = ("--peft", "lora", "--quantization", "8bit")
+    advice = ask("llama-2-7b", "2x3090", *flags)
+    assert {option.name for option in advice.options} == {"ddp", "zero1", "zero2", "zero2_cpu"}
+    assert "BitsAndBytesConfig(load_in_8bit=True)" in print_page("llama-2-7b", "2x3090", *flags)
+    # LLaMA-Factory's table of hardware has 10 GB for 7 B with it.
+    predicted = read_json("predict", "llama-2-7b", "3090", "--strategy", "single", *flags, "--gradient_checkpointing")
+    assert 7 < predicted["memory"]["peak_reserved"]["value"] / 1e9 < 10

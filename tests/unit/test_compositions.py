@@ -781,3 +781,14 @@ def test_the_combinations_over_releases_have_the_pairs_of_common_features() -> N
     common = set().union(*(list_triples(run) for run in equal if rarity(run)[0] == 0))
     assert common <= set().union(*(list_triples(run) for run in chosen))
     assert {"zero2,muon", "zero2,muon,clipping", "zero3,lora,resume,hpz"} <= {run.name for run in chosen}
+
+
+@pytest.mark.parametrize(
+    ("name", "features"), [("zero2_cpu", "zero2,optimizer_cpu,cpu_adam"), ("zero3_nvme", "zero3,all_nvme,cpu_adam")]
+)
+def test_a_strategy_with_an_offload_is_suggested_as_features(name: str, features: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        make_combination([name, "accumulation"])
+    assert f"did you mean {features}?" in refusal.value.fix
+    # The suggestion is a combination.
+    assert make_combination(features.split(",")).conflict is None

@@ -394,6 +394,34 @@ def test_weights_in_4_bits_are_sharded_and_gathered_in_4_bits_and_their_scales_a
     assert (loaded.precision, loaded.pure) == ("bf16-engine", True)
 
 
+def test_weights_in_8_bits_have_a_scale_of_each_row_and_their_products_keep_the_input() -> None:
+    """MatMul8bitLt of bitsandbytes keeps its input for the backward pass, a frozen linear layer its weight alone."""
+    shape = with_adapters(model_shape("llama-3.1-8b"), 8, ("q_proj", "v_proj"))
+    frozen = [param for param in shape.params if 0 <= param.place < shape.layers and param.rows < param.elements]
+    frozen = [param for param in frozen if not param.trained]
+    plain = Request(
+        shape,
+        read_strategy("single"),
+        to_box("A100"),
+        512,
+        1,
+        1,
+        "bf16-engine",
+        False,
+        "sdpa",
+        pure=True,
+        autocast=False,
+    )
+    in_8_bits = dataclasses.replace(plain, in_8_bits=True)
+    sizes = [predict_memory(request).device_parts["parameters"] for request in (plain, in_8_bits)]
+    saved = sum(param.elements for param in frozen) - 4 * sum(param.rows for param in frozen)
+    assert sizes[0] - sizes[1] == pytest.approx(saved, rel=1e-6)
+    # The inputs of the output projection and of the feed-forward block's products, which have no adapters here. The
+    # attention keeps the former itself.
+    activations = [predict_activations(request).layer for request in (plain, in_8_bits)]
+    assert activations[1] - activations[0] == 512 * 2 * (4096 + 14336)
+
+
 @pytest.mark.parametrize(
     ("strategy", "tied", "gathered", "peak", "above"),
     [

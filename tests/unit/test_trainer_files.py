@@ -336,6 +336,10 @@ def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
         (FACTORY | {"stage": "dpo", "pref_loss": "simpo"}, {"reference_model": False, "micro_batch": 2}),
         (FACTORY | {"enable_liger_kernel": True, "flash_attn": "fa2"}, {"attention": "flash_attention_2"}),
         (FACTORY | {"finetuning_type": "lora", "quantization_bit": 4}, {"quantized": True, "double_quantized": True}),
+        (FACTORY | {"finetuning_type": "lora", "quantization_bit": 8}, {"quantized": False, "in_8_bits": True}),
+        (AXOLOTL | {"adapter": "lora", "load_in_8bit": True}, {"quantized": False, "in_8_bits": True}),
+        # Without adapters no weight is frozen.
+        (AXOLOTL | {"load_in_8bit": True}, {"in_8_bits": False}),
         (ARGUMENTS | {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "pure": False}),
         (ARGUMENTS | {"use_peft": True, "load_in_4bit": True}, {"lora_dropout": 0.05, "double_quantized": False}),
         (ARGUMENTS | {"max_length": 300, "torch_dtype": "bfloat16"}, {"sequence_length": 300, "pure": True}),
@@ -546,7 +550,7 @@ def test_keys_that_resemble_one_are_the_trainer_s_own(trainer: Any) -> None:
         assert similar <= trainer.similar
 
 
-@pytest.mark.parametrize("key", ["lora_modules_to_save", "load_in_8bit"])
+@pytest.mark.parametrize("key", ["lora_modules_to_save", "lora_target_parameters"])
 def test_a_verdict_without_a_large_part_of_the_peak_says_so(key: str, tmp_path: Path, capsys) -> None:
     document = AXOLOTL | {"adapter": "lora", key: True}
     main(["explain", str(write(tmp_path, document)), *BOX])
@@ -573,3 +577,10 @@ def test_the_reduction_in_each_micro_batch_is_read_from_accelerator_config(tmp_p
     assert read(write(tmp_path, document | {"fsdp": "full_shard"}), *BOX).request.sync_each_batch
     # DDP has nothing to gain from it.
     assert not read(write(tmp_path, document), *BOX).request.sync_each_batch
+
+
+def test_sharded_8_bit_weights_are_not_modelled(tmp_path: Path) -> None:
+    document = AXOLOTL | {"adapter": "lora", "load_in_8bit": True, "fsdp_config": {"fsdp_version": 2}}
+    case = read(write(tmp_path, document), *BOX)
+    messages = [item.message for item in case.findings if item.key == "load_in_8bit" and item.kind == "conflict"]
+    assert [message.partition(":")[0] for message in messages] == ["8-bit weights that FSDP shards are not modelled"]

@@ -57,7 +57,8 @@ function flags(names) {
       if (value(name)) found.push(`--${name}`, value(name));
     }
   }
-  if (value("peft") === "qlora") found.push("--quantization", "4bit");
+  const quantization = { qlora: "4bit", lora8: "8bit" }[value("peft")];
+  if (quantization) found.push("--quantization", quantization);
   if (value("with_reference")) found.push("--with_reference");
   return found;
 }
