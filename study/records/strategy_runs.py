@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,20 +20,65 @@ NAN = float("nan")
 Row = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
+class WorkloadRuns:
+    """All runs of one workload, with what its strategies share; each figure is computed once."""
+
+    name: str
+    runs: pd.DataFrame
+
+    @functools.cached_property
+    def baseline(self) -> str | None:
+        """The strategy that others are compared with; None if all of its runs failed."""
+        return fairness.baseline_arm(self.runs)
+
+    @functools.cached_property
+    def baseline_on(self) -> Callable[[int], str | None]:
+        """Function that returns the baseline among the runs on a number of ranks."""
+        return functools.cache(lambda ranks: fairness.baseline_arm(self.runs[self.runs["world_size"] == ranks]))
+
+    @functools.cached_property
+    def logs(self) -> Callable[[str], pd.DataFrame]:
+        """Function that returns the logs of a figure by seed and strategy."""
+        return functools.cache(functools.partial(pivot_by_seed, self.runs))
+
+    @functools.cached_property
+    def differences(self) -> Callable[[str], dict[Pair, Difference]]:
+        """Function that returns the difference of each two strategies in a figure."""
+        return functools.cache(functools.partial(all_differences, self.runs))
+
+    @functools.cached_property
+    def parameters(self) -> float:
+        """Number of parameters of the model; NaN if no strategy ran that does not shard them."""
+        return parameters(self.runs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class StrategyRuns:
     """Runs of one strategy in one workload: all of them, and the successful ones."""
 
-    workload: str
+    of_workload: WorkloadRuns
     name: str
     runs: pd.DataFrame
     ok_runs: pd.DataFrame
-    # All runs of the workload, the name of its baseline strategy, the logs of a figure by seed and strategy, and the
-    # difference of each two strategies.
-    workload_runs: pd.DataFrame
-    baseline: str | None
-    logs: Callable[[str], pd.DataFrame]
-    differences: Callable[[str], dict[Pair, Difference]]
+
+    @property
+    def workload(self) -> str:
+        return self.of_workload.name
+
+    @property
+    def workload_runs(self) -> pd.DataFrame:
+        return self.of_workload.runs
+
+    @property
+    def baseline(self) -> str | None:
+        return self.of_workload.baseline
+
+    def logs(self, figure: str) -> pd.DataFrame:
+        return self.of_workload.logs(figure)
+
+    def differences(self, figure: str) -> dict[Pair, Difference]:
+        return self.of_workload.differences(figure)
 
     @property
     def is_baseline(self) -> bool:
@@ -48,9 +93,10 @@ class StrategyRuns:
         """Whether there are successful runs, and none of them breaks an invariant."""
         return len(self.ok_runs) > 0 and not (self.ok_runs[confound] != "").any()
 
-    def median(self, figure: str) -> float:
-        """Return the median over successful runs; NaN if the figure was not measured."""
-        return float(self.ok_runs[figure].median()) if self.ok_runs[figure].notna().any() else NAN
+    @functools.cached_property
+    def median(self) -> Callable[[str], float]:
+        """Function that returns the median of a figure over successful runs; NaN if it was not measured."""
+        return functools.cache(lambda figure: _median(_numbers(self.ok_runs[figure])))
 
     def median_over_seeds(self, figure: str) -> float:
         """Return the median of a loss or metric over seeds, without repeats, which only reproduce it."""
@@ -61,9 +107,10 @@ class StrategyRuns:
         """Return the geometric mean of a time or rate over seeds, with its interval."""
         return interval(np.exp(self.logs(figure).get(self.name, [])))
 
-    def value(self, column: str) -> Any:
-        """Return the value of a column that all runs share; None if no run has recorded it."""
-        return first_known_value(self.runs[column])
+    @functools.cached_property
+    def value(self) -> Callable[[str], Any]:
+        """Function that returns the value of a column that all runs share; None if no run has recorded it."""
+        return functools.cache(lambda column: first_known_value(self.runs[column]))
 
     @property
     def ranks(self) -> int:
@@ -81,8 +128,16 @@ class StrategyRuns:
         plain = runs.loc[runs["offload_optimizer"].isna() & runs["offload_param"].isna(), "arm"]
         return None if plain.empty else str(plain.iloc[0])
 
+    @functools.cached_property
+    def _state_bytes(self) -> Callable[[tuple[str, ...]], float]:
+        return functools.cache(functools.partial(state_bytes, self.ok_runs))
+
+    def state_bytes(self, places: Sequence[str] = STATE_PLACES) -> float:
+        """Return the median model state of a rank in these places, in bytes."""
+        return self._state_bytes(tuple(places))
+
     def state_mib(self, places: Sequence[str] = STATE_PLACES) -> float:
-        return state_bytes(self.ok_runs, places) / 2**20
+        return self.state_bytes(places) / 2**20
 
     @property
     def peak_gib(self) -> tuple[float, str]:
@@ -109,14 +164,9 @@ class StrategyRuns:
 def group_by_strategy(runs: pd.DataFrame) -> Iterator[StrategyRuns]:
     """Yield the runs of each strategy of each workload."""
     for (workload, _), workload_runs in runs.groupby(["workload", "workload_key"], sort=False):
-        shared = (
-            workload_runs,
-            fairness.baseline_arm(workload_runs),
-            cache(partial(pivot_by_seed, workload_runs)),
-            cache(partial(all_differences, workload_runs)),
-        )
+        of_workload = WorkloadRuns(workload, workload_runs)
         for name, group in workload_runs.groupby("arm", sort=False):
-            yield StrategyRuns(workload, name, group, group[group["status_state"] == "ok"], *shared)
+            yield StrategyRuns(of_workload, name, group, group[group["status_state"] == "ok"])
 
 
 def outcome(runs: pd.DataFrame) -> str:
@@ -160,8 +210,19 @@ def scarce_memory(workload_runs: pd.DataFrame) -> tuple[str, ...]:
 
 def state_bytes(ended: pd.DataFrame, places: Sequence[str] = STATE_PLACES) -> float:
     """Return the median model state of a rank in bytes; NaN if it was not measured. Missing places count as 0."""
-    columns = [f"{kind}_bytes_{place}" for kind in STATE_KINDS for place in places]
-    return float(ended[columns].sum(axis=1, min_count=1).median()) if len(ended) else NAN
+    measured = np.stack([_numbers(ended[f"{kind}_bytes_{place}"]) for kind in STATE_KINDS for place in places])
+    return _median(np.where(np.isnan(measured).all(axis=0), NAN, np.nansum(measured, axis=0)))
+
+
+def _numbers(column: pd.Series) -> np.ndarray:
+    """Return a column with NaN for what was not measured."""
+    return np.asarray(column.to_numpy(dtype=float, na_value=NAN))
+
+
+def _median(values: np.ndarray) -> float:
+    """Return the median of the values that are known; NaN if none is."""
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if len(known) else NAN
 
 
 def ratio_text(ratio: Interval | None) -> str:
@@ -226,7 +287,7 @@ class _Subjects:
         by_model = self.column == "model_name_or_path"
         return {
             "subject": f"{self.words[rest]} on {ranks} rank{'s' if ranks > 1 else ''}",
-            "place": parameters(arm.workload_runs) / 1e6 if by_model else float(first[self.column]),
+            "place": arm.of_workload.parameters / 1e6 if by_model else float(first[self.column]),
             "arm": arm.name,
             "strategy": first["strategy"],
             "baseline": baseline,

@@ -132,8 +132,12 @@ def compare_with_reference(
     plain = {workload: base for workload, base in references.items() if base.value("strategy") in BASELINES}
     references = plain or references
 
+    seeds_of: dict[str, list[int]] = {}
+    for arm in sharding:
+        seeds_of.setdefault(arm.workload, []).append(len(arm.ok_runs))
+
     def size(workload: str) -> tuple[bool, int, int]:
-        seeds = [len(arm.ok_runs) for arm in sharding if arm.workload == workload]
+        seeds = seeds_of.get(workload, [])
         return leads(references[workload]), len(seeds), max(seeds, default=0)
 
     ordered = {workload: grouped[workload] for workload in sorted(references, key=size, reverse=True)}
@@ -382,10 +386,10 @@ def arm_notes(strategies: Iterable[StrategyRuns], confound: str = "confounded") 
         if len(arm.ok_runs) and not arm.is_fair(confound):
             why = str(comparability(arm.ok_runs, arm.baseline, confound))
             reasons.setdefault(("unfair", "", why), {})[arm.name] = None
-        lost = arm.runs[arm.runs["status_state"] != "ok"]
-        for state, reason in zip(lost["status_state"], lost["status_reason"], strict=True):
-            why = reason if isinstance(reason, str) else ""
-            reasons.setdefault(("ended_why" if why else "ended", state, why), {})[arm.name] = None
+        for state, reason in zip(arm.runs["status_state"], arm.runs["status_reason"], strict=True):
+            if state != "ok":
+                why = reason if isinstance(reason, str) else ""
+                reasons.setdefault(("ended_why" if why else "ended", state, why), {})[arm.name] = None
     notes = [
         caption("comparison", name, names=", ".join(f"`{arm}`" for arm in arms), state=state, reason=why)
         for (name, state, why), arms in reasons.items()

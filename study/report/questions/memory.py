@@ -59,16 +59,16 @@ def sent_mib(arm: StrategyRuns) -> float:
 
 def describe_scope(by_workload: comparison.Workloads) -> str:
     """Return the only workload, the size of the largest model, and whether there was no GPU."""
-    runs = [strategies[0].workload_runs for strategies in by_workload.values()]
-    sizes = [size / 1e6 for frame in runs if not pd.isna(size := strategy_runs.parameters(frame))]
+    shown = [strategies[0].of_workload for strategies in by_workload.values()]
+    sizes = [workload.parameters / 1e6 for workload in shown if not pd.isna(workload.parameters)]
     largest = format_number(max(sizes, default=NAN))
-    names = list(by_workload) if len(runs) == 1 else []
+    names = list(by_workload) if len(shown) == 1 else []
     about = footnotes(
         "scope",
         {
-            "size": bool(sizes) and len(runs) == 1,
-            "largest": bool(sizes) and len(runs) > 1,
-            "no_gpu": any(map(strategy_runs.has_no_gpu, runs[:1])),
+            "size": bool(sizes) and len(shown) == 1,
+            "largest": bool(sizes) and len(shown) > 1,
+            "no_gpu": any(strategy_runs.has_no_gpu(workload.runs) for workload in shown[:1]),
         },
         size=largest,
     )
@@ -312,7 +312,7 @@ def memory_table(records: Records) -> pd.DataFrame:
             "Peak of the device, GiB": arm.median("peak_memory_gib_device"),
             "Average of the device, GiB": arm.median("avg_memory_gib_device"),
             "Peak of the host process, GiB": arm.median("host_peak_rss_gib"),
-            "State on the device, x baseline": state_bytes(arm.ok_runs, ("device",)) / base if base else NAN,
+            "State on the device, x baseline": arm.state_bytes(("device",)) / base if base else NAN,
         }
 
     return arm_table(group_by_strategy(drop_probes(records).runs), figures)
@@ -379,7 +379,7 @@ def _freed(arm: StrategyRuns) -> float:
     runs = arm.workload_runs
     places = scarce_memory(arm.workload_runs)
     baseline_bytes = state_bytes(runs[(runs["arm"] == arm.unoffloaded) & (runs["status_state"] == "ok")], places)
-    return 1 - state_bytes(arm.ok_runs, places) / baseline_bytes if baseline_bytes > 0 else NAN
+    return 1 - arm.state_bytes(places) / baseline_bytes if baseline_bytes > 0 else NAN
 
 
 def offload_table(records: Records) -> pd.DataFrame:

@@ -10,7 +10,6 @@ from study.config.text import format_number, percent
 from study.host.memory import MIB
 from study.predictor.run_predictions import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
 from study.records import strategy_runs
-from study.records.fairness import baseline_arm
 from study.records.frames import Records, real_runs
 from study.records.statistics import Interval, interval
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, ratio_text, runs_with_several
@@ -57,7 +56,7 @@ def _has_several(arm: StrategyRuns) -> bool:
 
 def _one_device(arm: StrategyRuns) -> str | None:
     """Return the reference strategy on one rank: plain training if it ran."""
-    return baseline_arm(arm.workload_runs[arm.workload_runs["world_size"] == 1])
+    return arm.of_workload.baseline_on(1)
 
 
 def _speedup(arm: StrategyRuns, speeds: Comparison) -> Interval:
@@ -287,7 +286,7 @@ def model_size_table(records: Records) -> pd.DataFrame:
     def figures(arm: StrategyRuns) -> Row:
         return {
             "Model": arm.value("model_name_or_path"),
-            "Parameters, millions": strategy_runs.parameters(arm.workload_runs) / 1e6,
+            "Parameters, millions": arm.of_workload.parameters / 1e6,
             "State per rank, MiB": arm.state_mib(),
             "Peak memory, GiB": arm.peak_gib[0],
             "Step time, ms": 1e3 * step_s(arm),
