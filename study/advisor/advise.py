@@ -887,7 +887,7 @@ def _name_with_loading(option: Option) -> str:
 def _with_adapters(question: AdviceRequest, quantization: Quantization) -> AdviceRequest:
     """Return a request that trains LoRA adapters with peft's defaults."""
     adapters = Workload(peft="lora", quantization=quantization)
-    return dataclasses.replace(question, shape=adapters.adapt(question.shape), reference_model=False)
+    return dataclasses.replace(question, shape=adapters.adapt(question.shape))
 
 
 def adapters_lines(advice: Advice) -> Iterator[str]:

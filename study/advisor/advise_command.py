@@ -21,7 +21,7 @@ import yaml
 from study.advisor import advise, measured, predict_command
 from study.advisor.advise import Advice, Option
 from study.advisor.fitted import fit_settings
-from study.advisor.request_notes import request_notes
+from study.advisor.request_notes import OVERFLOWS, request_findings, request_notes
 from study.advisor.workload import Workload
 from study.config.errors import UserError
 from study.config.flags import changed_flags
@@ -44,8 +44,15 @@ from study.predictor.models import model_shape
 from study.predictor.request import Request
 from study.predictor.shape import lora_text, resolve_length
 from study.predictor.state import REPLACED, accumulated_bytes
-from study.predictor.time import device_bytes, host_adam_note, lora_note, max_offload_slowdown, usable_bytes
-from study.releases.causes import least_sound_release
+from study.predictor.time import (
+    device_bytes,
+    excess_bytes,
+    host_adam_note,
+    lora_note,
+    max_offload_slowdown,
+    usable_bytes,
+)
+from study.releases.causes import least_sound_release, unsound_releases
 from study.workloads.presets import find_known, find_preset
 
 EPILOG = """\
@@ -366,6 +373,7 @@ def _page(
         # Before the table: a screen may cut the last lines.
         yield from predict_command.pair_notes(best.request)
         yield f"why {best.name}: {advise.explain_best(advice)}"
+        yield from overflow_lines(best)
         yield from release_lines(best)
     yield ""
     count = format_parameters(shape.parameters)
@@ -407,8 +415,12 @@ def _left_out_lines(options: Sequence[Option], box: Hardware) -> Iterator[str]:
         elif (loading := option.memory.loading) > usable:
             limit, need = f"{rounded(usable / GIB)} GiB a rank while weights are loaded", rounded(loading / GIB)
         elif "host memory" in option.why and box.host_gib_per_node:
-            limit = f"{box.host_gib_per_node:,g} GiB of host memory a node"
+            limit = f"{rounded(box.host_gib_per_node)} GiB of host memory a node"
             need = rounded(option.memory.host_peak.value / GIB)
+            if box.is_cpu_only:
+                # Its ranks are there, too.
+                limit += ", all ranks together"
+                need = rounded(box.host_gib_per_node + excess_bytes(option.memory, box) / GIB)
         needs.setdefault(limit, []).append(f"{option.name} ({need})")
     yield from (f"do not fit {limit}: {', '.join(names)}" for limit, names in needs.items())
 
@@ -429,8 +441,14 @@ def _verdict(advice: Advice) -> str:
         figures.append("may not fit")
     is_measured = request.correction is not None and request.correction.find_measured_factor(request) is not None
     if request.strategy.offloads:
-        unchecked = " (unchecked)" if request.box.host_gib_per_node is None else ""
-        figures.append(f"{rounded(memory.host_peak.value / GIB)} GiB of host memory{unchecked}")
+        limit, needed = request.box.host_gib_per_node, rounded(memory.host_peak.value / GIB)
+        figures.append(
+            f"{needed} GiB of host memory (unchecked)"
+            if limit is None
+            else f"{needed} of {rounded(limit)} GiB on the host"
+        )
+    if memory.nvme:
+        figures.append(f"{rounded(memory.nvme / GIB)} GiB on NVMe")
     if is_measured:
         figures.append(f"{rounded(best.tokens_per_s)} tokens/s, as measured")
     else:
@@ -453,10 +471,18 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
     yield from advice_notes(advice, best, riskier)
 
 
+def overflow_lines(best: Option) -> Iterator[str]:
+    """Yield that a recommendation in fp16 does not train the model: the notes have it, too, where a screen ends."""
+    for finding in request_findings(best.request):
+        if finding.rule == OVERFLOWS:
+            yield f"but {finding.key}: {finding.says}"
+
+
 def release_lines(best: Option) -> Iterator[str]:
     """Yield the release of DeepSpeed that a recommendation needs."""
-    if release := least_sound_release(best.name, best.request.accumulation, best.request.precision):
-        why = "earlier ones compute wrong gradients with these settings (`study releases`)"
+    settings = best.name, best.request.accumulation, best.request.precision
+    if release := least_sound_release(*settings):
+        why = f"{unsound_releases(*settings)} compute wrong gradients with these settings (`study releases`)"
         yield f"needs DeepSpeed {release} or later: {why}"
 
 
@@ -473,7 +499,7 @@ def advice_notes(advice: Advice, best: Option, riskier: Option | None) -> Iterat
     if refusal := question.shape.fsdp1_refusal if question.fsdp_version == 1 else question.shape.fsdp_refusal:
         yield f"no FSDP is compared: {refusal}"
     yield from question.shape.notes()
-    yield from request_notes(best.request)
+    yield from request_notes(best.request, without=OVERFLOWS)
 
 
 def _alternative_notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
@@ -512,16 +538,17 @@ def _program_notes(best: Option) -> Iterator[str]:
         yield f"ZeRO-1 on one GPU shards nothing, but {precision}; single keeps fp32 weights and autocasts"
     yield from _sync_notes(request)
     yield from _link_notes(request)
+    half = "float16" if request.precision.startswith("fp16") else "bfloat16"
     if request.pure:
-        stores = ", bnb_4bit_quant_storage=torch.bfloat16" * request.strategy.is_fsdp
-        how = "BitsAndBytesConfig(load_in_8bit=True)" if request.in_8_bits else "dtype=torch.bfloat16"
+        stores = f", bnb_4bit_quant_storage=torch.{half}" * request.strategy.is_fsdp
+        how = "BitsAndBytesConfig(load_in_8bit=True)" if request.in_8_bits else f"dtype=torch.{half}"
         if request.quantized:
             how = f"BitsAndBytesConfig(load_in_4bit=True{stores})"
         if request.loads_on_host:
             how += " and device_map={'': 'cpu'}"
         yield f"load the model with {how}; peft keeps the adapters in fp32"
     elif request.loads_16_bits and request.strategy.zero_stage != 3 and not request.quantized:
-        yield "load the model with dtype=torch.bfloat16: fp32 weights would take twice the host memory in each process"
+        yield f"load the model with dtype=torch.{half}: fp32 weights would take twice the host memory in each process"
     if request.shape.lora_rank:
         yield lora_note()
 

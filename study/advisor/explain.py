@@ -239,6 +239,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
             program_settings(workload, shape),
             pure=trainer_files.loads_16_bits(trainer, file, options.precision),
             loads_16_bits=trainer_files.loads_for_engine(trainer) or None,
+            freezes_fp32=trainer_files.freezes_fp32(trainer),
         )
         case = resolve(file, shape, options.world_size, work, box)
     except UserError as refusal:

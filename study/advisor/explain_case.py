@@ -9,7 +9,7 @@ from typing import Any
 
 from study.advisor.fitted import loads_16_bits, usual_weights
 from study.advisor.user_settings import OFFLOADS, ZERO, Finding, UserFile, known_settings
-from study.config.errors import UserError
+from study.config.errors import UserError, clip
 from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
@@ -49,6 +49,8 @@ class ProgramSettings:
     pure: bool = False
     # With DeepSpeed: the weights are loaded in 16 bits; None: with adapters.
     loads_16_bits: bool | None = None
+    # With adapters: the frozen weights are loaded in fp32, and without DeepSpeed stay so.
+    freezes_fp32: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +162,8 @@ def resolve(
     is_pure = False
     if file.deepspeed is None:
         strategy, precision = _strategy_without_engine(file, box, work)
-        precision, is_pure = usual_weights(shape, strategy, precision)
+        if not (shape.lora_rank and work.freezes_fp32):
+            precision, is_pure = usual_weights(shape, strategy, precision)
         if work.pure:
             precision, is_pure = "bf16-engine", True
     else:
@@ -197,7 +200,7 @@ def resolve(
 
 def _loads_16_bits(shape: ModelShape, strategy: Strategy, precision: Precision, work: ProgramSettings) -> bool:
     if work.loads_16_bits is None:
-        return loads_16_bits(shape, strategy, precision)
+        return loads_16_bits(shape, strategy, precision) and not work.freezes_fp32
     return work.loads_16_bits and strategy.deepspeed is not None and precision == "bf16-engine"
 
 
@@ -260,8 +263,16 @@ def _is_unwrapped(file: UserFile, shape: ModelShape) -> bool:
 
 def _optimizer(file: UserFile, strategy: Strategy, work: ProgramSettings, findings: list[Finding]) -> OptimizerName:
     """Return the optimizer of the file, or the program's unless Accelerate replaces it on the host, as all but Lion."""
-    kind = str(((file.deepspeed or {}).get("optimizer") or {}).get("type")).lower()
-    name: OptimizerName = "lion" if kind == "lion" else "adafactor" if kind == "adafactor" else work.optimizer
+    kind = ((file.deepspeed or {}).get("optimizer") or {}).get("type")
+    if kind is not None:
+        # Others have a finding, that bytes are those of AdamW.
+        names: dict[str, OptimizerName] = {"lion": "lion", "adafactor": "adafactor"}
+        engines = names.get(str(kind).lower(), "adamw")
+        if work.optimizer not in ("adamw", engines):
+            message = f"{work.optimizer} has no effect: the engine makes the {clip(kind)} of the section optimizer"
+            findings.append(Finding("ignored", "optimizer", message, "take one of them out", "optimizer-twice"))
+        return engines
+    name = work.optimizer
     if file.launcher != "deepspeed" and name == work.optimizer not in ("adamw", "lion") and forces_cpu_adam(strategy):
         findings.append(Finding("conflict", "optimizer", f"{name} does not step on the host: {REPLACED}"))
         return "adamw"

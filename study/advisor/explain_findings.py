@@ -9,24 +9,35 @@ from pathlib import Path
 from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
-from study.advisor.explain_combinations import combination_findings, whole_number
+from study.advisor.explain_combinations import ENDS_WITH_ERROR, combination_findings, whole_number
 from study.advisor.request_notes import holding_rules, is_met, request_facts, request_findings
-from study.advisor.user_settings import OFFLOADS, ZERO, Finding, flatten, known_settings, removed, section_entries
+from study.advisor.user_settings import (
+    AUTO_VALUE,
+    OFFLOADS,
+    ZERO,
+    Finding,
+    flatten,
+    known_settings,
+    removed,
+    section_entries,
+)
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number, rounded
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
-from study.predictor.request import Request
+from study.predictor.request import FP32_BYTES, Request
 from study.predictor.state import engine_refusal, quantization_refusal
 from study.predictor.time import device_bytes, fits, usable_bytes
-from study.releases.causes import least_sound_release
+from study.releases.causes import unsound_releases
 from study.releases.races import read_races
 
 # Rule of the findings that only a model has.
 WRONG_BLOCK = "wrong-block"
 # Names whose ratio (difflib) is at least this are the same one, misspelt.
 _SAME_NAME = 0.8
+# Rule of the precision that a GPU has no units for.
+NO_UNITS = "no-units"
 # Less memory than this, in bytes, decides nothing.
 _WORTH_NOTING = 2 * GIB
 
@@ -43,6 +54,7 @@ def findings(case: ConfigCase) -> list[Finding]:
             *case.findings,
             *rules,
             *_quantization(case.request),
+            *_missing_units(case),
             *blocks,
             *weights,
             *request_findings(case.request, facts),
@@ -69,7 +81,7 @@ def findings(case: ConfigCase) -> list[Finding]:
                 message = f"without it the 90 % bound of the peak is {sizes[0]:.0f} of {sizes[1]:.0f} GiB: {why}"
                 results.append(Finding("noted", f"{ZERO}.{without[0]}", message, rule="offload-not-needed"))
                 break
-    results += _quantization(case.request)
+    results += [*_quantization(case.request), *_missing_units(case)]
     if refusal := engine_refusal(case.request):
         results.append(Finding("refused", *refusal))
     return results
@@ -80,6 +92,27 @@ def _quantization(request: Request) -> list[Finding]:
     problem = quantization_refusal(request)
     fix = "use stage 2 or DDP, or 4 bits"
     return [] if problem is None else [Finding("conflict", "quantization", problem, fix, "quantized")]
+
+
+def _missing_units(case: ConfigCase) -> Iterator[Finding]:
+    """Yield what the GPU cannot compute: torch emulates bf16 without an error, and flash attention ends with one."""
+    device, request = case.request.box.device, case.request
+    if device.peak_tflops.get("bf16", 0.0) is not None:
+        return
+    if request.precision.startswith("bf16"):
+        message = f"{device.name} has no units for bf16, which torch emulates at the rate of fp32 at best"
+        yield Finding("conflict", _precision_key(case), message, "use fp16, or fp32", NO_UNITS)
+    if request.attention == "flash_attention_2":
+        message = f"ends with an error: {device.name} has no flash_attention_2"
+        yield Finding("refused", "attn_implementation", message, "use sdpa", ENDS_WITH_ERROR)
+
+
+def _precision_key(case: ConfigCase) -> str:
+    """Return the setting that makes a run one in bf16."""
+    section = case.top.get("bf16") or case.top.get("bfloat16")
+    if isinstance(section, Mapping) and section.get("enabled") is True and case.file.launcher == "deepspeed":
+        return "bf16.enabled"
+    return "mixed_precision"
 
 
 @functools.cache
@@ -114,6 +147,8 @@ def _wrong_blocks(case: ConfigCase) -> Iterator[Finding]:
 def _loaded_weights(request: Request) -> Iterator[Finding]:
     """Yield that fp32 weights are counted in plain training, whose file does not set the type that a program loads."""
     rates, strategy = request.box.device.peak_tflops, request.strategy
+    if strategy.deepspeed is None and request.shape.lora_rank and request.precision in ("bf16", "fp16"):
+        yield from _frozen_in_fp32(request)
     # Under FSDP Accelerate makes trained weights fp32 in mixed precision (fsdp2_prepare_model).
     precisions = ("fp32",) if strategy.is_fsdp else ("fp32", "bf16")
     is_plain = strategy.deepspeed is None and not request.shape.lora_rank
@@ -131,6 +166,16 @@ def _loaded_weights(request: Request) -> Iterator[Finding]:
     if strategy.is_fsdp:
         fix += ", and in mixed precision Accelerate makes trained weights fp32"
     yield Finding("noted", "weights", message, fix, rule="fp32-weights")
+
+
+def _frozen_in_fp32(request: Request) -> Iterator[Finding]:
+    """Yield the bytes that frozen weights in fp32 take, and 16 bits would save."""
+    wide = request.stored.frozen_parameters * FP32_BYTES / (request.fsdp_ranks if request.strategy.is_fsdp else 1)
+    if request.quantized or request.in_8_bits or wide < _WORTH_NOTING:
+        return
+    name = {"bf16": "bfloat16", "fp16": "float16"}[request.precision]
+    message = f"frozen weights are loaded in fp32, {rounded(wide / GIB)} GiB a rank; {name} takes half"
+    yield Finding("noted", "weights", message, f"set dtype: {name}", rule="fp32-weights")
 
 
 def _ineffective(case: ConfigCase, facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -207,7 +252,7 @@ def _argument_values(case: ConfigCase, place: str, params: Mapping[str, Any]) ->
                 continue
             if key in reference["filled_by_trainer"]:
                 message = "auto: the Trainer fills it in; deepspeed.initialize alone ends with an error"
-                yield Finding("noted", key, message, rule="auto-value")
+                yield Finding("noted", key, message, rule=AUTO_VALUE)
             else:
                 yield Finding("conflict", key, "auto: nothing fills it in", "set a value", "wrong-argument")
         elif argument == "betas" and not _are_betas(value):
@@ -268,8 +313,8 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     if case.stage == 2 and case.offload("offload_optimizer"):
         tested = "zero2_cpu"
     return {**flatten(defaults), **flatten(top), **flatten(case.zero), **flatten(file.plugin, "plugin."), **facts} | {
-        "sound_release": least_sound_release(tested, request.accumulation, request.precision) or "none",
-        "sound_accumulation": _sound_with_accumulation(case, tested) or "none",
+        "unsound": unsound_releases(tested, request.accumulation, request.precision) or "none",
+        "unsound_accumulating": _unsound_accumulating(case, tested) or "none",
         **_race_facts(case),
         "divides_batch": all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH)),
         **devices,
@@ -312,11 +357,11 @@ def _race_facts(case: ConfigCase) -> dict[str, str]:
     return {"race_release": releases[0], "race_condition": f"{compiled}{torch}"}
 
 
-def _sound_with_accumulation(case: ConfigCase, tested: str) -> str:
-    """Return the first release without a known fault if the program accumulates; empty if the file sets the number."""
+def _unsound_accumulating(case: ConfigCase, tested: str) -> str:
+    """Return the releases with a known fault if the program accumulates; empty if the file sets the number."""
     if case.top.get(ACCUMULATION, "auto") != "auto":
         return ""
-    return least_sound_release(tested, max(2, case.request.accumulation), case.request.precision)
+    return unsound_releases(tested, max(2, case.request.accumulation), case.request.precision)
 
 
 def _batch(case: ConfigCase) -> Iterator[Finding]:

@@ -39,16 +39,17 @@ def precision_under(strategy: Strategy, precision: str) -> Precision:
 def usual_weights(shape: ModelShape, strategy: Strategy, precision: str) -> tuple[Precision, bool]:
     """Return the --precision of mixed precision, and whether the program loads the weights in 16 bits.
 
-    With adapters, programs without DeepSpeed load the frozen weights in bf16 too; fp16 would need scaled gradients.
+    With adapters, programs without DeepSpeed load the frozen weights in 16 bits, too. peft keeps the adapters in fp32,
+    so that their gradients can be unscaled.
     """
-    if shape.lora_rank and precision == "bf16" and strategy.deepspeed is None:
-        return "bf16-engine", True
+    if shape.lora_rank and precision in ("bf16", "fp16") and strategy.deepspeed is None:
+        return cast(Precision, f"{precision}-engine"), True
     return precision_under(strategy, precision), False
 
 
 def loads_16_bits(shape: ModelShape, strategy: Strategy, precision: Precision) -> bool:
     """Whether a program loads 16-bit weights for DeepSpeed: with adapters it does, as without an engine."""
-    return bool(shape.lora_rank) and strategy.deepspeed is not None and precision == "bf16-engine"
+    return bool(shape.lora_rank) and strategy.deepspeed is not None and precision.endswith("-engine")
 
 
 def loaded_where_it_fits(request: Request) -> Request:

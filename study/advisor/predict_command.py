@@ -268,7 +268,8 @@ def make_request(flags: PredictFlags) -> Request:
     precision, is_pure = _precision(workload, strategy, shape, box)
     config = RunConfig(precision=precision, engine_override=flags.engine_override)
     strategy.check_engine_flags(config)
-    check_precision(box, "bf16" if is_pure else precision)
+    half = "bf16" if workload.pure_bf16 else precision
+    check_precision(box, half)
     if strategy.name == "single":
         box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
     least = strategies.MIN_RANKS_WITH_REPLICAS
@@ -290,7 +291,7 @@ def make_request(flags: PredictFlags) -> Request:
         sequence_length=resolve_length(shape, workload.seq_length),
         micro_batch=workload.micro_batch or 1,
         accumulation=workload.accumulation or 1,
-        precision="bf16-engine" if is_pure else precision,
+        precision=cast(Precision, f"{half}-engine") if is_pure else precision,
         gradient_checkpointing=bool(workload.gradient_checkpointing),
         attention=workload.attn_implementation,
         pure=is_pure,

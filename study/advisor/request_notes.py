@@ -30,9 +30,13 @@ def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -
     yield from holding_rules(known_settings()["requests"], {**facts, **request_facts(request)})
 
 
-def request_notes(request: Request, details: bool = False) -> list[str]:
-    """Return the findings about a request as text."""
-    hidden = () if details else known_settings()["details"]
+# Rule of models whose activations fp16 does not hold.
+OVERFLOWS = "trained-in-bf16"
+
+
+def request_notes(request: Request, details: bool = False, without: str | None = None) -> list[str]:
+    """Return the findings about a request as text, without those of one rule."""
+    hidden = [without] if details else [*known_settings()["details"], without]
     return [f"{item.key}: {item.says}" for item in request_findings(request) if item.rule not in hidden]
 
 
@@ -71,8 +75,9 @@ def request_facts(request: Request) -> dict[str, Any]:
         "weights": shape.quantized_by or "none",
         "peft": "lora" if shape.lora_rank else "none",
         "quantized": request.quantized,
+        "storage": "float16" if request.precision.startswith("fp16") else "bfloat16",
         "in_8_bits": request.in_8_bits,
-        "reference_model": request.reference_model,
+        "reference_model": request.has_reference_copy,
         "optimizer_name": request.optimizer,
         "loss_kernel": request.loss_kernel,
         "accumulation": request.accumulation,

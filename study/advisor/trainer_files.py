@@ -19,6 +19,7 @@ from study.advisor.trainer_keys import (
     CHANGE_THE_PEAK,
     GRPO_LENGTHS,
     OTHER_FIELDS,
+    REMOVED_HF_KEYS,
     TRAINERS,
     Convert,
     Counted,
@@ -26,6 +27,8 @@ from study.advisor.trainer_keys import (
     to_count,
 )
 from study.advisor.user_settings import (
+    AUTO_VALUE,
+    DUMMY,
     NOT_MODELLED,
     ZERO,
     Finding,
@@ -128,7 +131,7 @@ def read_trainer_file(name: str) -> TrainerFile | None:
             findings.append(file.not_counted(theirs, f"{what}; {NOT_MODELLED}"))
     if values.get("objective") == "grpo":
         _read_grpo(file, values, keys)
-    findings += _misspelled(file)
+    findings += [*_both_precisions(file), *_hf_findings(file), *_misspelled(file)]
     return dataclasses.replace(file, findings=tuple(findings), values=_settle(trainer, document, values))
 
 
@@ -155,11 +158,35 @@ def _read_grpo(file: TrainerFile, values: dict[str, Any], keys: dict[str, str]) 
         del values["objective"]
 
 
+def _both_precisions(file: TrainerFile) -> Iterator[Finding]:
+    """Yield that TrainingArguments, of which all trainers here derive theirs, takes one of bf16 and fp16."""
+    if all(str(file.document.get(name)).lower() == "true" for name in ("bf16", "fp16")):
+        yield file.refused(
+            "fp16", "at most one of fp16 and bf16 can be true: the trainer ends with an error", "take one"
+        )
+
+
+def _hf_findings(file: TrainerFile) -> Iterator[Finding]:
+    """Yield the keys that TrainingArguments has no more, and a best model that no evaluation goes with."""
+    document = file.document
+    if not file.trainer.has_hf_keys:
+        return
+    for name, instead in REMOVED_HF_KEYS.items():
+        if name in document:
+            message = "transformers 5.23 has no such key, and ends with an error"
+            yield file._finding("conflict", name, message, instead, "removed-key")
+    evaluates = document.get("eval_strategy", document.get("evaluation_strategy", "no"))
+    saves = document.get("save_strategy", "steps")
+    if document.get("load_best_model_at_end") is True and saves != "best" and evaluates != saves:
+        message = f"the trainer ends with an error: eval_strategy is {clip(evaluates)}, save_strategy {clip(saves)}"
+        yield file.refused("load_best_model_at_end", message, "make them equal")
+
+
 def _misspelled(file: TrainerFile) -> Iterator[Finding]:
     """Yield a finding for each key that the trainer does not have and that resembles one that is read."""
     trainer = file.trainer
     for name in file.document:
-        if not isinstance(name, str) or name in trainer.read or name in trainer.similar:
+        if not isinstance(name, str) or name in trainer.read or name in trainer.similar or name in REMOVED_HF_KEYS:
             continue
         if hint := did_you_mean(name, trainer.read, _MISSPELLED).strip():
             message = f"{trainer.name} has no such key"
@@ -235,9 +262,7 @@ def merge(file: TrainerFile, options: argparse.Namespace) -> tuple[argparse.Name
             replaced.append(name)
     if merged.quantization != "4bit":
         merged.double_quant = options.double_quant
-    # With adapters the model without them is the reference.
-    has_reference = objective in ("dpo", "grpo") and merged.peft != "lora"
-    merged.with_reference = merged.with_reference or has_reference
+    merged.with_reference = merged.with_reference or objective in ("dpo", "grpo")
     merged.precision = merged.precision or "no"
     return merged, tuple(replaced)
 
@@ -247,14 +272,19 @@ def loads_16_bits(file: TrainerFile, engine: UserFile, precision: str) -> bool:
     in mixed precision (fsdp2_prepare_model)."""
     is_mixed = any(file.keys.get("precision") == key for key in ("bf16", "bfloat16")) or "precision" not in file.keys
     is_cast = engine.fsdp is not None and is_mixed
-    return bool(file.values.get("loads_bf16")) and precision == "bf16" and engine.deepspeed is None and not is_cast
+    return file.values.get("loaded") == "bf16" and precision == "bf16" and engine.deepspeed is None and not is_cast
+
+
+def freezes_fp32(file: TrainerFile) -> bool:
+    """Whether the frozen weights next to adapters are loaded in fp32, as TRL does by default."""
+    return file.values.get("loaded") == "fp32"
 
 
 def loads_for_engine(file: TrainerFile) -> bool:
     """Whether a program loads weights in bf16 for DeepSpeed: LLaMA-Factory does with bf16, and casts trained ones to
     fp32."""
     is_bf16 = file.values.get("precision") == "bf16"
-    return is_bf16 and bool(file.values.get("loads_bf16") or file.trainer.casts_to_fp32)
+    return is_bf16 and (file.values.get("loaded") == "bf16" or file.trainer.casts_to_fp32)
 
 
 def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, replaced: tuple[str, ...]) -> list[str]:
@@ -296,7 +326,9 @@ _FIELDS = {
     "peft": "peft",
     "quantization": "quantization",
     "reference_model": "objective",
+    "weights": "loaded",
     "mixed_precision": "precision",
+    "attn_implementation": "attn_implementation",
     ACCUMULATION: "accumulation",
     MICRO_BATCH: "micro_batch",
 }
@@ -310,7 +342,7 @@ def place_findings(file: TrainerFile, engine: Engine, results: Iterable[Finding]
     text = path.read_text(encoding="utf-8") if not is_inside and path.is_file() else ""
     for finding in results:
         # LLaMA-Factory casts loaded weights, and the Trainer fills in settings that DeepSpeed alone refuses.
-        if (finding.rule == "fp32-weights" and file.trainer.casts_to_fp32) or finding.rule == "auto-value":
+        if (finding.rule == "fp32-weights" and file.trainer.casts_to_fp32) or finding.rule in (AUTO_VALUE, DUMMY):
             continue
         field = _FIELDS.get(finding.key, "")
         if field in file.keys and not _is_of_the_json(finding.key, engine):
@@ -336,6 +368,10 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
             names.add("FSDP2")
         elif engine.fsdp.get("fsdp_offload_params") is True:
             names.add("FSDP1 with offload")
+    values, types = file.values, ("loaded", "precision")
+    if engine.deepspeed is None and values.get("peft") != "lora" and [values.get(key) for key in types] == ["fp16"] * 2:
+        message = "the run ends with an error, Attempting to unscale FP16 gradients"
+        yield file.refused(file.keys["loaded"], message, "set float32, or use DeepSpeed or adapters")
     for refusal in file.trainer.refusals:
         value = file.document.get(refusal.key)
         if value is not None and refusal.engine in names and refusal.values(value):

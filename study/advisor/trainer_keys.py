@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from study.predictor.lora_targets import ALL_LINEAR
 
-# Fields without a flag: weights are loaded in bf16, so that a program without DeepSpeed trains them so; and a
+# Fields without a flag: the type that weights are loaded in, in which a program without DeepSpeed trains them; and a
 # micro-batch counts pairs of samples, with a reference model ("dpo") or without one ("pairs"), or completions ("grpo"),
 # which a reference model judges unless beta is 0.
-OTHER_FIELDS = ("loads_bf16", "objective")
+OTHER_FIELDS = ("loaded", "objective")
 
 
 # Keys of the engine, which every trainer has.
@@ -84,6 +84,8 @@ class Trainer:
     similar: frozenset[str] = frozenset()
     # A key that it does not have ends a run; others drop it.
     refuses_unknown: bool = False
+    # Keys of TrainingArguments are its own, too.
+    has_hf_keys: bool = False
 
     @property
     def read(self) -> frozenset[str]:
@@ -197,9 +199,14 @@ def to_bits(value: Any) -> Any:
     return f"{bits}bit" if bits in (4, 8) else Counted(None, f"weights of {bits} bits; here they have 16")
 
 
-def to_loaded(value: Any) -> bool | None:
-    """Whether weights are loaded in bf16; "auto" is the checkpoint's type, which the file does not set."""
-    return to_text(value).lower().removeprefix("torch.") in ("bfloat16", "bf16") or None
+# Types of torch, under both names of each.
+_TYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16", "float32": "fp32"}
+
+
+def to_loaded(value: Any) -> str | None:
+    """Return the type that weights are loaded in; "auto" is the checkpoint's, which the file does not have."""
+    name = to_text(value).lower().removeprefix("torch.")
+    return name if name == "auto" else _TYPES.get(name)
 
 
 def to_sync(value: Any) -> bool | None:
@@ -231,6 +238,33 @@ _PROJECTED = "the optimizer's state is of projected gradients"
 _KERNELS = "kernels of another library, with another memory of activations"
 _SUPERVISED = "counted as supervised training on prompts and completions, without what generates them"
 _TRL_LENGTH = 1024
+
+# Keys that TrainingArguments had and has no more in transformers 5.23, with what is set in their place.
+REMOVED_HF_KEYS = {
+    "evaluation_strategy": "set eval_strategy",
+    "warmup_ratio": "set warmup_steps to the fraction",
+    "group_by_length": "set train_sampling_strategy: group_by_length",
+    "no_cuda": "set use_cpu",
+    "use_mps_device": "take it out",
+    "per_gpu_train_batch_size": "set per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "set per_device_eval_batch_size",
+    "include_inputs_for_metrics": "set include_for_metrics: [inputs]",
+    "push_to_hub_token": "set hub_token",
+    "push_to_hub_model_id": "set hub_model_id",
+    "fsdp_transformer_layer_cls_to_wrap": "set transformer_layer_cls_to_wrap in fsdp_config",
+    "fsdp_min_num_params": "set min_num_params in fsdp_config",
+    "dispatch_batches": "set it in accelerator_config",
+    "split_batches": "set it in accelerator_config",
+    **dict.fromkeys(
+        ("overwrite_output_dir", "half_precision_backend", "fp16_opt_level", "fp16_backend", "save_safetensors"),
+        "take it out",
+    ),
+    **dict.fromkeys(
+        ("logging_dir", "use_ipex", "ray_scope", "torchdynamo", "include_tokens_per_second", "jit_mode_eval"),
+        "take it out",
+    ),
+    **dict.fromkeys(("mp_parameters", "past_index", "adafactor", "sharded_ddp", "tpu_num_cores"), "take it out"),
+}
 
 # Keys of TrainingArguments.
 _SIMILAR = frozenset(
@@ -292,7 +326,7 @@ AXOLOTL = Trainer(
             ),
         ),
     ),
-    defaults={"seq_length": 512, "micro_batch": 1, "accumulation": 1, "precision": "bf16", "loads_bf16": True},
+    defaults={"seq_length": 512, "micro_batch": 1, "accumulation": 1, "precision": "bf16", "loaded": "bf16"},
     lora_defaults={"double_quant": True},
     not_modelled=_shared(
         sample_packing=_PACKED,
@@ -372,7 +406,7 @@ LLAMA_FACTORY = Trainer(
         Key("quantization_bit", "quantization", to_bits),
         Key("double_quantization", "double_quant", to_setting),
         Key("optim", "optimizer", to_optimizer),
-        Key("pure_bf16", "loads_bf16", to_switch),
+        Key("pure_bf16", "loaded", when_on("bf16")),
         Key("bf16", "precision", when_on("bf16")),
         Key("fp16", "precision", when_on("fp16")),
         Key("pure_bf16", "precision", when_on("bf16")),
@@ -457,6 +491,7 @@ LLAMA_FACTORY = Trainer(
         *("export_quantization_bit", "use_liger_kernel", "gradient_checkpointing"),
     },
     refuses_unknown=True,
+    has_hf_keys=True,
 )
 
 _HF_KEYS = (
@@ -470,8 +505,8 @@ _HF_KEYS = (
     Key("fp16", "precision", when_on("fp16")),
     Key("use_liger_kernel", "loss_kernel", when_on("liger")),
     Key("use_liger", "loss_kernel", when_on("liger")),
-    Key("dtype", "loads_bf16", to_loaded),
-    Key("torch_dtype", "loads_bf16", to_loaded),
+    Key("dtype", "loaded", to_loaded),
+    Key("torch_dtype", "loaded", to_loaded),
     Key("attn_implementation", "attn_implementation", to_attention),
     Key("accelerator_config", "sync_each_batch", to_sync),
     Key("use_flash_attention_2", "attn_implementation", when_on("flash_attention_2")),
@@ -496,6 +531,8 @@ TRAINING_ARGUMENTS = Trainer(
     lora_defaults={},
     not_modelled=_HF_NOT_MODELLED,
     similar=_SIMILAR,
+    refuses_unknown=True,
+    has_hf_keys=True,
 )
 
 # trl/trainer/model_config.py, base_config.py, sft_config.py and dpo_config.py, TRL at f2cd5771; recipes of
@@ -529,6 +566,7 @@ TRL = Trainer(
         "accumulation": 1,
         "gradient_checkpointing": True,
         "precision": "bf16",
+        "loaded": "fp32",
     },
     lora_defaults={"lora_rank": 16, "lora_dropout": 0.05},
     not_modelled={
@@ -543,6 +581,7 @@ TRL = Trainer(
     },
     similar=_SIMILAR | {"beta1", "beta2", "cache_implementation", "teacher_model_name_or_path"},
     refuses_unknown=True,
+    has_hf_keys=True,
 )
 
 # The first whose mark a file has.

@@ -46,6 +46,10 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 _IS_OUTSIDE = "is outside of the checked repository or folder, where --strict reads nothing"
 _INSIDE = "give a copy of that file inside"
 NOT_MODELLED = "not modelled: the figures are without it"
+# Rule of the values "auto" that the Trainer fills in.
+AUTO_VALUE = "auto-value"
+# Rule of Accelerate's demand for stand-ins of an optimizer and a scheduler, which the Trainer meets.
+DUMMY = "dummy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -731,9 +735,16 @@ def _unfilled(settings: Mapping[str, Any]) -> Iterator[Finding]:
     # explain_case._auto does this for ZeRO's settings.
     filled = {f"{place}.{key}" for place in SECTIONS for key in section_entries(place)}
     filled.update(known_settings()["filled_by_accelerate"])
+    by_trainer = known_settings()["filled_by_trainer"]
     for key, value in flatten(settings).items():
         if value == "auto" and key not in filled:
-            yield Finding("refused", key, "auto: Accelerate does not fill it in, and ends with an error")
+            message = "auto: Accelerate does not fill it in, and ends with an error"
+            if key in by_trainer:
+                yield Finding(
+                    "conflict", key, f"{message}, unless the program is transformers' Trainer", rule=AUTO_VALUE
+                )
+            else:
+                yield _refused(key, message, "", rule="")
 
 
 def _unknown_keys(place: str, section: dict[str, Any], supported: Iterable[str], owner: str) -> Iterator[Finding]:

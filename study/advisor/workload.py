@@ -116,7 +116,9 @@ class Workload:
         False,
         action="store_true",
     )
-    with_reference: bool = flag("a frozen copy, as in DPO and GRPO", False, action="store_true")
+    with_reference: bool = flag(
+        "a reference, as in DPO and GRPO: a frozen copy or, with LoRA, a forward pass", False, action="store_true"
+    )
     hub: bool = flag("ask the hub for the model's config.json", False, action="store_true")
 
     @staticmethod
@@ -146,8 +148,6 @@ class Workload:
             raise UserError(problem, "add --peft lora")
         if self.adapters_in_16_bits and self.peft != "lora":
             raise UserError("--adapters_in_16_bits has no effect without adapters", "add --peft lora")
-        if self.with_reference and self.peft == "lora":
-            raise UserError("--with_reference: with LoRA the model without adapters is the reference", "leave it out")
         for name in ("lora_rank", "lora_targets", "lora_dropout"):
             if self.peft != "lora" and (value := getattr(self, name)) is not None:
                 text = ",".join(value) if isinstance(value, tuple) else value

@@ -95,7 +95,7 @@ def _host_memory(request: Request) -> NodeMemory:
     host = predict_host_memory(request)
     ranks, frozen = request.box.gpus_per_node, model_state.frozen_bytes(request)[1]
     # Outside stage 3 each process creates both models in host memory; in 16 bits both are views of one file.
-    is_created = request.reference_model and request.strategy.zero_stage != 3 and not request.pure
+    is_created = request.has_reference_copy and request.strategy.zero_stage != 3 and not request.pure
     loaded = float(FP32_BYTES * request.shape.parameters * is_created)
     return dataclasses.replace(
         host,
@@ -518,7 +518,7 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     """Yield explanations of parts whose size is not obvious."""
     shape, logits = request.shape, peak.parts.get("logits", 0.0)
     yield from shape.notes()
-    if request.reference_model:
+    if request.has_reference_copy:
         live = reference_gathers(request).max_live_elements * request.gathered_bytes / GIB
         unsharded = f", and {format_number(live)} unsharded in its forward pass, before the loss" * (live > 0)
         size = format_number(sum(model_state.frozen_bytes(request)) / GIB)
@@ -641,7 +641,7 @@ class _DeviceStep:
     def in_the_reference_model(self) -> Iterator[DeviceMemory]:
         """Yield the reference model's forward pass: TRL runs it before the loss, and frees its logits before the
         backward pass."""
-        if not self.request.reference_model:
+        if not self.request.has_reference_copy:
             return
         reference = reference_gathers(self.request)
         unsharded = (reference.max_live_elements - reference.live_at_end) * self.request.gathered_bytes

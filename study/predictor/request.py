@@ -327,6 +327,11 @@ class Request:
         return self.strategy.offloads or self.fsdp_offloads
 
     @property
+    def has_reference_copy(self) -> bool:
+        """Whether the reference is a second model: with adapters it is the model without them."""
+        return self.reference_model and self.shape.lora_rank is None
+
+    @property
     def has_mixed_units(self) -> bool:
         """Whether flat parameters of FSDP1 have both adapters and frozen weights."""
         is_first = self.strategy.is_fsdp and self.fsdp_version == 1

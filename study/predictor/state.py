@@ -340,7 +340,7 @@ def frozen_bytes(request: Request) -> tuple[float, float]:
     shape, is_stage3 = request.shape, request.strategy.zero_stage == 3
     scales = _scales_bytes(request)
     ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.box.ranks if is_stage3 else 1
-    size = float(request.weight_bytes * shape.parameters * request.reference_model) / ranks
+    size = float(request.weight_bytes * shape.parameters * request.has_reference_copy) / ranks
     offloads = request.fsdp_offloads or (is_stage3 and request.settings.parameters is not None)
     return (scales, size) if offloads else (scales + size, 0.0)
 

@@ -6,10 +6,13 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from study.config.flags import Optimizer
 from study.config.yaml_sections import load_package_yaml
+
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 FILE = Path(__file__).with_name("causes.yaml")
 # The tested releases, and the letter of each fault in them.
@@ -141,18 +144,36 @@ def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause
 
 def least_sound_release(strategy: str, micro_steps: int, precision: str) -> str:
     """Return the release of DeepSpeed that fixed the last known fault of a run with AdamW on GPUs; empty if none is."""
+    spans = _unsound_spans(strategy, micro_steps, precision)
+    return str(spans[-1][1]) if spans else ""
+
+
+def unsound_releases(strategy: str, micro_steps: int, precision: str) -> str:
+    """Return the releases with a known fault of a run with AdamW on GPUs, such as "0.17.6 to before 0.19.6"."""
+    spans = _unsound_spans(strategy, micro_steps, precision)
+    return " and ".join(f"{entered} to before {fixed}" for entered, fixed in spans)
+
+
+def _unsound_spans(strategy: str, micro_steps: int, precision: str) -> list[tuple[Version, Version]]:
+    """Return the release that introduced a fault and the one that fixed it, of faults that overlap the outer ones."""
     from packaging.version import Version
 
-    fixed = [
-        cause.left.release
+    faults = sorted(
+        (Version(cause.entered.release), Version(cause.left.release))
         for cause in read_causes()
         if cause.optimizer == "adamw"
         and cause.gpu != "hidden"
         and cause.shows_in(strategy, micro_steps, precision)
         and cause.left.release[:1].isdigit()
         and not cause.ends_training
-    ]
-    return max(fixed, key=Version, default="")
+    )
+    spans = list[tuple[Version, Version]]()
+    for entered, fixed in faults:
+        if spans and entered <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], fixed))
+        else:
+            spans.append((entered, fixed))
+    return spans
 
 
 @functools.cache

@@ -138,11 +138,14 @@ def known_models() -> dict[str, KnownModel]:
 def find_known(name: str) -> KnownModel | None:
     """Return a known model by its name or hub id, also that of tuned weights; None if there is none."""
     owner, _, plain = name.strip().rpartition("/")
-    base = _VERSION.sub("", without_tuning(re.sub("[ _]+", "-", plain)))
-    model = known_models().get(base)
-    return model if model is not None and owner in ("", model.hub_id.partition("/")[0]) else None
+    spelled = re.sub("[ _]+", "-", plain)
+    # "base" is a size of some models.
+    model = known_models().get(spelled.lower()) or known_models().get(_VERSION.sub("", without_tuning(spelled)))
+    return model if model is not None and owner in ("", model.hub_id.partition("/")[0], *_COPIES) else None
 
 
+# Owners of copies of published weights, under the names of these.
+_COPIES = {"unsloth", "NousResearch"}
 # Words of tuned and converted weights, whose shape is that of the base model.
 _TUNED = re.compile(r"-(instruct|chat|it|pt|hf|base|thinking)(?=-|$)")
 # The version of weights at the end of a name: Mixtral-8x7B-v0.1, OLMoE-1B-7B-0924.
@@ -181,7 +184,8 @@ def find_base(name: str) -> Preset | None:
     none: `Meta-Llama-3-8B-Instruct` and `Llama 3 8B` are llama-3-8b, and `mistral-7b` the newest version of it.
     """
     owner, _, model = name.rpartition("/")
-    if owner and owner not in {(preset.hub_id or "").partition("/")[0] for preset in PRESETS.values()}:
+    owners = {(preset.hub_id or "").partition("/")[0] for preset in PRESETS.values()}
+    if owner and owner not in owners | _COPIES:
         return None
     plain = without_tuning(re.sub("[ _]+", "-", model.strip()))
     by_plain = {_TUNED.sub("", preset.name.lower()): preset for preset in PRESETS.values()}

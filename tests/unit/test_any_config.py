@@ -380,6 +380,9 @@ def test_known_models_have_the_parameters_of_their_pages() -> None:
         ("somebody/Mixtral-8x7B-v0.1", None),
         ("mixtral-8x7b-dpo", None),
         ("qwen3-30b", None),
+        ("google/vit-base-patch16-224", "vit-base-patch16-224"),
+        ("unsloth/gemma-3-1b-it", "gemma-3-1b"),
+        ("openai/whisper-large-v3", "whisper-large-v3"),
     ],
 )
 def test_a_known_model_is_found_by_the_names_of_its_tuned_weights(name: str, expected: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -10,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import TrainingArguments
 
 from engines import ROOT
 from study.advisor import explain, predict_command
 from study.advisor.calculator import Calculator
+from study.advisor.explain import first_line
 from study.advisor.explain_case import ConfigCase
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.trainer_files import WITHOUT, read_trainer_file, shipped_engines
-from study.advisor.trainer_keys import OTHER_FIELDS, TRAINERS
+from study.advisor.trainer_keys import OTHER_FIELDS, REMOVED_HF_KEYS, TRAINERS
+from study.advisor.user_settings import ZERO
 from study.advisor.workload import Workload
 from study.cli import main
 from study.config.errors import UserError, did_you_mean
@@ -318,7 +322,7 @@ def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
     [
         (AXOLOTL | {"rl": "dpo"}, {"reference_model": True, "micro_batch": 4, "pure": True}),
         (AXOLOTL | {"rl": "orpo"}, {"reference_model": False, "micro_batch": 4}),
-        (AXOLOTL | {"rl": "dpo", "adapter": "lora"}, {"reference_model": False, "micro_batch": 4}),
+        (AXOLOTL | {"rl": "dpo", "adapter": "lora"}, {"has_reference_copy": False, "micro_batch": 4}),
         (
             AXOLOTL | {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]},
             {"loss_kernel": "cut"},
@@ -351,7 +355,7 @@ def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
             ARGUMENTS | {"num_generations": 8, "max_prompt_length": 100, "max_completion_length": 64},
             {"reference_model": False, "sequence_length": 164},
         ),
-        (ARGUMENTS | {"num_generations": 8, "beta": 0.1, "use_peft": True}, {"reference_model": False}),
+        (ARGUMENTS | {"num_generations": 8, "beta": 0.1, "use_peft": True}, {"has_reference_copy": False}),
     ],
 )
 def test_a_key_is_read_as_the_trainer_does(document: dict[str, Any], values: dict[str, Any], tmp_path: Path) -> None:
@@ -530,7 +534,7 @@ def test_the_page_and_the_json_say_what_was_read(capsys: pytest.CaptureFixture[s
         (AXOLOTL, "gradient_acumulation_steps", "ignored", "did you mean gradient_accumulation_steps?"),
         (FACTORY, "cutof_len", "refused", "did you mean cutoff_len?"),
         (ARGUMENTS | {"packing": False}, "max_lenght", "refused", "did you mean max_length?"),
-        (ARGUMENTS, "per_device_train_batchsize", "ignored", "did you mean per_device_train_batch_size?"),
+        (ARGUMENTS, "per_device_train_batchsize", "refused", "did you mean per_device_train_batch_size?"),
     ],
 )
 def test_a_misspelt_key_is_named(document: dict[str, Any], key: str, kind: str, hint: str, tmp_path: Path) -> None:
@@ -584,3 +588,140 @@ def test_sharded_8_bit_weights_are_not_modelled(tmp_path: Path) -> None:
     case = read(write(tmp_path, document), *BOX)
     messages = [item.message for item in case.findings if item.key == "load_in_8bit" and item.kind == "conflict"]
     assert [message.partition(":")[0] for message in messages] == ["8-bit weights that FSDP shards are not modelled"]
+
+
+def with_section(folder: Path, kind: str, stage: int, **zero: Any) -> str:
+    """Write a DeepSpeed file with an optimizer as tutorials have it, and return its name."""
+    params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    settings = {
+        "optimizer": {"type": kind, "params": params},
+        ZERO: {"stage": stage, **zero},
+        "bf16": {"enabled": "auto"},
+    }
+    (folder / "ds.json").write_text(json.dumps(settings | {"train_micro_batch_size_per_gpu": "auto"}))
+    return str(folder / "ds.json")
+
+
+def test_the_optimizer_of_the_json_replaces_the_trainers(tmp_path: Path) -> None:
+    # HfDeepSpeedConfig's optimizer becomes a DummyOptim (integrations/deepspeed.py).
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for kind, engines, zero in (("AdamW", "adamw", {}), ("Lion", "lion", {}), ("AdamW", "adamw", offload)):
+        engine = with_section(tmp_path, kind, 2, **zero)
+        for optim, replaced in (("adamw_torch", False), ("adamw_bnb_8bit", True), ("adafactor", True)):
+            file = write(tmp_path, ARGUMENTS | {"bf16": True, "deepspeed": engine, "optim": optim})
+            case = read(file, *BOX)
+            assert case.request.optimizer == engines
+            ignored = [item.message for item in case.findings if item.key == "optim"]
+            assert [f"the engine makes the '{kind}'" in text for text in ignored] == [True] * replaced
+
+
+def test_auto_of_an_accelerate_file_is_filled_in_by_the_trainer(tmp_path: Path) -> None:
+    engine = with_section(tmp_path, "AdamW", 2)
+    launcher = write(
+        tmp_path,
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": engine}, "num_processes": 2},
+        "accelerate.yaml",
+    )
+    keys = {"optimizer", "optimizer.params.betas", "optimizer.params.eps"}
+    alone = read(launcher, "gpt2", *BOX)
+    assert {item.key for item in alone.findings if item.kind == "conflict"} >= keys
+    assert not any(item.kind == "refused" for item in alone.findings)
+    trained = read(write(tmp_path, ARGUMENTS | {"bf16": True}), "--engine", str(launcher), *BOX)
+    assert not keys & {item.key for item in trained.findings}
+
+
+@pytest.mark.parametrize("document", [ARGUMENTS, FACTORY, AXOLOTL, ARGUMENTS | {"max_length": 64}])
+def test_one_precision_at_most_is_on(document: dict[str, Any], tmp_path: Path) -> None:
+    for bf16, fp16 in ((True, True), (True, False), (False, True)):
+        case = read(write(tmp_path, document | {"bf16": bf16, "fp16": fp16}), *BOX)
+        refused = [item for item in case.findings if item.key == "fp16" and item.kind == "refused"]
+        assert len(refused) == (bf16 and fp16)
+    with pytest.raises(ValueError, match="At most one of fp16 and bf16"):
+        TrainingArguments(output_dir=str(tmp_path), bf16=True, fp16=True, use_cpu=True)
+
+
+def test_frozen_weights_have_the_type_that_the_file_sets(tmp_path: Path) -> None:
+    # TRL loads fp32 by default (trl/trainer/model_config.py).
+    adapters = ARGUMENTS | {"use_peft": True, "model_name_or_path": "llama-3.2-1b", "bf16": True}
+    parts = {}
+    for dtype in (None, "float32", "bfloat16", "auto"):
+        case = read(write(tmp_path, adapters | ({"dtype": dtype} if dtype else {})), *BOX)
+        parts[dtype] = case.memory.device_parts["parameters"]
+        noted = [item for item in case.findings if item.rule == "fp32-weights"]
+        assert len(noted) == (dtype in (None, "float32"))
+        assert all("4.60 GiB a rank" in item.message and item.fix == "set dtype: bfloat16" for item in noted)
+    assert parts[None] == parts["float32"]
+    assert parts["auto"] == parts["bfloat16"]
+    frozen = read(write(tmp_path, adapters), *BOX).shape.frozen_parameters
+    assert parts["float32"] - parts["bfloat16"] == pytest.approx(2 * frozen, rel=0.01)
+    in_fp16 = read(write(tmp_path, adapters | {"bf16": False, "fp16": True, "dtype": "float16"}), *BOX)
+    assert in_fp16.memory.device_parts["parameters"] == parts["bfloat16"]
+
+
+def test_gradients_in_fp16_cannot_be_unscaled(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    parameter.grad = torch.ones_like(parameter)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(torch.optim.SGD([parameter]))
+    document = ARGUMENTS | {"bf16": False, "fp16": True, "dtype": "float16"}
+    cases = ((document, True), (document | {"dtype": "float32"}, False), (document | {"use_peft": True}, False))
+    for settings, is_refused in cases:
+        case = read(write(tmp_path, settings), *BOX)
+        assert any(item.key == "dtype" and item.kind == "refused" for item in case.findings) == is_refused
+
+
+def test_removed_keys_are_none_of_training_arguments(tmp_path: Path) -> None:
+    fields = set(TrainingArguments.__dataclass_fields__)
+    assert not fields & REMOVED_HF_KEYS.keys()
+    others = {"it", "transformer_layer_cls_to_wrap", "min_num_params"}
+    assert {fix.split()[1].strip(":") for fix in REMOVED_HF_KEYS.values() if fix.startswith("set ")} - others <= fields
+    case = read(write(tmp_path, ARGUMENTS | {"evaluation_strategy": "steps", "warmup_ratio": 0.1}), *BOX)
+    found = {item.key: item.fix for item in case.findings if item.rule == "removed-key"}
+    assert found == {"evaluation_strategy": "set eval_strategy", "warmup_ratio": "set warmup_steps to the fraction"}
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "saves", "is_refused"),
+    [("epoch", "steps", True), ("epoch", "epoch", False), ("no", "best", False), ("no", None, True)],
+)
+def test_a_best_model_needs_an_evaluation_with_each_checkpoint(
+    evaluates: str, saves: str | None, is_refused: bool, tmp_path: Path
+) -> None:
+    document = {"eval_strategy": evaluates, "load_best_model_at_end": True} | (
+        {"save_strategy": saves} if saves else {}
+    )
+    case = read(write(tmp_path, ARGUMENTS | document), *BOX)
+    assert any(item.key == "load_best_model_at_end" for item in case.findings) == is_refused
+    mismatch = pytest.raises(ValueError, match="requires the save and eval strategy to match")
+    with mismatch if is_refused else contextlib.nullcontext():
+        TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **document)
+
+
+def test_a_reference_without_adapters_takes_a_forward_pass_and_no_memory(tmp_path: Path) -> None:
+    pairs = ARGUMENTS | {"use_peft": True, "bf16": True, "max_length": 512, "per_device_train_batch_size": 2}
+    preferences = read(write(tmp_path, pairs | {"beta": 0.1}), *BOX)
+    supervised = read(write(tmp_path, pairs | {"per_device_train_batch_size": 4}), *BOX)
+    assert preferences.request.micro_batch == supervised.request.micro_batch == 4
+    assert preferences.memory.device_parts == supervised.memory.device_parts
+    times = [predict_time(case.request) for case in (preferences, supervised)]
+    assert times[0].step_s.value > 1.15 * times[1].step_s.value
+
+
+@pytest.mark.parametrize("key", ["bf16.enabled", "mixed_precision", "bf16"])
+def test_what_the_gpu_has_no_units_for_is_named(key: str, tmp_path: Path) -> None:
+    if key == "bf16.enabled":
+        settings = {"bf16": {"enabled": True}, ZERO: {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
+        (tmp_path / "ds.json").write_text(json.dumps(settings))
+        words = (str(tmp_path / "ds.json"), "gpt2")
+    elif key == "mixed_precision":
+        launcher = {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processes": 2}
+        words = (str(write(tmp_path, launcher)), "gpt2")
+    else:
+        words = (str(write(tmp_path, ARGUMENTS | {"bf16": True})),)
+    for box, is_there in (("2xT4", True), ("2xV100", True), ("2xA100", False)):
+        case = read(*words, "--attn_implementation", "flash_attention_2", "--hardware", box)
+        found = {item.key: item.kind for item in case.findings if item.rule in ("no-units", "ends-with-error")}
+        assert found == ({key: "conflict", "attn_implementation": "refused"} if is_there else {})
+        assert first_line(case).startswith("Ends with an error: attn_implementation") == is_there

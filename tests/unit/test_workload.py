@@ -129,7 +129,6 @@ def test_a_workload_has_what_each_command_names() -> None:
     ("flags", "problem"),
     [
         ("--quantization 4bit", "--quantization 4bit is for frozen weights"),
-        ("--peft lora --with_reference", "with LoRA the model without adapters is the reference"),
         ("--adapters_in_16_bits", "--adapters_in_16_bits has no effect without adapters"),
         ("--lora_rank 4", "--lora_rank 4 has no effect without adapters"),
         ("--lora_targets q_proj,v_proj", "--lora_targets q_proj,v_proj has no effect without adapters"),
