@@ -219,7 +219,7 @@ def judge(folder: Path, script: str, steps: int, status: int) -> MineVerdict:
     if obstacle is not None:
         return MineVerdict(_NOT_COMPARABLE, f"NOT COMPARABLE: {obstacle.reason}", records)
     _check_ended(records, folder, script, steps, status)
-    faults = [*_differences(records), *_divisions(records), *_same_data(records)]
+    faults = [*_unchanged(records), *_differences(records), *_divisions(records), *_same_data(records)]
     if faults:
         return MineVerdict(_DIFFERS, f"FAIL: {'; '.join(faults)}", records)
     return MineVerdict(_EQUAL, f"PASS: {_equal_text(records, script)}", records)
@@ -253,6 +253,24 @@ def _equal_text(records: Sequence[RankRecord], script: str) -> str:
     return (
         equal if first.ranks > 1 else f"{equal}; one rank exchanges nothing, so faults between ranks are not detected"
     )
+
+
+def _unchanged(records: Sequence[RankRecord]) -> Iterator[str]:
+    """Yield the trained weights that no optimizer changes."""
+    first = records[0]
+    if not first.unchanged:
+        return
+    if len(first.unchanged) == first.trained_tensors:
+        yield (
+            "the optimizer has no trained weight of this model, and none changes: make it after the engine, from"
+            " model.parameters()"
+        )
+    else:
+        count = f"{len(first.unchanged)} of {first.trained_tensors}"
+        yield (
+            f"{count} trained weights are in no optimizer, and no step changes them, such as {first.unchanged[0]}: give"
+            " them to the optimizer, or set requires_grad to False"
+        )
 
 
 def _differences(records: Sequence[RankRecord]) -> Iterator[str]:
@@ -293,6 +311,8 @@ def _what(difference: RecordedDifference) -> str:
 def _meaning(difference: RecordedDifference, rank: int) -> str:
     """Return the reason of a difference if the figures leave one."""
     weights = difference.weights
+    if difference.keeps_last:
+        return ": it has the gradient of the step before, too, which zero_grad() would have cleared"
     if difference.stage == "start":
         return ": the ranks train different weights"
     if weights is None or len(weights) == 1:

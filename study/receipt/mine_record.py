@@ -45,6 +45,8 @@ class RecordedDifference(Part):
     factor: float | None = None
     # Of a gradient: the weight of each micro-batch's gradient, by rank; 1 is right.
     weights: tuple[tuple[float, ...], ...] | None = None
+    # Of a gradient: it is the sum of that of plain training and that of the step before.
+    keeps_last: bool = False
 
 
 class RecordedStep(Part):
@@ -78,6 +80,9 @@ class RankRecord(Part):
     precision: str = ""
     optimizer: str = ""
     trained_parameters: int = 0
+    trained_tensors: int = 0
+    # Trained tensors that are in no group of the optimizer, and that no step has changed.
+    unchanged: tuple[str, ...] = ()
     # Figures without a comparison, and the reason.
     left_out: tuple[str, ...] = ()
     steps: tuple[RecordedStep, ...] = ()

@@ -25,6 +25,7 @@ from study.compositions.trace import plain_name
 from study.config.errors import first_line, replace_unprintable
 from study.metrics.inventory import dtensor_type
 from study.receipt import live_engine
+from study.receipt.failures import WrongUse
 from study.receipt.mine_record import RECORD_VARIABLE, STEPS_VARIABLE, RankRecord, RecordedStep
 from study.receipt.obstacles import FP16, NotComparable, find_obstacle
 from study.receipt.passes import PassRecorder, RecordedPass, loss_weights
@@ -34,6 +35,7 @@ from study.receipt.replay import PlainReplay, PlainStep, sample
 from study.receipt.step_comparison import StepComparison
 from study.receipt.update_hooks import UpdateHooks, clip_factor
 from study.receipt.whole_tensors import Tensors, whole_tensors
+from study.receipt.wrong_uses import check_engine
 
 # The exit status of a rank that cannot compare: launchers end the other ranks then.
 _NOT_COMPARABLE = 87
@@ -62,9 +64,13 @@ class MineRecorder:
         self._plain_optimizer: PlainOptimizer | None = None
         self._replay: PlainReplay | None = None
         self._rounding = 0.0
+        # Weights that the optimizer does not have, as they were at the first step.
+        self._ungrouped: Tensors = {}
+        # Samples of the gradients of the step before.
+        self._last_gradients: Tensors = {}
         with self._guarded("setting up"):
             self._prepare(model, optimizer)
-        atexit.register(self._save)
+        atexit.register(self._note_end)
         self._save()
 
     # --- Setting up.
@@ -72,6 +78,7 @@ class MineRecorder:
     def _prepare(self, model: Any, optimizer: Any) -> None:
         if not isinstance(model, nn.Module):
             raise NotComparable(f"the receipt has a {type(model).__name__} in place of a model")
+        self._first_model, self._first_engine = model, live_engine.find_kind(live_engine.find_engine(model))
         self._model = live_engine.find_engine(model)
         optimizer = optimizer if optimizer is not None else getattr(self._model, "optimizer", None)
         if optimizer is None:
@@ -98,6 +105,7 @@ class MineRecorder:
             precision=str(self._tensors.compute_dtype or facts.param_dtype).removeprefix("torch."),
             optimizer=f"{type(optimizer).__name__}({settings})",
             trained_parameters=model.trained_parameters,
+            trained_tensors=len(self._tensors.trained),
         )
 
     def _prepare_update(self) -> None:
@@ -148,6 +156,7 @@ class MineRecorder:
             if not torch.isfinite(torch.tensor(plain.norm)):
                 raise NotComparable("gradients are not finite in plain training either")
             least = MIN_HALF_ULPS * self._rounding
+            self._note_unchanged(local)
             self._comparison.compare("start", local, weights, dict.fromkeys(weights, least))
             self._comparison.compare_outputs(passes, plain)
             self._compare_gradients(weights, passes, plain)
@@ -156,7 +165,16 @@ class MineRecorder:
                 self._plain_optimizer.note_settings()
             self._note_step(passes, plain)
 
+    def _note_unchanged(self, weights: Tensors) -> None:
+        """Note the weights that this optimizer does not have, and that none has changed since the first step."""
+        if self._comparison.step == 1:
+            self._ungrouped = {name: weights[name].detach().clone() for name in self._tensors.find_ungrouped()}
+            return
+        unchanged = [name for name, first in self._ungrouped.items() if torch.equal(first, weights[name])]
+        self._update(unchanged=tuple(unchanged))
+
     def _check_passes(self, passes: list[RecordedPass]) -> None:
+        check_engine(self._first_model, self._first_engine)
         if (name := self._passes.outside) is not None:
             raise NotComparable(f"the program calls {plain_name(name)} outside of the model's forward pass")
         if self._hooks.obstacle is not None:
@@ -175,6 +193,9 @@ class MineRecorder:
         reference = _scaled(plain.gradients, factor) if is_clipped else plain.gradients
         comparison.compare("gradient", _with_zeros(unclipped, reference), reference, plain.allowed_gradients)
         self._explain_gradient(unclipped, weights, passes)
+        self._find_last_gradient(unclipped, reference)
+        if unclipped is not final and hooks.max_norm is None:
+            self._note_changed_gradients(unclipped, final)
         if tensors.is_unclipped:
             # DeepSpeed clips within its step.
             self._gradients_of_update = _scaled(final, factor)
@@ -196,6 +217,19 @@ class MineRecorder:
         parts = self._replay.split_gradient(weights, passes, names[place])
         if wrong == names[place] and wrong in unclipped:
             self._comparison.explain_gradient(sample(unclipped[wrong]), parts)
+
+    def _find_last_gradient(self, unclipped: Tensors, reference: Tensors) -> None:
+        """Look for the gradient of the step before in the first one that differs."""
+        name, last = self._comparison.wrong_gradient, self._last_gradients
+        if name in last and name in unclipped:
+            self._comparison.explain_by_last_step(sample(unclipped[name]) - sample(reference[name]), last[name])
+        self._last_gradients = {name: sample(gradient).clone() for name, gradient in unclipped.items()}
+
+    def _note_changed_gradients(self, unclipped: Tensors, final: Tensors) -> None:
+        """Note that the program changes gradients before the step in a way that is not known here."""
+        if any(not torch.equal(gradient, final[name]) for name, gradient in unclipped.items() if name in final):
+            text = "what the program does to gradients between its last backward pass and the step"
+            self._update(left_out=tuple(dict.fromkeys((*self._record.left_out, text))))
 
     def _after_update(self) -> None:
         with self._guarded("comparing the update"), self._paused():
@@ -230,6 +264,16 @@ class MineRecorder:
                 with contextlib.suppress(RuntimeError):
                     dist.barrier()
             _leave(0)
+        self._save()
+
+    def _note_end(self) -> None:
+        """Note why the program has ended without a step."""
+        if self._record.state == "begun" and not self._record.steps:
+            with contextlib.suppress(Exception):
+                try:
+                    check_engine(self._first_model, self._first_engine)
+                except WrongUse as error:
+                    self._update(state="not comparable", reason=str(error))
         self._save()
 
     # --- Between ranks.
@@ -284,7 +328,7 @@ class MineRecorder:
         """End the program with the reason if it cannot be compared."""
         try:
             yield
-        except NotComparable as obstacle:
+        except (NotComparable, WrongUse) as obstacle:
             reason = str(obstacle)
         except Exception as error:
             reason = f"{doing}: {type(error).__name__}: {first_line(error)}"

@@ -81,6 +81,13 @@ class StepComparison:
         weights = solve_weights(values, parts)
         self.difference = self.difference.model_copy(update={"weights": weights})
 
+    def explain_by_last_step(self, excess: torch.Tensor, last: torch.Tensor) -> None:
+        """Note whether the first gradient that differs has too much what the step before had."""
+        assert self.difference is not None
+        size = float(torch.linalg.vector_norm(last))
+        if size and float(torch.linalg.vector_norm(excess - last)) < _EXPLAINED * size:
+            self.difference = self.difference.model_copy(update={"keeps_last": True})
+
 
 def solve_weights(values: torch.Tensor, parts: torch.Tensor) -> tuple[tuple[float, ...], ...] | None:
     """Return by rank and micro-batch how much each gradient counts, 1 being right; None if they do not explain it.

@@ -77,9 +77,17 @@ class WholeTensors:
 
     def find_groups(self) -> dict[str, int] | None:
         """Return the optimizer's parameter group of each trained weight; None if one is in no group."""
+        groups = self._places()
+        return None if len(groups) < len(self.trained) else groups
+
+    def find_ungrouped(self) -> list[str]:
+        """Return the trained weights that the optimizer does not have."""
+        groups = self._places()
+        return [name for name in self.trained if name not in groups]
+
+    def _places(self) -> dict[str, int]:
         places = {id(parameter): number for number, group in enumerate(self._grouped()) for parameter in group}
-        groups = {name: places.get(id(parameter)) for name, parameter in self.trained.items()}
-        return None if None in groups.values() else {name: place for name, place in groups.items() if place is not None}
+        return {name: places[id(parameter)] for name, parameter in self.trained.items() if id(parameter) in places}
 
     def _grouped(self) -> list[list[Any]]:
         return [group["params"] for group in self.optimizer.param_groups]

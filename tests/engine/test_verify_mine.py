@@ -26,6 +26,7 @@ from study.receipt.replay import find_factor
 from study.receipt.step_comparison import solve_weights
 
 PROGRAMS = "tests/probes/mine_programs.py"
+CHANGED_GRADIENTS = "what the program does to gradients between its last backward pass and the step"
 long = pytest.mark.long
 
 
@@ -84,7 +85,9 @@ def test_a_right_program_equals_plain_training(strategy: str, program: str, vari
     assert verdict.answer.startswith("PASS: 3 steps of train.py equal plain training of the same micro-batches")
     half = "bf16" in variant or variant == "autocast"
     for record in verdict.records:
-        assert (record.engine, record.left_out, len(record.steps)) == (engine, (), 3)
+        # Clipping by the largest gradient is the program's own.
+        left_out = (CHANGED_GRADIENTS,) * (variant == "largest")
+        assert (record.engine, record.left_out, len(record.steps)) == (engine, left_out, 3)
         assert len({step.plain_norm for step in record.steps}) == 3
         for step in record.steps:
             assert len(step.inputs_sha256) == 2
@@ -137,6 +140,42 @@ def test_an_update_that_is_not_the_optimizers_is_named() -> None:
     assert verdict.status == 1
     difference = first(verdict)
     assert (difference.step, difference.stage, difference.tensor, difference.tensors) == (1, "update", "3.weight", 1)
+
+
+def test_weights_that_no_optimizer_trains_are_named() -> None:
+    verdict = verify("ddp", "own_loop", "other_optimizer")
+    assert verdict.status == 1
+    assert verdict.answer == (
+        "FAIL: the optimizer has no trained weight of this model, and none changes: make it after the engine, from"
+        " model.parameters()"
+    )
+    verdict = verify("ddp", "own_loop", "part")
+    assert verdict.status == 1
+    assert "3 of 5 trained weights are in no optimizer, and no step changes them, such as 0.weight" in verdict.answer
+    # Another optimizer trains them.
+    verdict = verify("ddp", "own_loop", "two_optimizers")
+    assert verdict.status == 0
+    assert "not every weight has its settings in the optimizer" in verdict.records[0].left_out[0]
+
+
+def test_the_gradient_of_the_step_before_is_named() -> None:
+    verdict = verify("ddp", "own_loop", "keeps_gradients")
+    assert verdict.status == 1
+    assert verdict.answer.startswith("FAIL: step 2, gradient of 0.weight on rank 0 (and 4 more of 5 tensors)")
+    assert verdict.answer.endswith("it has the gradient of the step before, too, which zero_grad() would have cleared")
+
+
+def test_gradients_that_the_program_changes_itself_are_not_compared_without_a_word() -> None:
+    verdict = verify("ddp", "own_loop", "clips_alone")
+    assert verdict.status == 0
+    assert [record.left_out for record in verdict.records] == [(CHANGED_GRADIENTS,)] * 2
+    assert not verify("ddp", "own_loop").records[0].left_out
+
+
+def test_a_receipt_before_the_engine_is_named() -> None:
+    verdict = verify("ddp", "deepspeed_loop", "2-bf16-early")
+    assert verdict.status == 3
+    assert verdict.answer.startswith("NOT COMPARABLE: the receipt was made before accelerator.prepare")
 
 
 @pytest.mark.parametrize(

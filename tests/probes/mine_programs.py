@@ -39,6 +39,27 @@ def make_rows(count: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
+def make_optimizer(layers: nn.Sequential, fault: str) -> torch.optim.Optimizer:
+    if fault == "other_optimizer":
+        return torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=1e-3)
+    if fault not in ("part", "two_optimizers"):
+        return torch.optim.AdamW(layers.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(layers[3].parameters(), lr=1e-3)
+    if fault == "two_optimizers":
+        others = torch.optim.SGD([*layers[0].parameters(), *layers[1].parameters()], lr=1e-3)
+        optimizer.register_step_post_hook(lambda *_: others.step())
+    return optimizer
+
+
+def clip(model: nn.Module, fault: str) -> None:
+    if fault != "clips_alone":
+        nn.utils.clip_grad_norm_(model.parameters(), 100 if fault == "keeps_gradients" else 0.1)
+        return
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
 def own_loop(fault: str) -> None:
     """A loop of plain torch under DDP, which computes its loss outside of the model, clips and accumulates."""
     if not dist.is_initialized():
@@ -46,7 +67,7 @@ def own_loop(fault: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layers: Any = nn.Sequential(nn.Embedding(VOCABULARY, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, VOCABULARY))
     model: Any = nn.parallel.DistributedDataParallel(layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = make_optimizer(layers, fault)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     if fault == "sums":
         # A wrong communication hook: it reduces without the mean. DDP refuses one whose annotations are texts.
@@ -69,10 +90,11 @@ def own_loop(fault: str) -> None:
             loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), row[:, 1:].flatten())
             (loss / ACCUMULATION).backward()
         if is_last:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            clip(model, fault)
             optimizer.step()
             schedule.step()
-            optimizer.zero_grad()
+            if fault != "keeps_gradients":
+                model.zero_grad()
             if fault == "drifts" and rank == 1:
                 with torch.no_grad():
                     layers[1].weight[0, 0] += 1e-3
@@ -273,8 +295,9 @@ def deepspeed_loop(way: str) -> None:
         "zero_allow_untested_optimizer": True,
     }
     optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+    early = Receipt(layers, optimizer) if "early" in way else None
     engine, *_ = deepspeed.initialize(model=layers, optimizer=optimizer, config=settings)
-    receipt = Receipt(engine)
+    receipt = early or Receipt(engine)
     rows = make_rows(STEPS * ACCUMULATION * SAMPLES * dist.get_world_size()).split(SAMPLES)
     for row in receipt.steps(rows[dist.get_rank() :: dist.get_world_size()]):
         _, loss = engine(row[:, :-1], row[:, 1:])
