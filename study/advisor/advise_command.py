@@ -415,7 +415,7 @@ def _left_out_lines(options: Sequence[Option], box: Hardware) -> Iterator[str]:
         elif (loading := option.memory.loading) > usable:
             limit, need = f"{rounded(usable / GIB)} GiB a rank while weights are loaded", rounded(loading / GIB)
         elif "host memory" in option.why and box.host_gib_per_node:
-            limit = f"{rounded(box.host_gib_per_node)} GiB of host memory a node"
+            limit = f"{round(box.host_gib_per_node, 1):,g} GiB of host memory a node"
             need = rounded(option.memory.host_peak.value / GIB)
             if box.is_cpu_only:
                 # Its ranks are there, too.
@@ -445,7 +445,7 @@ def _verdict(advice: Advice) -> str:
         figures.append(
             f"{needed} GiB of host memory (unchecked)"
             if limit is None
-            else f"{needed} of {rounded(limit)} GiB on the host"
+            else f"{needed} of {round(limit, 1):,g} GiB on the host"
         )
     if memory.nvme:
         figures.append(f"{rounded(memory.nvme / GIB)} GiB on NVMe")
@@ -472,7 +472,7 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
 
 
 def overflow_lines(best: Option) -> Iterator[str]:
-    """Yield that a recommendation in fp16 does not train the model: the notes have it, too, where a screen ends."""
+    """Yield that a recommendation in fp16 does not train the model: the notes are too far down for it."""
     for finding in request_findings(best.request):
         if finding.rule == OVERFLOWS:
             yield f"but {finding.key}: {finding.says}"

@@ -18,6 +18,8 @@ _PROGRAM_FEATURES = {
     "schedule": "Accelerate prepares the program's schedule",
     "evaluation": "Accelerate prepares the loader of an evaluation together with the model",
 }
+# Ranks share samples by deepspeed.initialize, for which a config has both sizes, or by the program's mpu.
+_BY_MPU = "the program passes an mpu, as ALST does"
 # Rules of combinations that were tried, and that no reader of settings refuses.
 WRONG_TRAINING = "wrong-training"
 ENDS_WITH_ERROR = "ends-with-error"
@@ -39,12 +41,14 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
     stack = newest_tested_stack()
     releases = f"DeepSpeed {stack['deepspeed']}, Accelerate {stack['accelerate']}"
     for entry in read_known_findings():
-        conditions = _conditions(entry, keys)
+        conditions = _conditions(entry, keys, _program_features(case))
         if entry.verdict not in ("wrong", "refused") or entry.needs_program or not entry.is_in(stack):
             continue
         if conditions is None or not _has_settings(case, entry):
             continue
         key = entry.setting[0][0] if entry.setting else _key(entry, keys)
+        if _BY_MPU in conditions:
+            key = "sequence_parallel_size"
         if entry.verdict == "refused":
             # An error names itself, so that one under a condition is not worth a note.
             if not conditions:
@@ -83,7 +87,8 @@ def group_keys(case: ConfigCase) -> Iterator[tuple[str, str]]:
             yield "autotp", "tensor_parallel.autotp_size"
         if "sp_size" in sizes:
             yield "ulysses", "parallelism_config.sp_size"
-        elif whole_number(case.top.get("sequence_parallel_size")) > 1:
+        elif whole_number(case.top.get("sequence_parallel_size")) > 1 and "data_parallel_size" in case.top:
+            # deepspeed.initialize makes groups of ranks with both keys alone.
             yield "ulysses", "sequence_parallel_size"
         return
     if "tp_size" in sizes:
@@ -153,7 +158,15 @@ def whole_number(value: Any) -> int:
     return value if type(value) is int else 0
 
 
-def _conditions(entry: KnownFinding, keys: Mapping[str, str]) -> list[str] | None:
+def _program_features(case: ConfigCase) -> dict[str, str]:
+    """Return the features that the program of a config may have, each with its condition."""
+    is_alone = "data_parallel_size" not in case.top and "sp_size" not in case.file.group_sizes
+    if case.file.deepspeed is not None and is_alone and whole_number(case.top.get("sequence_parallel_size")) > 1:
+        return _PROGRAM_FEATURES | {"ulysses": _BY_MPU}
+    return _PROGRAM_FEATURES
+
+
+def _conditions(entry: KnownFinding, keys: Mapping[str, str], program_features: Mapping[str, str]) -> list[str] | None:
     """Return the conditions under which a config has a finding; None if its settings exclude it."""
     if entry.is_lifted(keys.keys()):
         return None
@@ -161,10 +174,10 @@ def _conditions(entry: KnownFinding, keys: Mapping[str, str]) -> list[str] | Non
     for alternatives in entry.features:
         if alternatives & keys.keys():
             continue
-        program_features = sorted(alternatives & _PROGRAM_FEATURES.keys())
-        if not program_features:
+        possible = sorted(alternatives & program_features.keys())
+        if not possible:
             return None
-        conditions.append(" or ".join(_PROGRAM_FEATURES[name] for name in program_features))
+        conditions.append(" or ".join(program_features[name] for name in possible))
     return conditions
 
 

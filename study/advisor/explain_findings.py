@@ -95,7 +95,7 @@ def _quantization(request: Request) -> list[Finding]:
 
 
 def _missing_units(case: ConfigCase) -> Iterator[Finding]:
-    """Yield what the GPU cannot compute: torch emulates bf16 without an error, and flash attention ends with one."""
+    """Yield types and kernels that the GPU lacks: torch emulates bf16, and flash attention ends with an error."""
     device, request = case.request.box.device, case.request
     if device.peak_tflops.get("bf16", 0.0) is not None:
         return

@@ -239,7 +239,7 @@ _KERNELS = "kernels of another library, with another memory of activations"
 _SUPERVISED = "counted as supervised training on prompts and completions, without what generates them"
 _TRL_LENGTH = 1024
 
-# Keys that TrainingArguments had and has no more in transformers 5.23, with what is set in their place.
+# Keys that transformers 5.23 removed from TrainingArguments, or releases before it, with their replacement.
 REMOVED_HF_KEYS = {
     "evaluation_strategy": "set eval_strategy",
     "warmup_ratio": "set warmup_steps to the fraction",

@@ -40,20 +40,22 @@ def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes:
     """Bus bandwidth of a collective at a payload: the slower of the links within a node and between nodes."""
     if (links := box.device.nvlink_gb_per_s or box.device.pcie_gb_per_s) is None:
         raise ValueError(f"{box.device.name} has no links in hardware.yaml")
-    if box.uses_pcie_links:
-        table, cards = _TABLES["one_node"]["A100"], max(box.gpus_per_node, min(_TABLES["pcie"]))
-        full = links * _interpolated(_TABLES["pcie"], cards)
+    # The table of the most similar NVLink.
+    has_fast_links = not box.uses_pcie_links and (box.device.nvlink_gb_per_s or 0) >= _LINKS_OF_TABLE["H200"]
+    name = "H200" if has_fast_links else "A100"
+    table = _TABLES["one_node"][name]
+    if box.uses_pcie_links or not math.isinf(box.bus_gb_per_s):
+        full = box.bus_gb_per_s
+        if math.isinf(full):
+            full = links * _interpolated(_TABLES["pcie"], max(box.gpus_per_node, min(_TABLES["pcie"])))
         # A call takes as much longer than its bytes as on the node of the table, however slow the links are.
         overhead = 1 / _interpolated(table, payload_bytes) - 1 / max(table.values())
         node_rate: float = 1 / (1 / full + overhead)
     else:
-        # The table of the most similar NVLink.
-        name = "H200" if (box.device.nvlink_gb_per_s or 0) >= _LINKS_OF_TABLE["H200"] else "A100"
-        measured = _interpolated(_TABLES["one_node"][name], payload_bytes)
+        measured = _interpolated(table, payload_bytes)
         if collective != "all_reduce" or box.gpus_per_node <= _SWITCHES_ADD_ABOVE:
             measured = min(measured, _TABLES["ring_limit"].get(name, math.inf))
         node_rate = measured * min(1.0, links / _LINKS_OF_TABLE[name])
-    node_rate = min(node_rate, box.bus_gb_per_s)
     if box.nodes == 1:
         return node_rate
     # Measured on nodes of eight GPUs with a network card each; with fewer GPUs a card carries more.
@@ -279,7 +281,10 @@ def _fsdp(request: Request) -> dict[str, float]:
     ranks = request.fsdp_ranks
     padded = [(param, param.shard_by_rows(ranks) * ranks) for param in request.stored.params]
     reduced = sum(size for param, size in padded if param.trained)
-    total, regathered = sum(size for _, size in padded), sum(size for param, size in padded if param.regathered)
+    # The root stays gathered, and an embedding that no group divides from it.
+    kept_place = BEFORE if request.fsdp_whole_root else None
+    regathered = sum(size for param, size in padded if param.regathered and param.place != kept_place)
+    total = sum(size for _, size in padded)
     if request.fsdp_version == 1:
         sizes = {place: unit.size for place, unit in flat_units(request).items()}
         adapters = sum(unit.size for unit in adapter_units(request).values())

@@ -110,7 +110,7 @@ class Hardware:
     host_gib_per_node: float | None = None
     # Bytes per second that all ranks of a node read and write in a host optimizer; None if neither measured nor given.
     host_memory_gb_per_s: float | None = None
-    # Limit of the bus bandwidth within a node, as nccl-tests define it.
+    # Measured bus bandwidth within a node at large payloads, as nccl-tests define it; infinite: that of its links.
     bus_gb_per_s: float = math.inf
     # DeepSpeed's asynchronous I/O on four PCIe 4 NVMe drives: "up to 10 GB/sec reads and 5 GB/secs writes" (DeepSpeed's
     # blog deepnvme, 08-2024).

@@ -224,7 +224,8 @@ def _parts(request: Request, constants: Constants) -> tuple[dict[str, float], bo
     parts = {
         "compute": max(on_device, on_cpu) + factor * _device_optimizer_s(request),
         "communication_exposed": factor * (exchange.exposed + constants.hidden_share * exchange.overlapped),
-        "communication_overlapped": factor * exchange.overlapped,
+        # The rest of it: both together are all of the communication.
+        "communication_overlapped": factor * (1 - constants.hidden_share) * exchange.overlapped,
         "offload": _offload_s(request, factor),
         "cpu_adam": _host_optimizer_s(request, constants, factor),
         "nvme": factor * _nvme_s(request),

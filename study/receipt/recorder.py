@@ -228,7 +228,7 @@ class MineRecorder:
     def _note_changed_gradients(self, unclipped: Tensors, final: Tensors) -> None:
         """Note that the program changes gradients before the step in a way that is not known here."""
         if any(not torch.equal(gradient, final[name]) for name, gradient in unclipped.items() if name in final):
-            text = "what the program does to gradients between its last backward pass and the step"
+            text = "changes of gradients between the last backward pass and the step, which are the program's own"
             self._update(left_out=tuple(dict.fromkeys((*self._record.left_out, text))))
 
     def _after_update(self) -> None:

@@ -82,7 +82,7 @@ class StepComparison:
         self.difference = self.difference.model_copy(update={"weights": weights})
 
     def explain_by_last_step(self, excess: torch.Tensor, last: torch.Tensor) -> None:
-        """Note whether the first gradient that differs has too much what the step before had."""
+        """Note whether the first gradient that differs is too large by that of the step before."""
         assert self.difference is not None
         size = float(torch.linalg.vector_norm(last))
         if size and float(torch.linalg.vector_norm(excess - last)) < _EXPLAINED * size:

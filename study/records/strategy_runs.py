@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WorkloadRuns:
-    """All runs of one workload, with what its strategies share; each figure is computed once."""
+    """All runs of one workload, with the figures that its strategies share; each is computed once."""
 
     name: str
     runs: pd.DataFrame
@@ -57,28 +57,28 @@ class WorkloadRuns:
 class StrategyRuns:
     """Runs of one strategy in one workload: all of them, and the successful ones."""
 
-    of_workload: WorkloadRuns
+    all_strategies: WorkloadRuns
     name: str
     runs: pd.DataFrame
     ok_runs: pd.DataFrame
 
     @property
     def workload(self) -> str:
-        return self.of_workload.name
+        return self.all_strategies.name
 
     @property
     def workload_runs(self) -> pd.DataFrame:
-        return self.of_workload.runs
+        return self.all_strategies.runs
 
     @property
     def baseline(self) -> str | None:
-        return self.of_workload.baseline
+        return self.all_strategies.baseline
 
     def logs(self, figure: str) -> pd.DataFrame:
-        return self.of_workload.logs(figure)
+        return self.all_strategies.logs(figure)
 
     def differences(self, figure: str) -> dict[Pair, Difference]:
-        return self.of_workload.differences(figure)
+        return self.all_strategies.differences(figure)
 
     @property
     def is_baseline(self) -> bool:
@@ -164,9 +164,9 @@ class StrategyRuns:
 def group_by_strategy(runs: pd.DataFrame) -> Iterator[StrategyRuns]:
     """Yield the runs of each strategy of each workload."""
     for (workload, _), workload_runs in runs.groupby(["workload", "workload_key"], sort=False):
-        of_workload = WorkloadRuns(workload, workload_runs)
+        all_strategies = WorkloadRuns(workload, workload_runs)
         for name, group in workload_runs.groupby("arm", sort=False):
-            yield StrategyRuns(of_workload, name, group, group[group["status_state"] == "ok"])
+            yield StrategyRuns(all_strategies, name, group, group[group["status_state"] == "ok"])
 
 
 def outcome(runs: pd.DataFrame) -> str:
@@ -215,14 +215,14 @@ def state_bytes(ended: pd.DataFrame, places: Sequence[str] = STATE_PLACES) -> fl
 
 
 def _numbers(column: pd.Series) -> np.ndarray:
-    """Return a column with NaN for what was not measured."""
+    """Return a column with NaN for missing figures."""
     return np.asarray(column.to_numpy(dtype=float, na_value=NAN))
 
 
 def _median(values: np.ndarray) -> float:
     """Return the median of the values that are known; NaN if none is."""
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if len(known) else NAN
+    known_values = values[~np.isnan(values)]
+    return float(np.median(known_values)) if len(known_values) else NAN
 
 
 def ratio_text(ratio: Interval | None) -> str:
@@ -287,7 +287,7 @@ class _Subjects:
         by_model = self.column == "model_name_or_path"
         return {
             "subject": f"{self.words[rest]} on {ranks} rank{'s' if ranks > 1 else ''}",
-            "place": arm.of_workload.parameters / 1e6 if by_model else float(first[self.column]),
+            "place": arm.all_strategies.parameters / 1e6 if by_model else float(first[self.column]),
             "arm": arm.name,
             "strategy": first["strategy"],
             "baseline": baseline,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -198,6 +199,9 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
         if stack.strategy and (worse := [name for name in newer if stack.known_faults(name)]):
             stay = "stay, or " * (not races)
             notes.append(f"{stay}use {newer[0]} ({worse[-1]} to {worse[0]} are wrong)")
+        elif stack.strategy and races and newer:
+            without = (name for name in newer if not gpu_races({**stack.versions, "deepspeed": name}, stack.strategy))
+            notes += [f"use {name}, which has none" for name in itertools.islice(without, 1)]
     if stack.deepspeed in tested:
         notes += _muon_note(document, stack)
     notes += [f"use {tested[0]}"] * bool(faults)

@@ -249,8 +249,8 @@ def _planned_cells(matrix: VerifyMatrix, strategies: Sequence[str]) -> list[tupl
     """Return the cells of the strategies; raise UserError if there are none, or none with a requested option."""
     cells = [cell for strategy in strategies for cell in matrix.cells(strategy)]
     if not cells:
-        asked = f"{' or '.join(matrix.precisions)} of {' and '.join(strategies)}"
-        raise UserError(f"verify does not run {asked} on this device", "use fp32")
+        requested = f"{' or '.join(matrix.precisions)} of {' and '.join(strategies)}"
+        raise UserError(f"verify does not run {requested} on this device", "use fp32")
     if unsupported := set(matrix.extras) - {option for _, _, option in cells}:
         raise UserError(f"{' and '.join(strategies)} have no {unsupported.pop()}", f"use {QUICK_STRATEGIES[0]}")
     return cells

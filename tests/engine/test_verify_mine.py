@@ -26,7 +26,7 @@ from study.receipt.replay import find_factor
 from study.receipt.step_comparison import solve_weights
 
 PROGRAMS = "tests/probes/mine_programs.py"
-CHANGED_GRADIENTS = "what the program does to gradients between its last backward pass and the step"
+CHANGED_GRADIENTS = "changes of gradients between the last backward pass and the step, which are the program's own"
 long = pytest.mark.long
 
 

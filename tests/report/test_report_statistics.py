@@ -191,3 +191,24 @@ def test_equivalence_is_shown_inside_the_margin_only_and_one_run_each_is_no_test
 def test_the_smaller_a_share_the_more_decimals_it_has() -> None:
     texts = [percent(fraction, signed=True) for fraction in (0.5, 0.025, -0.001, 1e-8, -1e-8, 0)]
     assert texts == ["+50 %", "+2.5 %", "-0.10 %", "+0.000001 %", "-0.000001 %", "+0.00 %"]
+
+
+def test_a_run_is_paired_with_one_of_its_seed_and_if_possible_of_its_repeat() -> None:
+    rows = [
+        (arm, seed, repeat, f"{arm}-{seed}-{repeat}")
+        for arm in ("ddp", "zero3")
+        for seed in (1, 2)
+        for repeat in (1, 2)
+        if (arm, seed, repeat) != ("ddp", 2, 2)
+    ]
+    runs = pd.DataFrame(rows, columns=["arm", "seed", "repeat", "run"]).assign(status_state="ok")
+    assert statistics.paired_runs(runs, "zero3", "ddp") == [
+        ("zero3-1-1", "ddp-1-1"),
+        ("zero3-1-2", "ddp-1-2"),
+        ("zero3-2-1", "ddp-2-1"),
+        ("zero3-2-2", "ddp-2-1"),
+    ]
+    assert statistics.paired_runs(runs[runs["run"] != "ddp-2-1"], "zero3", "ddp") == [
+        ("zero3-1-1", "ddp-1-1"),
+        ("zero3-1-2", "ddp-1-2"),
+    ]

@@ -675,11 +675,13 @@ def test_gradients_in_fp16_cannot_be_unscaled(tmp_path: Path) -> None:
 def test_removed_keys_are_none_of_training_arguments(tmp_path: Path) -> None:
     fields = set(TrainingArguments.__dataclass_fields__)
     assert not fields & REMOVED_HF_KEYS.keys()
-    others = {"it", "transformer_layer_cls_to_wrap", "min_num_params"}
-    assert {fix.split()[1].strip(":") for fix in REMOVED_HF_KEYS.values() if fix.startswith("set ")} - others <= fields
+    in_other_places = {"it", "transformer_layer_cls_to_wrap", "min_num_params"}
+    assert {
+        fix.split()[1].strip(":") for fix in REMOVED_HF_KEYS.values() if fix.startswith("set ")
+    } - in_other_places <= fields
     case = read(write(tmp_path, ARGUMENTS | {"evaluation_strategy": "steps", "warmup_ratio": 0.1}), *BOX)
-    found = {item.key: item.fix for item in case.findings if item.rule == "removed-key"}
-    assert found == {"evaluation_strategy": "set eval_strategy", "warmup_ratio": "set warmup_steps to the fraction"}
+    fixes = {item.key: item.fix for item in case.findings if item.rule == "removed-key"}
+    assert fixes == {"evaluation_strategy": "set eval_strategy", "warmup_ratio": "set warmup_steps to the fraction"}
 
 
 @pytest.mark.parametrize(
@@ -714,14 +716,14 @@ def test_what_the_gpu_has_no_units_for_is_named(key: str, tmp_path: Path) -> Non
     if key == "bf16.enabled":
         settings = {"bf16": {"enabled": True}, ZERO: {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
         (tmp_path / "ds.json").write_text(json.dumps(settings))
-        words = (str(tmp_path / "ds.json"), "gpt2")
+        words = [str(tmp_path / "ds.json"), "gpt2"]
     elif key == "mixed_precision":
         launcher = {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processes": 2}
-        words = (str(write(tmp_path, launcher)), "gpt2")
+        words = [str(write(tmp_path, launcher)), "gpt2"]
     else:
-        words = (str(write(tmp_path, ARGUMENTS | {"bf16": True})),)
-    for box, is_there in (("2xT4", True), ("2xV100", True), ("2xA100", False)):
+        words = [str(write(tmp_path, ARGUMENTS | {"bf16": True}))]
+    for box, is_missing in (("2xT4", True), ("2xV100", True), ("2xA100", False)):
         case = read(*words, "--attn_implementation", "flash_attention_2", "--hardware", box)
-        found = {item.key: item.kind for item in case.findings if item.rule in ("no-units", "ends-with-error")}
-        assert found == ({key: "conflict", "attn_implementation": "refused"} if is_there else {})
-        assert first_line(case).startswith("Ends with an error: attn_implementation") == is_there
+        kinds = {item.key: item.kind for item in case.findings if item.rule in ("no-units", "ends-with-error")}
+        assert kinds == ({key: "conflict", "attn_implementation": "refused"} if is_missing else {})
+        assert first_line(case).startswith("Ends with an error: attn_implementation") == is_missing

@@ -59,7 +59,7 @@ def sent_mib(arm: StrategyRuns) -> float:
 
 def describe_scope(by_workload: comparison.Workloads) -> str:
     """Return the only workload, the size of the largest model, and whether there was no GPU."""
-    shown = [strategies[0].of_workload for strategies in by_workload.values()]
+    shown = [strategies[0].all_strategies for strategies in by_workload.values()]
     sizes = [workload.parameters / 1e6 for workload in shown if not pd.isna(workload.parameters)]
     largest = format_number(max(sizes, default=NAN))
     names = list(by_workload) if len(shown) == 1 else []

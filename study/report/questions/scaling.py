@@ -56,7 +56,7 @@ def _has_several(arm: StrategyRuns) -> bool:
 
 def _one_device(arm: StrategyRuns) -> str | None:
     """Return the reference strategy on one rank: plain training if it ran."""
-    return arm.of_workload.baseline_on(1)
+    return arm.all_strategies.baseline_on(1)
 
 
 def _speedup(arm: StrategyRuns, speeds: Comparison) -> Interval:
@@ -286,7 +286,7 @@ def model_size_table(records: Records) -> pd.DataFrame:
     def figures(arm: StrategyRuns) -> Row:
         return {
             "Model": arm.value("model_name_or_path"),
-            "Parameters, millions": arm.of_workload.parameters / 1e6,
+            "Parameters, millions": arm.all_strategies.parameters / 1e6,
             "State per rank, MiB": arm.state_mib(),
             "Peak memory, GiB": arm.peak_gib[0],
             "Step time, ms": 1e3 * step_s(arm),
