@@ -171,10 +171,10 @@ def _hf_findings(file: TrainerFile) -> Iterator[Finding]:
     document = file.document
     if not file.trainer.has_hf_keys:
         return
-    for name, instead in REMOVED_HF_KEYS.items():
-        if name in document:
-            message = "transformers 5.23 has no such key, and ends with an error"
-            yield file._finding("conflict", name, message, instead, "removed-key")
+    for name, removed in REMOVED_HF_KEYS.items():
+        if name in document and name not in file.trainer.kept_keys:
+            message = f"transformers {removed.release} removed it, so that newer ones end with an error"
+            yield file._finding("conflict", name, message, removed.fix, "removed-key")
     evaluates = document.get("eval_strategy", document.get("evaluation_strategy", "no"))
     saves = document.get("save_strategy", "steps")
     if document.get("load_best_model_at_end") is True and saves != "best" and evaluates != saves:

@@ -86,6 +86,8 @@ class Trainer:
     refuses_unknown: bool = False
     # Keys of TrainingArguments are its own, too.
     has_hf_keys: bool = False
+    # Of those that transformers removed: keys that it has all the same.
+    kept_keys: frozenset[str] = frozenset()
 
     @property
     def read(self) -> frozenset[str]:
@@ -239,31 +241,39 @@ _KERNELS = "kernels of another library, with another memory of activations"
 _SUPERVISED = "counted as supervised training on prompts and completions, without what generates them"
 _TRL_LENGTH = 1024
 
-# Keys that transformers 5.23 removed from TrainingArguments, or releases before it, with their replacement.
+
+class RemovedKey(NamedTuple):
+    """The release of transformers that removed a key from TrainingArguments, and its replacement."""
+
+    release: str
+    fix: str
+
+
+_TAKE_OUT = "take it out"
 REMOVED_HF_KEYS = {
-    "evaluation_strategy": "set eval_strategy",
-    "warmup_ratio": "set warmup_steps to the fraction",
-    "group_by_length": "set train_sampling_strategy: group_by_length",
-    "no_cuda": "set use_cpu",
-    "use_mps_device": "take it out",
-    "per_gpu_train_batch_size": "set per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "set per_device_eval_batch_size",
-    "include_inputs_for_metrics": "set include_for_metrics: [inputs]",
-    "push_to_hub_token": "set hub_token",
-    "push_to_hub_model_id": "set hub_model_id",
-    "fsdp_transformer_layer_cls_to_wrap": "set transformer_layer_cls_to_wrap in fsdp_config",
-    "fsdp_min_num_params": "set min_num_params in fsdp_config",
-    "dispatch_batches": "set it in accelerator_config",
-    "split_batches": "set it in accelerator_config",
+    "evaluation_strategy": RemovedKey("4.51", "set eval_strategy"),
+    "dispatch_batches": RemovedKey("4.51", "set it in accelerator_config"),
+    "split_batches": RemovedKey("4.51", "set it in accelerator_config"),
+    "use_ipex": RemovedKey("4.57", _TAKE_OUT),
+    "no_cuda": RemovedKey("5.0", "set use_cpu"),
+    "per_gpu_train_batch_size": RemovedKey("5.0", "set per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": RemovedKey("5.0", "set per_device_eval_batch_size"),
+    "include_inputs_for_metrics": RemovedKey("5.0", "set include_for_metrics: [inputs]"),
+    "push_to_hub_token": RemovedKey("5.0", "set hub_token"),
+    "push_to_hub_model_id": RemovedKey("5.0", "set hub_model_id"),
+    "fsdp_transformer_layer_cls_to_wrap": RemovedKey("5.0", "set transformer_layer_cls_to_wrap in fsdp_config"),
+    "fsdp_min_num_params": RemovedKey("5.0", "set min_num_params in fsdp_config"),
     **dict.fromkeys(
-        ("overwrite_output_dir", "half_precision_backend", "fp16_opt_level", "fp16_backend", "save_safetensors"),
-        "take it out",
+        (
+            *("overwrite_output_dir", "half_precision_backend", "fp16_opt_level", "fp16_backend", "save_safetensors"),
+            *("use_mps_device", "ray_scope", "torchdynamo", "include_tokens_per_second", "jit_mode_eval"),
+            *("mp_parameters", "past_index", "adafactor", "tpu_num_cores"),
+        ),
+        RemovedKey("5.0", _TAKE_OUT),
     ),
-    **dict.fromkeys(
-        ("logging_dir", "use_ipex", "ray_scope", "torchdynamo", "include_tokens_per_second", "jit_mode_eval"),
-        "take it out",
-    ),
-    **dict.fromkeys(("mp_parameters", "past_index", "adafactor", "sharded_ddp", "tpu_num_cores"), "take it out"),
+    "group_by_length": RemovedKey("5.2", "set train_sampling_strategy: group_by_length"),
+    "warmup_ratio": RemovedKey("5.15", "set warmup_steps to the fraction"),
+    "logging_dir": RemovedKey("5.15", _TAKE_OUT),
 }
 
 # Keys of TrainingArguments.
@@ -492,6 +502,8 @@ LLAMA_FACTORY = Trainer(
     },
     refuses_unknown=True,
     has_hf_keys=True,
+    # Its own (training_args.py), and those of transformers 5.8, the newest one that it takes (pyproject.toml).
+    kept_keys=frozenset({"overwrite_output_dir", "warmup_ratio", "logging_dir"}),
 )
 
 _HF_KEYS = (

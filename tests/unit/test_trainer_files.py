@@ -677,10 +677,15 @@ def test_removed_keys_are_none_of_training_arguments(tmp_path: Path) -> None:
     assert not fields & REMOVED_HF_KEYS.keys()
     in_other_places = {"it", "transformer_layer_cls_to_wrap", "min_num_params"}
     assert {
-        fix.split()[1].strip(":") for fix in REMOVED_HF_KEYS.values() if fix.startswith("set ")
+        item.fix.split()[1].strip(":") for item in REMOVED_HF_KEYS.values() if item.fix.startswith("set ")
     } - in_other_places <= fields
     case = read(write(tmp_path, ARGUMENTS | {"evaluation_strategy": "steps", "warmup_ratio": 0.1}), *BOX)
     fixes = {item.key: item.fix for item in case.findings if item.rule == "removed-key"}
+    assert not [
+        item
+        for item in read(write(tmp_path, FACTORY | {"warmup_ratio": 0.1, "overwrite_output_dir": True}), *BOX).findings
+        if item.rule == "removed-key"
+    ]
     assert fixes == {"evaluation_strategy": "set eval_strategy", "warmup_ratio": "set warmup_steps to the fraction"}
 
 
