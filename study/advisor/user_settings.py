@@ -740,9 +740,8 @@ def _unfilled(settings: Mapping[str, Any]) -> Iterator[Finding]:
         if value == "auto" and key not in filled:
             message = "auto: Accelerate does not fill it in, and ends with an error"
             if key in by_trainer:
-                yield Finding(
-                    "conflict", key, f"{message}, unless the program is transformers' Trainer", rule=AUTO_VALUE
-                )
+                message += ", unless the program is transformers' Trainer"
+                yield _refused(key, message, "", AUTO_VALUE)
             else:
                 yield _refused(key, message, "", rule="")
 
