@@ -97,7 +97,7 @@ def _quantization(request: Request) -> list[Finding]:
 def _missing_units(case: ConfigCase) -> Iterator[Finding]:
     """Yield types and kernels that the GPU lacks: torch emulates bf16, and flash attention ends with an error."""
     device, request = case.request.box.device, case.request
-    if device.peak_tflops.get("bf16", 0.0) is not None:
+    if request.box.is_cpu_only or device.peak_tflops.get("bf16", 0.0) is not None:
         return
     if request.precision.startswith("bf16"):
         message = f"{device.name} has no units for bf16, which torch emulates at the rate of fp32 at best"

@@ -95,6 +95,9 @@ class TrainerFile:
     def ignored(self, key: str, message: str, fix: str) -> Finding:
         return self._finding("ignored", key, message, fix, BY_TRAINER)
 
+    def conflict(self, key: str, message: str, fix: str, rule: str) -> Finding:
+        return self._finding("conflict", key, message, fix, rule)
+
     def _finding(self, kind: Any, key: str, message: str, fix: str, rule: str) -> Finding:
         return Finding(kind, key, message, fix, rule, self.name, find_line(self.text, key) or 1)
 
@@ -174,7 +177,7 @@ def _hf_findings(file: TrainerFile) -> Iterator[Finding]:
     for name, removed in REMOVED_HF_KEYS.items():
         if name in document and name not in file.trainer.kept_keys:
             message = f"transformers {removed.release} removed it, so that newer ones end with an error"
-            yield file._finding("conflict", name, message, removed.fix, "removed-key")
+            yield file.conflict(name, message, removed.fix, "removed-key")
     evaluates = document.get("eval_strategy", document.get("evaluation_strategy", "no"))
     saves = document.get("save_strategy", "steps")
     if document.get("load_best_model_at_end") is True and saves != "best" and evaluates != saves:

@@ -156,7 +156,7 @@ class MineRecorder:
             if not torch.isfinite(torch.tensor(plain.norm)):
                 raise NotComparable("gradients are not finite in plain training either")
             least = MIN_HALF_ULPS * self._rounding
-            self._note_unchanged(local)
+            self._note_unchanged()
             self._comparison.compare("start", local, weights, dict.fromkeys(weights, least))
             self._comparison.compare_outputs(passes, plain)
             self._compare_gradients(weights, passes, plain)
@@ -165,10 +165,14 @@ class MineRecorder:
                 self._plain_optimizer.note_settings()
             self._note_step(passes, plain)
 
-    def _note_unchanged(self, weights: Tensors) -> None:
+    def _note_unchanged(self) -> None:
         """Note the weights that this optimizer does not have, and that none has changed since the first step."""
+        tensors = self._tensors
+        # In the type in which they are stored: a small change is no other bf16 number.
+        with tensors.gathered():
+            weights = {name: tensors.weight(tensors.trained[name]).clone() for name in tensors.find_ungrouped()}
         if self._comparison.step == 1:
-            self._ungrouped = {name: weights[name].detach().clone() for name in self._tensors.find_ungrouped()}
+            self._ungrouped = weights
             return
         unchanged = [name for name, first in self._ungrouped.items() if torch.equal(first, weights[name])]
         self._update(unchanged=tuple(unchanged))

@@ -33,9 +33,9 @@ class WorkloadRuns:
         return fairness.baseline_arm(self.runs)
 
     @functools.cached_property
-    def baseline_on(self) -> Callable[[int], str | None]:
-        """Function that returns the baseline among the runs on a number of ranks."""
-        return functools.cache(lambda ranks: fairness.baseline_arm(self.runs[self.runs["world_size"] == ranks]))
+    def baseline_on_one_rank(self) -> str | None:
+        """The reference strategy on one rank: plain training if it ran."""
+        return fairness.baseline_arm(self.runs[self.runs["world_size"] == 1])
 
     @functools.cached_property
     def logs(self) -> Callable[[str], pd.DataFrame]:

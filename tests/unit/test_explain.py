@@ -1154,3 +1154,14 @@ def test_a_strict_check_has_both_errors_of_one_key_with_their_lines(tmp_path: Pa
     assert main(["explain", str(file), "--strict"]) == 1
     lines = re.findall(r":(\d+): error: refused: gradient_accumulation_steps: (.{8})", capsys.readouterr().out)
     assert lines == [("3", "is not a"), ("6", "the engi")]
+
+
+def test_scaling_that_stage_1_does_not_read_and_a_narrow_reduction_are_named(tmp_path: Path) -> None:
+    scaling = {"prescale_gradients": True, "gradient_predivide_factor": 8.0}
+    for reduce_scatter, kinds in ((True, ["ineffective"] * 2), (False, [])):
+        case = make_case(tmp_path, {**zero(1, reduce_scatter=reduce_scatter), **scaling})
+        assert [item.kind for item in findings(case) if item.key in scaling] == kinds
+    for sections, is_narrow in (({"bf16": {"enabled": True}}, True), ({"fp16": {"enabled": True}}, False)):
+        settings = {ZERO: {"stage": 2}, MICRO_BATCH: 1, **sections, "communication_data_type": "fp16"}
+        narrow = [item for item in findings(make_case(tmp_path, settings)) if item.rule == "narrow-reduction"]
+        assert len(narrow) == is_narrow

@@ -142,6 +142,12 @@ def test_every_strategy_has_a_time_whose_parts_add_up_and_an_interval_without_of
     time = predict_time(make_request(strategy=strategy, box=to_box("H100") if name == "single" else to_box("8xH100")))
     exposed = sum(seconds for part, seconds in time.parts.items() if part != "communication_overlapped")
     assert time.step_s.value == pytest.approx(exposed)
+    faster = to_box("H100") if name == "single" else dataclasses.replace(to_box("8xH100"), bus_gb_per_s=1e6)
+    quick = predict_time(make_request(strategy=strategy, box=faster)).parts
+    # A measured bus is the rate, above that of the table, too; both parts together are all communication.
+    both = ("communication_exposed", "communication_overlapped")
+    assert sum(quick[part] for part in both) <= sum(time.parts[part] for part in both)
+    assert (quick["communication_exposed"] < time.parts["communication_exposed"]) == (name != "single")
     assert all(seconds >= 0 for seconds in time.parts.values())
     assert (time.parts["cpu_adam"] > 0) == (strategy.offload_device("optimizer") is not None)
     assert (time.parts["nvme"] > 0) == strategy.uses_nvme

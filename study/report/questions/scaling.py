@@ -56,7 +56,7 @@ def _has_several(arm: StrategyRuns) -> bool:
 
 def _one_device(arm: StrategyRuns) -> str | None:
     """Return the reference strategy on one rank: plain training if it ran."""
-    return arm.all_strategies.baseline_on(1)
+    return arm.all_strategies.baseline_on_one_rank
 
 
 def _speedup(arm: StrategyRuns, speeds: Comparison) -> Interval:
