@@ -168,7 +168,7 @@ class MineRecorder:
     def _note_unchanged(self) -> None:
         """Note the weights that this optimizer does not have, and that none has changed since the first step."""
         tensors = self._tensors
-        # In the type in which they are stored: a small change is no other bf16 number.
+        # In their stored type, since bf16 may round a small change away.
         with tensors.gathered():
             weights = {name: tensors.weight(tensors.trained[name]).clone() for name in tensors.find_ungrouped()}
         if self._comparison.step == 1:
