@@ -1,7 +1,7 @@
 """The `study` command; its exit status is 0 (done), 1 (some run failed) or 2 (the request is wrong).
 
-Four commands that judge have a third answer, 3: `releases` (not tested), `explain --strict` (warnings),
-`receipt --strict` (two receipts that are not comparable) and `verify --mine` (a program that is not comparable).
+Five commands have a third answer, 3: `releases` (not tested), `explain --strict` (warnings), `receipt --strict` (two
+receipts that are not comparable), `verify --mine` (a program that is not comparable) and `why` (no known message).
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ COMMANDS = {
     ),
     "claims": Command("judge published claims about ZeRO by arithmetic and the committed records", "claims.command"),
     "doctor": Command("check the requirements of this machine and print fixes", "advisor.doctor"),
+    "why": Command("name the cause and the remedy of an error message, or of those in a log", "advisor.why_command"),
     "run": Command(
         "run every cell of a suite that is not done yet", "sweep.command", "add_run_arguments", epilog="RESUME"
     ),
@@ -165,6 +166,7 @@ COMMANDS = {
 _EXAMPLES = {
     "explain": "study explain ds.json llama-3.1-8b --hardware 8xH100",
     "configs": "study configs mine zero3",
+    "why": "study why train.log",
     "run": "study run laptop",
     "status": "study status laptop",
     "report": "study report laptop",

@@ -1,1 +1,1 @@
-"""`study predict`, `study advise`, `study explain` and `study doctor`."""
+"""`study predict`, `study advise`, `study explain`, `study doctor` and `study why`."""

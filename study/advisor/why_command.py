@@ -1,0 +1,136 @@
+"""`study why`: the cause and the remedy of an error message, or of those in a log."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from study.config.errors import UserError, first_line, replace_unprintable
+from study.config.printing import print_result
+from study.config.yaml_sections import load_package_yaml
+from study.host.folders import resolve_path
+
+EPILOG = """\
+A log may be of any length: its last 20 MB are read. Each message that is known is printed once, the first in the log
+first, since later ones are often its consequences. Exit status 3: no message is known.
+"""
+# The end of a longer log has the error.
+_MAX_LOG_BYTES = 20_000_000
+NOT_KNOWN = 3
+# Letters of a message in one line.
+_MAX_SHOWN = 160
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """One entry of messages.yaml."""
+
+    id: str
+    # Words that find it.
+    text: tuple[str, ...]
+    says: str
+    fix: str
+    # A command of study.
+    see: str = ""
+    # The installed file with these words; else `place` names the library.
+    file: str = ""
+    place: str = ""
+
+    @functools.cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Its words, in any case and with any spaces between them."""
+        return re.compile("|".join(r"\s+".join(map(re.escape, text.split())) for text in self.text), re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundMessage:
+    """A known message, with its first line in the text and the number of its lines."""
+
+    message: Message
+    line: int
+    count: int
+    shown: str
+
+
+@functools.cache
+def read_messages() -> tuple[Message, ...]:
+    """Return the content of messages.yaml."""
+    entries = load_package_yaml(Path(__file__).with_name("messages.yaml").read_text(encoding="utf-8"))
+    return tuple(Message(**{**entry, "text": tuple(entry["text"])}) for entry in entries)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", nargs="+", metavar="MESSAGE", help="an error message, a log, or - for standard input")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the known messages of a text; return 3 if there are none."""
+    messages = find_messages(read_text(options.text))
+    print_result(options.json, lambda: _document(messages), list(_page(messages)))
+    return 0 if messages else NOT_KNOWN
+
+
+def read_text(words: list[str]) -> str:
+    """Return the text of a command line: of a file, of standard input, or the words themselves."""
+    if words == ["-"]:
+        return sys.stdin.read(_MAX_LOG_BYTES)
+    path = resolve_path(words[0])
+    if len(words) > 1 or not path.is_file():
+        if len(words) == 1 and re.fullmatch(r"\S+\.(log|txt|out|err)", words[0]):
+            raise UserError(f"there is no file {words[0]}", "name a log, or give the message in quotes")
+        return " ".join(words)
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _MAX_LOG_BYTES))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{words[0]} is not readable ({first_line(error)})", "name a log") from None
+
+
+def find_messages(text: str) -> list[FoundMessage]:
+    """Return the known messages of a text, the first one first."""
+    results = []
+    for message in read_messages():
+        places = [match.start() for match in message.pattern.finditer(text)]
+        if places:
+            start = text.rfind("\n", 0, places[0]) + 1
+            end = text.find("\n", places[0])
+            line = text[start : len(text) if end < 0 else end].strip()
+            results.append(FoundMessage(message, text.count("\n", 0, places[0]) + 1, len(places), line))
+    return sorted(results, key=lambda found_message: found_message.line)
+
+
+def _page(messages: list[FoundMessage]) -> Iterator[str]:
+    if not messages:
+        yield f"no message of this text is known; {len(read_messages())} are"
+        yield "the first error of any rank is the cause of those after it; what a machine lacks: study doctor"
+    for item in messages:
+        where = f"line {item.line}" + (f", {item.count} times" if item.count > 1 else "")
+        yield f"{where}: {replace_unprintable(item.shown[:_MAX_SHOWN])}"
+        yield f"  why: {item.message.says}"
+        yield f"  do:  {item.message.fix}"
+        if item.message.see:
+            yield f"  see: {item.message.see}"
+
+
+def _document(messages: list[FoundMessage]) -> dict[str, Any]:
+    return {
+        "messages": [
+            {
+                "id": item.message.id,
+                "line": item.line,
+                "count": item.count,
+                "why": item.message.says,
+                "do": item.message.fix,
+                "see": item.message.see or None,
+            }
+            for item in messages
+        ]
+    }
