@@ -50,12 +50,12 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class FoundMessage:
-    """A known message, with its first line in the text and the number of its lines."""
+    """A known message, with its first line in the text and the number of its matches."""
 
     message: Message
     line: int
     count: int
-    shown: str
+    first_text: str
 
 
 @functools.cache
@@ -110,10 +110,10 @@ def find_messages(text: str) -> list[FoundMessage]:
 def _page(messages: list[FoundMessage]) -> Iterator[str]:
     if not messages:
         yield f"no message of this text is known; {len(read_messages())} are"
-        yield "the first error of any rank is the cause of those after it; what a machine lacks: study doctor"
+        yield "the first error of any rank is the cause of those after it; study doctor checks the machine"
     for item in messages:
         where = f"line {item.line}" + (f", {item.count} times" if item.count > 1 else "")
-        yield f"{where}: {replace_unprintable(item.shown[:_MAX_SHOWN])}"
+        yield f"{where}: {replace_unprintable(item.first_text[:_MAX_SHOWN])}"
         yield f"  why: {item.message.says}"
         yield f"  do:  {item.message.fix}"
         if item.message.see:
