@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from study.advisor.full_gpu import FullGpu, read_full_gpu
 from study.config.errors import UserError, first_line, replace_unprintable
 from study.config.printing import print_result
 from study.config.yaml_sections import load_package_yaml
@@ -23,6 +24,7 @@ first, since later ones are often its consequences. Exit status 3: no message is
 # The end of a longer log has the error.
 _MAX_LOG_BYTES = 20_000_000
 NOT_KNOWN = 3
+_MAX_PATH = 255
 # Letters of a message in one line.
 _MAX_SHOWN = 160
 
@@ -50,12 +52,19 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class FoundMessage:
-    """A known message, with its first line in the text and the number of its matches."""
+    """A known message, with its first line in the text and the number of lines that have it."""
 
     message: Message
     line: int
     count: int
     first_text: str
+    # Of a GPU that is out of memory; None if the message lacks its figures.
+    memory: FullGpu | None = None
+
+    @property
+    def remedies(self) -> list[str]:
+        """Return the remedies of its figures, or of the message."""
+        return self.memory.remedies() if self.memory else [self.message.fix]
 
 
 @functools.cache
@@ -82,7 +91,8 @@ def read_text(words: list[str]) -> str:
     if words == ["-"]:
         return sys.stdin.read(_MAX_LOG_BYTES)
     path = resolve_path(words[0])
-    if len(words) > 1 or not path.is_file():
+    # A pasted message is often longer than a file's name may be, which is an error of Python.
+    if len(words) > 1 or len(words[0]) > _MAX_PATH or not path.is_file():
         if len(words) == 1 and re.fullmatch(r"\S+\.(log|txt|out|err)", words[0]):
             raise UserError(f"there is no file {words[0]}", "name a log, or give the message in quotes")
         return " ".join(words)
@@ -101,9 +111,12 @@ def find_messages(text: str) -> list[FoundMessage]:
         places = [match.start() for match in message.pattern.finditer(text)]
         if places:
             start = text.rfind("\n", 0, places[0]) + 1
+            # Two names of one error are often in one line.
+            lines = {text.count("\n", 0, place) for place in places}
             end = text.find("\n", places[0])
             line = text[start : len(text) if end < 0 else end].strip()
-            results.append(FoundMessage(message, text.count("\n", 0, places[0]) + 1, len(places), line))
+            memory = read_full_gpu(text[places[0] :]) if message.id == "out-of-memory" else None
+            results.append(FoundMessage(message, min(lines) + 1, len(lines), line, memory))
     return sorted(results, key=lambda found_message: found_message.line)
 
 
@@ -115,7 +128,10 @@ def _page(messages: list[FoundMessage]) -> Iterator[str]:
         where = f"line {item.line}" + (f", {item.count} times" if item.count > 1 else "")
         yield f"{where}: {replace_unprintable(item.first_text[:_MAX_SHOWN])}"
         yield f"  why: {item.message.says}"
-        yield f"  do:  {item.message.fix}"
+        if item.memory:
+            yield f"  of:  {item.memory.parts()}"
+        for remedy in item.remedies:
+            yield f"  do:  {remedy}"
         if item.message.see:
             yield f"  see: {item.message.see}"
 
@@ -128,8 +144,9 @@ def _document(messages: list[FoundMessage]) -> dict[str, Any]:
                 "line": item.line,
                 "count": item.count,
                 "why": item.message.says,
-                "do": item.message.fix,
+                "do": item.remedies,
                 "see": item.message.see or None,
+                "full_gpu": dataclasses.asdict(item.memory) if item.memory else None,
             }
             for item in messages
         ]
