@@ -63,7 +63,7 @@ test-report: install
 
 # What no other code needs: study/experiments.
 test-experiments: install
-	$(TEST) -m pytest tests/experiments -m "not long" $(FLAGS) -n 2 --dist loadfile
+	$(COMPILING) -m pytest tests/experiments -m "not long" $(FLAGS) -n 2 --dist loadfile
 
 test-long: install
 	$(COMPILING) -m pytest -m long

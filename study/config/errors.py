@@ -65,13 +65,13 @@ class NotInstalled(UserError):
 
 
 @contextlib.contextmanager
-def require_extra(name: str) -> Iterator[None]:
-    """Turn a failed import into a UserError that names the extra of pyproject.toml to install."""
+def require_extra(name: str, reason: str = "") -> Iterator[None]:
+    """Turn a failed import into a UserError that names the extra of pyproject.toml to install, and the reason."""
     try:
         yield
     except ModuleNotFoundError as error:
         fix = f"run: {install_command(name, missing=[(error.name or '').partition('.')[0]])}"
-        raise NotInstalled(f"{error.name} is not installed here", fix) from None
+        raise NotInstalled(f"{reason}{error.name} is not installed here", fix) from None
 
 
 class ModelTooLarge(Unsupported):

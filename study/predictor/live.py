@@ -242,12 +242,14 @@ def answer(kind: Literal["survey", "measure"], document: str, rank: int | None, 
 
 def _trace(kind: str, document: str, rank: int | None, options: str) -> dict[str, Any]:
     """Trace a model in this process."""
-    with require_extra("train"):
+    config = json.loads(document)
+    reason = f"{config.get('model_type')} is not in the table of families, so transformers' code is traced: "
+    with require_extra("train", reason):
         from study.predictor import live_trace
 
         run = live_trace.survey if kind == "survey" else live_trace.measure
         with live_trace.quiet():
-            return dict(run(json.loads(document), rank, **json.loads(options)))
+            return dict(run(config, rank, **json.loads(options)))
 
 
 # What answers if the cache does not; `study serve` asks another process.

@@ -54,7 +54,7 @@ ROUNDING = {
     "fp16-engine": Tolerance(2**-10, 2**-7),
 }
 # A tolerance is at least _NOISE_FACTOR times the difference of `ddp` to `single`, because the kernels of some machines
-# sum in varying order. A difference of more than _MOST_NOISE tolerances is a fault of ddp, and is not used.
+# sum in varying order. A difference of more than _MAX_NOISE tolerances is a fault of ddp, and is not used.
 _NOISE_FACTOR, _MAX_NOISE = 4, 10
 _NOT_FINITE = re.compile(r"the loss is (?:NaN|infinite) at step (\d+)")
 

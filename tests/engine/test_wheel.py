@@ -196,6 +196,8 @@ def test_a_class_outside_the_table_needs_transformers_to_be_predicted(
     (tmp_path / "config.json").write_text('{"model_type": "olmo2"}')
     result = study("predict", str(tmp_path), "--strategy", "zero3", "--hardware", "8xH100")
     assert (result.returncode, f"pip install '{wheel}[train]'" in result.stderr) == (2, True), result.stderr
+    reason = "olmo2 is not in the table of families, so transformers' code is traced: torch is not installed here"
+    assert reason in result.stderr
 
 
 def test_extras_are_installed_from_where_the_project_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -185,3 +186,14 @@ def test_git_keeps_no_file_that_a_command_makes_and_no_large_one() -> None:
         assert "To fix it: " in line
     (line,) = tree.problems({f"study/{number}.py": 400_000 for number in range(31)}, set())
     assert line.startswith("the tree has 12,400,000 bytes")
+
+
+def test_every_recipe_of_the_makefile_has_its_variables() -> None:
+    """Make takes the leading hyphen of what an undefined variable leaves as "ignore errors", and ends with 0."""
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert "test-experiments" in targets
+    # What a user may give.
+    options = ["FLAGS=", "TORCH_INDEX=", "RUNS="]
+    command = ["make", "-n", "--warn-undefined-variables", *options, *targets]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "undefined variable" not in result.stderr
