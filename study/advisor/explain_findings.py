@@ -78,7 +78,9 @@ def findings(case: ConfigCase) -> list[Finding]:
             if without and fits(memory, box, at_upper=True):
                 sizes = device_bytes(memory, at_upper=True) / GIB, usable_bytes(box) / GIB
                 why = "none is needed" if without == used else "the optimizer's offload is enough"
-                message = f"without it the 90 % bound of the peak is {rounded(sizes[0])} of {rounded(sizes[1])} GiB: {why}"
+                message = (
+                    f"without it the 90 % bound of the peak is {rounded(sizes[0])} of {rounded(sizes[1])} GiB: {why}"
+                )
                 results.append(Finding("noted", f"{ZERO}.{without[0]}", message, rule="offload-not-needed"))
                 break
     results += [*_quantization(case.request), *_missing_units(case)]

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor import measured
@@ -489,10 +489,9 @@ def _page(
             (
                 "communication of one rank per step",
                 f"{rounded(sent / unit)} {name} in ring bytes (NCCL); payload: "
-                + (
-                    ", ".join(f"{kind.replace('_', ' ')} {rounded(size / unit)}" for kind, size in payload.items())
-                    or "none"
-                ),
+                + ", ".join(f"{kind.replace('_', ' ')} {rounded(size / unit)}" for kind, size in payload.items())
+                if sent
+                else "none",
             ),
             (
                 "time of one step",
@@ -542,7 +541,8 @@ def _part_rows(memory: MemoryUse, traced: float | None) -> list[tuple[str, str, 
 
 def _intervals(request: Request, memory: MemoryUse, time: StepTime, name_of_unit: str, unit: float) -> TextTable:
     host = {_HOST_PARTS[name]: size for name, size in memory.host_parts.items() if name in _HOST_PARTS and size}
-    ample, sent = Estimate(memory.pool_with_room), estimate("sent", sent_bytes(request))
+    ample = Estimate(memory.pool_with_room)
+    sent = estimate("sent", sent_bytes(request)) if sent_bytes(request) else None
     saved = checkpoint_bytes(request)
     rows = []
     for title, figure, size in (
@@ -554,9 +554,18 @@ def _intervals(request: Request, memory: MemoryUse, time: StepTime, name_of_unit
         *((f"host, {what}, GiB", Estimate(part), GIB) for what, part in host.items()),
         ("checkpoint on disk, of all ranks, GiB", None if saved is None else Estimate(saved), GIB),
         (f"ring bytes (NCCL), {name_of_unit}", sent, unit),
-        ("step, ms", time.step_s, 1e-3),
     ):
         if figure is not None:
-            ends = [f"{end / size:.2f}" for end in (figure.low, figure.high) if end is not None]
-            rows.append((title, f"{figure.value / size:.2f}", f"({' to '.join(ends)})" * bool(ends)))
+            rows.append((title, *_with_interval(figure, functools.partial(_in_unit, size))))
+    rows.append(("step", *_with_interval(time.step_s, rounded_seconds)))
     return TextTable(("", "", ""), rows, indent=2)
+
+
+def _in_unit(unit: float, value: float) -> str:
+    return rounded(value / unit)
+
+
+def _with_interval(figure: Estimate, text: Callable[[float], str]) -> tuple[str, str]:
+    """Return a figure and its interval, the latter empty if there is none."""
+    ends = [text(end) for end in (figure.low, figure.high) if end is not None]
+    return text(figure.value), f"({' to '.join(ends)})" if ends else ""

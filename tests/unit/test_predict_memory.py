@@ -599,9 +599,25 @@ def test_a_checkpoint_has_the_measured_bytes_and_its_size_is_among_the_details(c
     main([*command, "--details"])
     # 16-bit weights, fp32 masters and two moments.
     size = 14 * model_shape("gpt2-xl").parameters / GIB
-    assert re.search(rf"^ +checkpoint on disk, of all ranks, GiB +{size:.2f}", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(rf"^ +checkpoint on disk, of all ranks, GiB +{size:.1f}", capsys.readouterr().out, re.MULTILINE)
     main([*command, "--details", "--peft", "lora"])
     assert "checkpoint on disk" not in capsys.readouterr().out
+
+
+def test_the_details_have_the_digits_and_the_units_of_the_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["predict", "llama-3.1-8b", "--strategy", "zero3", "--hardware", "2x8xH100", "--details"])
+    page = capsys.readouterr().out
+    peak, step, low, high = re.match(r"Fits: (\S+) of .*about (\S+ \S+) a step \((.*?) to (.*?)\)", page).groups()  # type: ignore[union-attr]
+    assert re.search(rf"^  step +{step}  \({low} to {high}\)$", page, re.MULTILINE)
+    reserved, context = (
+        re.search(r"peak reserved, GiB +(\S+) ", page)[1],
+        re.search(r"^  context +(\S+) ", page, re.M)[1],
+    )  # type: ignore[index]
+    assert float(reserved) + float(context) == pytest.approx(float(peak), abs=0.1)
+    main(["predict", "gpt2", "--strategy", "single", "--hardware", "H100", "--details"])
+    alone = capsys.readouterr().out
+    assert re.search(r"^communication of one rank per step +none$", alone, re.MULTILINE)
+    assert "ring bytes" not in alone
 
 
 def test_sizes_have_the_words_of_transformers_too() -> None:
