@@ -293,7 +293,7 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         saved_gib = case.request.stored.parameters * case.request.weight_bytes / GIB
         return facts | {
             **settings,
-            "saves_whole": _saves_whole(settings),
+            "saves_whole": saves_whole_model(settings),
             # peft saves adapters alone.
             "saved_gib": 0.0 if shape.lora_rank else saved_gib,
             "saved": f"{rounded(saved_gib)} GiB",
@@ -340,7 +340,7 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     }
 
 
-def _saves_whole(settings: Mapping[str, Any]) -> bool:
+def saves_whole_model(settings: Mapping[str, Any]) -> bool:
     """Whether FSDP saves the weights of all ranks as one, as version 1 does by default (set_state_dict_type)."""
     usual = "full_state_dict" if str(settings.get("fsdp_version", 1)) == "1" else "sharded_state_dict"
     return str(settings.get("fsdp_state_dict_type") or usual).lower() in ("full_state_dict", "1")

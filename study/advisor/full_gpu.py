@@ -84,9 +84,7 @@ class FullGpu:
             )
         if not remedies:
             missing = self.tried - self.free - self.unused
-            remedies.append(
-                f"tensors fill the GPU, at least {_gib(missing)} GiB are missing: study advise names what fits"
-            )
+            remedies.append(f"tensors fill the GPU, at least {_gib(missing)} GiB are missing: see study advise")
         return remedies
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH
 from study.advisor.explain_check import find_line, in_file
+from study.advisor.explain_findings import saves_whole_model
 from study.advisor.trainer_keys import (
     CHANGE_THE_PEAK,
     GRPO_LENGTHS,
@@ -380,6 +381,31 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
         if value is not None and refusal.engine in names and refusal.values(value):
             message = f"{file.trainer.name} ends with an error: {clip(value)} with {refusal.engine}"
             yield file.refused(refusal.key, message, "take it out, or use another engine")
+    if file.trainer.has_hf_keys:
+        yield from _checkpoint_findings(file, engine, names)
+
+
+def _checkpoint_findings(file: TrainerFile, engine: UserFile, names: set[str]) -> Iterator[Finding]:
+    """Yield settings of checkpoints and of the batch that transformers' Trainer refuses with an engine (trainer.py), and
+    the effect of checkpoints without the optimizer."""
+    document, ends = file.document, "the trainer ends with an error"
+    if document.get("auto_find_batch_size") is True and "stage 3" in names:
+        yield file.refused("auto_find_batch_size", f"{ends} at stage 3", "set the batch size, or use another engine")
+    if document.get("save_only_model") is not True:
+        return
+    sharding = names & {"DeepSpeed", "FSDP"}
+    if sharding and document.get("load_best_model_at_end") is True:
+        message = f"{ends} under {min(sharding)} with load_best_model_at_end"
+        yield file.refused("save_only_model", message, "take one of them out")
+    elif engine.fsdp is not None and not saves_whole_model(engine.fsdp):
+        message = f"{ends} with SHARDED_STATE_DICT"
+        yield file.refused("save_only_model", message, "set fsdp_state_dict_type: FULL_STATE_DICT, or take it out")
+    elif "DeepSpeed" in names:
+        message = "checkpoints have no optimizer: a resumed run ends with an error, Can't find a valid checkpoint"
+        yield file.noted("save_only_model", message, "model-only")
+    else:
+        message = "checkpoints have no optimizer: a resumed run begins with new moments and a new schedule"
+        yield file.noted("save_only_model", message, "model-only")
 
 
 def _is_of_the_json(key: str, engine: Engine) -> bool:

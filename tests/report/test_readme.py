@@ -200,7 +200,9 @@ def test_the_findings_on_releases_match_the_records() -> None:
     wrong = [cell for cell in cells if cell.precision == "fp32" and gpu_faults(cell)]
     releases = sorted({cell.release for cell in wrong}, key=release_key)
     ran = {cell.release for cell in cells}
-    sentence = f"{len(releases)} of {len(ran)} tested releases are wrong ({releases[0]} to {releases[-1]}), stage 3 in none"
+    sentence = (
+        f"{len(releases)} of {len(ran)} tested releases are wrong ({releases[0]} to {releases[-1]}), stage 3 in none"
+    )
     assert sentence in unwrapped("README.md")
     # Once is enough: the table of releases has it by stage.
     by_hand = re.sub(r"<!-- (\w+): .*?<!-- end of \1 -->", "", read("README.md"), flags=re.DOTALL)

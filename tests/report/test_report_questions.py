@@ -405,10 +405,10 @@ def test_every_caption_is_used_and_is_the_only_place_of_its_words() -> None:
     assert not unused
     places = [*folder.rglob("*.j2"), *folder.glob("pages/*.py"), *REPOSITORY.glob("notebooks/*.ipynb")]
     assert len(places) > 20
-    others = "\n".join(file.read_text(encoding="utf-8") for file in places)
+    other_texts = "\n".join(file.read_text(encoding="utf-8") for file in places)
     # Placeholders end the words that are compared.
     starts = {place: text.partition("{")[0] for place, text in texts.items()}
-    repeated = [place for place, words in starts.items() if len(words) > 40 and words in code + others]
+    repeated = [place for place, words in starts.items() if len(words) > 40 and words in code + other_texts]
     assert not repeated
 
 

@@ -189,10 +189,10 @@ def test_git_keeps_no_file_that_a_command_makes_and_no_large_one() -> None:
 
 
 def test_every_recipe_of_the_makefile_has_its_variables() -> None:
-    """Make takes the leading hyphen of what an undefined variable leaves as "ignore errors", and ends with 0."""
+    """After an undefined variable a recipe begins with a hyphen, for make "ignore errors": it ends with 0."""
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert "test-experiments" in targets
-    # What a user may give.
+    # Options of users.
     options = ["FLAGS=", "TORCH_INDEX=", "RUNS="]
     command = ["make", "-n", "--warn-undefined-variables", *options, *targets]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

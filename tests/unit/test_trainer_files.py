@@ -274,6 +274,8 @@ def test_the_trainer_fills_in_auto_and_contradictions_are_its_errors(tmp_path: P
 
 Z3, Z2 = ({"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"} for stage in (3, 2))
 OFFLOAD = {"offload_params": True, "version": 1}
+BEST = {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}
+FSDP2_SHARDS = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
 
 
 @pytest.mark.parametrize(
@@ -286,6 +288,10 @@ OFFLOAD = {"offload_params": True, "version": 1}
         (FACTORY | {"quantization_bit": 8}, "quantization_bit", {"deepspeed": Z3}, {}),
         (AXOLOTL | {"optimizer": "lion_8bit"}, "optimizer", {"fsdp_config": OFFLOAD}, {"fsdp_config": {"version": 2}}),
         (AXOLOTL | {"optimizer": "adamw_8bit"}, "optimizer", {"fsdp_version": 2, "fsdp_config": {"version": 2}}, {}),
+        (ARGUMENTS | BEST, "save_only_model", {"deepspeed": Z3}, {"load_best_model_at_end": False}),
+        (ARGUMENTS | BEST, "save_only_model", {"fsdp": "full_shard"}, {}),
+        (ARGUMENTS | {"save_only_model": True}, "save_only_model", FSDP2_SHARDS, {"fsdp": "full_shard"}),
+        (ARGUMENTS | {"auto_find_batch_size": True}, "auto_find_batch_size", {"deepspeed": Z3}, {"deepspeed": Z2}),
     ],
 )
 def test_what_a_trainer_refuses_with_an_engine_is_its_error(
@@ -687,6 +693,18 @@ def test_removed_keys_are_none_of_training_arguments(tmp_path: Path) -> None:
         if item.rule == "removed-key"
     ]
     assert fixes == {"evaluation_strategy": "set eval_strategy", "warmup_ratio": "set warmup_steps to the fraction"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"), [({"deepspeed": Z2}, "Can't find a valid checkpoint"), ({}, "new moments")]
+)
+def test_a_checkpoint_without_the_optimizer_is_named(engine: dict[str, Any], words: str, tmp_path: Path) -> None:
+    case = read(write(tmp_path, ARGUMENTS | {"save_only_model": True} | engine), *BOX)
+    (noted,) = (item for item in case.findings if item.key == "save_only_model")
+    assert noted.kind == "noted"
+    assert words in noted.message
+    without = read(write(tmp_path, ARGUMENTS | engine), *BOX)
+    assert not [item for item in without.findings if item.key == "save_only_model"]
 
 
 @pytest.mark.parametrize(
