@@ -386,7 +386,7 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
 
 
 def _checkpoint_findings(file: TrainerFile, engine: UserFile, names: set[str]) -> Iterator[Finding]:
-    """Yield settings of checkpoints and of the batch that transformers' Trainer refuses with an engine (trainer.py), and
+    """Yield settings of checkpoints and the batch that transformers' Trainer refuses with an engine (trainer.py), and
     the effect of checkpoints without the optimizer."""
     document, ends = file.document, "the trainer ends with an error"
     if document.get("auto_find_batch_size") is True and "stage 3" in names:

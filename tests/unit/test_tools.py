@@ -189,7 +189,7 @@ def test_git_keeps_no_file_that_a_command_makes_and_no_large_one() -> None:
 
 
 def test_every_recipe_of_the_makefile_has_its_variables() -> None:
-    """After an undefined variable a recipe begins with a hyphen, for make "ignore errors": it ends with 0."""
+    # A recipe that begins with an undefined variable may begin with a hyphen, for make "ignore errors".
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert "test-experiments" in targets
     # Options of users.
