@@ -47,6 +47,14 @@ def test_ids_are_unique_and_no_message_finds_another() -> None:
             assert [item.message.id for item in find_messages(text)] == [message.id]
 
 
+REPORTED = yaml.safe_load((Path(__file__).parents[1] / "data" / "reported_messages.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("report", REPORTED, ids=lambda it: it["finds"][0])
+def test_a_line_that_people_report_is_known(report) -> None:
+    assert [item.message.id for item in find_messages(report["line"])] == report["finds"]
+
+
 def test_a_log_has_its_messages_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "train.log"
     log.write_text(
