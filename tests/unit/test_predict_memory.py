@@ -609,10 +609,9 @@ def test_the_details_have_the_digits_and_the_units_of_the_first_line(capsys: pyt
     page = capsys.readouterr().out
     peak, step, low, high = re.match(r"Fits: (\S+) of .*about (\S+ \S+) a step \((.*?) to (.*?)\)", page).groups()  # type: ignore[union-attr]
     assert re.search(rf"^  step +{step}  \({low} to {high}\)$", page, re.MULTILINE)
-    reserved, context = (
-        re.search(r"peak reserved, GiB +(\S+) ", page)[1],
-        re.search(r"^  context +(\S+) ", page, re.M)[1],
-    )  # type: ignore[index]
+    (reserved,), (context,) = (
+        re.findall(pattern, page, re.MULTILINE) for pattern in (r"peak reserved, GiB +(\S+) ", r"^  context +(\S+) ")
+    )
     assert float(reserved) + float(context) == pytest.approx(float(peak), abs=0.1)
     main(["predict", "gpt2", "--strategy", "single", "--hardware", "H100", "--details"])
     alone = capsys.readouterr().out
