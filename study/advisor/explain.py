@@ -506,7 +506,7 @@ def peak_line(case: ConfigCase) -> str:
     parts = sorted(case.memory.device_parts.items(), key=lambda part: -part[1])
     peak = ", ".join(f"{part} {rounded(size / GIB)}" for part, size in parts if size > GIB / 20)
     has_bound = (case.memory.process_peak or case.memory.peak_reserved).high is not None
-    bound = f" (90 % bound {_about(device_bytes(case.memory, at_upper=True))})" * has_bound
+    bound = f" (90 % bound {rounded(device_bytes(case.memory, at_upper=True) / GIB)})" * has_bound
     return f"peak memory of a rank, {_about(device_bytes(case.memory))}{bound}: {peak}"
 
 

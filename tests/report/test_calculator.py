@@ -27,7 +27,7 @@ import pytest
 import yaml
 
 from chromium import wait_for_page
-from drawn_questions import drawn_questions
+from drawn_questions import FLAGS, drawn_questions
 from firefox import find_firefox, firefox
 from study import cli
 from study.advisor import explain
@@ -37,6 +37,7 @@ from study.config.other_names import NOT_MODELLED, find_flag
 from study.config.registry import REGISTRY
 from study.config.text import rounded
 from study.predictor.hardware import to_box
+from study.predictor.models import model_shape
 from study.predictor.time import FILE as INTERVALS
 from tools.calculator import build
 
@@ -450,6 +451,15 @@ async ([words, withChanges]) => {
   return { about, rows, rank, changes: withChanges ? await call(status, "changes") : {} };
 }
 """
+
+
+def test_the_draw_has_every_flag_and_value_and_models_of_7_b() -> None:
+    asked = [" ".join(words) for words in drawn_questions(1000)]
+    sizes = [model_shape(text.split()[0]).parameters for text in asked[:30]]
+    assert sum(size > 7e9 for size in sizes) == 10
+    assert max(sizes) > 70e9
+    for flag, values in FLAGS.items():
+        assert all(any(f" {flag} {value}".rstrip() in text for text in asked) for value in values), flag
 
 
 @pytest.mark.parametrize(
