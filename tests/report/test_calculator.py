@@ -454,12 +454,12 @@ async ([words, withChanges]) => {
 
 
 def test_the_draw_has_every_flag_and_value_and_models_of_7_b() -> None:
-    asked = [" ".join(words) for words in drawn_questions(1000)]
-    sizes = [model_shape(text.split()[0]).parameters for text in asked[:30]]
+    questions = [" ".join(words) for words in drawn_questions(1000)]
+    sizes = [model_shape(text.split()[0]).parameters for text in questions[:30]]
     assert sum(size > 7e9 for size in sizes) == 10
     assert max(sizes) > 70e9
     for flag, values in FLAGS.items():
-        assert all(any(f" {flag} {value}".rstrip() in text for text in asked) for value in values), flag
+        assert all(any(f" {flag} {value}".rstrip() in text for text in questions) for value in values), flag
 
 
 @pytest.mark.parametrize(
