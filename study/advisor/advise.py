@@ -191,6 +191,14 @@ class Option:
         speed, ranks = self.time.tokens_per_s_per_gpu, self.request.box.ranks
         return None if speed.low is None or speed.high is None else (speed.low * ranks, speed.high * ranks)
 
+    @property
+    def cost_ends(self) -> tuple[float, float] | None:
+        """Ends of the cost of a million tokens, from those of the throughput; None without a price or without those."""
+        cost, ends = self.cost_per_million_tokens, self.speed_ends
+        if cost is None or ends is None:
+            return None
+        return cost * self.tokens_per_s / ends[1], cost * self.tokens_per_s / ends[0]
+
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
@@ -318,6 +326,14 @@ def speed_gap(option: Option, base: Option) -> float:
     Everything that is printed has the recommended option as its base, so that two lines state one figure.
     """
     return option.tokens_per_s / base.tokens_per_s - 1 if base.fits else 0.0
+
+
+def speed_range(option: Option) -> str:
+    """Return the ends of the speed of all ranks in brackets; nothing if no measurement validated them."""
+    if option.speed_ends is None:
+        return ""
+    is_hosts = option.request.strategy.offloads and option.request.box.host_memory_gb_per_s is None
+    return f" ({' to '.join(map(rounded, option.speed_ends))}{' by its host' * is_hosts})"
 
 
 def speed_text(option: Option, base: Option) -> str:
@@ -928,9 +944,8 @@ def what_if_lines(question: AdviceRequest) -> Iterator[str]:
             yield f"with {label} nothing fits"
         else:
             peak, speed = rounded(timing.device_bytes(best.memory) / GIB), rounded(best.tokens_per_s)
-            most = "at most " * best.request.strategy.offloads
             samples = f", {scenario.global_batch} samples per step" * (scenario.global_batch != question.global_batch)
-            figures = f"{peak} GiB, {most}{speed} tokens/s"
+            figures = f"{peak} GiB, 90 % bound {_bound_text(best)}, {speed} tokens/s{speed_range(best)}"
             yield f"with {label}{samples}: {_name_with_loading(best)} ({workload_text(best.request)}), {figures}"
 
 
@@ -951,12 +966,13 @@ def offload_line(advice: Advice) -> str | None:
         return f"{start} it would not fit: {option.why}"
     memory = predict_memory(_at_settings(option.request, best.request))
     peak, usual_peak = (rounded(timing.device_bytes(item) / GIB) for item in (memory, best.memory))
+    bound = rounded(timing.device_bytes(memory, at_upper=True) / GIB)
     host, usual_host = (rounded(item.host_peak.value / GIB) for item in (memory, best.memory))
     speeds = " to ".join(f"{speed / best.tokens_per_s:.0%}" for speed in option.offload_speeds)
     return (
-        f"{start} the same micro-batch takes {peak} GiB of a GPU instead of {usual_peak}, and {host} GiB of a node's"
-        f" host memory instead of {usual_host}; with {workload_text(option.request)} it has {speeds} of the"
-        " speed"
+        f"{start} the same micro-batch takes {peak} GiB of a GPU (90 % bound {bound}) instead of {usual_peak}"
+        f" ({_bound_text(best)}), and {host} GiB of a node's host memory instead of {usual_host}; with"
+        f" {workload_text(option.request)} it has {speeds} of the speed"
     )
 
 

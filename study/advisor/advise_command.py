@@ -452,17 +452,9 @@ def _verdict(advice: Advice) -> str:
     if is_measured:
         figures.append(f"{rounded(best.tokens_per_s)} tokens/s, as measured")
     else:
-        figures.append(f"about {rounded(best.tokens_per_s)} tokens/s{_speed_range(best)}, predicted")
+        figures.append(f"about {rounded(best.tokens_per_s)} tokens/s{advise.speed_range(best)}, predicted")
     one_line = f"{use} {', '.join(figures)}"
     return one_line if len(one_line) <= _WIDTH else f"{use}\n  {', '.join(figures)}"
-
-
-def _speed_range(option: Option) -> str:
-    """Return the ends of the speed of all ranks in brackets; nothing if no measurement validated them."""
-    if option.speed_ends is None:
-        return ""
-    is_hosts = option.request.strategy.offloads and option.request.box.host_memory_gb_per_s is None
-    return f" ({' to '.join(map(rounded, option.speed_ends))}{' by its host' * is_hosts})"
 
 
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:

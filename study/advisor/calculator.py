@@ -311,7 +311,8 @@ def _version() -> str:
 
 
 def _row(option: advise.Option) -> dict[str, Any]:
-    """Return an option as `study advise --json` does, with its 90 % bound and the bytes that one rank sends."""
+    """Return an option as `study advise --json` does, with its 90 % bound, the bytes that one rank sends, and the ends
+    of its speed and cost."""
     return {
         **advise_command.entry(option),
         "bound_bytes": device_bytes(option.memory, at_upper=True),
@@ -319,4 +320,5 @@ def _row(option: advise.Option) -> dict[str, Any]:
         "offloads": option.request.strategy.offloads,
         # Of an offload those of the slowest and the fastest host that published pages have.
         "speed_ends": option.speed_ends,
+        "cost_ends": option.cost_ends,
     }

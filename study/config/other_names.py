@@ -36,6 +36,7 @@ FLAGS = _by_name(
         "--peft lora": "lora use_peft use_lora",
         "--lora_targets": "target_modules lora_target_modules",
         "--peft lora --quantization 4bit": "qlora load_in_4bit",
+        "--peft lora --quantization 8bit": "load_in_8bit",
         "--host_memory 512GB": "ram cpu_memory host_ram memory",
         "--attn_implementation flash_attention_2": "flash_attn flash_attention flash_attention_2 use_flash_attention_2",
         "--chunked_loss": "liger use_liger use_liger_kernel",
@@ -92,7 +93,17 @@ _WITHOUT_EFFECT = (
 )
 # They name a file of an engine.
 _FILES = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config", "config_file", "fsdp_config")
-_NOT_MODELLED = ("load_in_8bit", "compile", "torch_compile", "fp8", "dora", "use_dora", "tp", "pp", "ep", "pipeline")
+# The calculator's page lists them, too.
+NOT_MODELLED = _by_name(
+    {
+        "torch.compile": "compile torch_compile",
+        "fp8": "fp8",
+        "DoRA": "dora use_dora",
+        "tensor parallelism": "tp",
+        "pipeline parallelism": "pp pipeline",
+        "expert parallelism": "ep",
+    }
+)
 
 
 # Families of tuned models by the family whose sizes they have.
@@ -131,7 +142,7 @@ def judge_flag(flag: str, flags: Mapping[str, object]) -> str:
         return "memory and time do not depend on it: leave it out; "
     if name in _FILES:
         return "a file of DeepSpeed or Accelerate is read by study explain FILE MODEL; "
-    return "it is not modelled; " if name in _NOT_MODELLED else ""
+    return "it is not modelled; " if name in NOT_MODELLED else ""
 
 
 def find_strategies(name: str) -> tuple[str, ...] | None:

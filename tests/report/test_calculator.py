@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import csv
+import html.parser
 import http.server
 import json
 import math
@@ -19,20 +21,23 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from chromium import wait_for_page
-from drawn_questions import drawn_questions
+from drawn_questions import FLAGS, drawn_questions
 from firefox import find_firefox, firefox
 from study import cli
 from study.advisor import explain
 from study.config.errors import UserError
 from study.config.flags import Parser
+from study.config.other_names import NOT_MODELLED, find_flag
 from study.config.registry import REGISTRY
 from study.config.text import rounded
 from study.predictor.hardware import to_box
+from study.predictor.models import model_shape
 from study.predictor.time import FILE as INTERVALS
 from tools.calculator import build
 
@@ -47,7 +52,8 @@ PYTHON_TIMEOUT_MS = 240_000
 # As on the page.
 FORM_ORDER = (
     *("model", "seq_length", "nodes", "gpus", "device"),
-    *("host_memory", "host_gb_per_s", "nvme_gb_per_s", "bus_gb_per_s", "network_gb_per_s", "price_per_gpu_hour"),
+    *("host_memory", "host_gb_per_s", "nvme_gb_per_s", "nvme_path"),
+    *("bus_gb_per_s", "network_gb_per_s", "price_per_gpu_hour"),
     *("global_batch_size", "micro_batch", "accumulation", "optimizer", "precision"),
     *("peft", "lora_rank", "lora_targets", "with_reference"),
     *("gradient_checkpointing", "attn_implementation", "loss_kernel"),
@@ -332,6 +338,9 @@ def test_files_and_changes_are_those_of_the_command(
     texts = [text.replace("\n", "") for text in page.locator("#files pre").all_inner_texts()]
     for file in tmp_path.iterdir():
         assert file.read_text().replace(f"{tmp_path}/", "").replace("\n", "") in texts
+    launch = page.inner_text("#files pre[aria-label=commands]").splitlines()[0]
+    assert launch == document["files"]["command"].replace(f"{tmp_path}/", "")
+    assert launch.startswith("accelerate launch --config_file ")
     page.click("#what-if")
     page.wait_for_selector("#what-if:enabled")
     changes = page.locator("#changes li").all_inner_texts()
@@ -344,7 +353,13 @@ def test_files_and_changes_are_those_of_the_command(
         (row,) = [row for row in advice["strategies"] if row["strategy"] == advice["recommended"]]
         checkpointing = f"{'' if row['gradient_checkpointing'] else 'no '}gradient checkpointing"
         settings = f"micro-batch {row['micro_batch']} x accumulation {row['accumulation']}, {checkpointing}"
-        figures = f"{rounded(row['device_bytes'] / 2**30)} GiB, {rounded(row['tokens_per_s'])} tokens/s"
+        # The first lines of the command have the same bound, speed and range.
+        capsys.readouterr()
+        cli.main(["advise", WORDS[0], "--hardware", hardware, *flags])
+        first = " ".join(capsys.readouterr().out.partition("\nwhy ")[0].split())
+        (bound,) = re.findall(r"\(90 % bound (\S+)\)", first)
+        (speed,) = re.findall(r" about (\S+ tokens/s(?: \([^)]+\))?), predicted", first)
+        figures = f"{rounded(row['device_bytes'] / 2**30)} GiB, 90 % bound {bound}, {speed}"
         what_ifs.append(f"with {label}: {advice['recommended']} ({settings}), {figures}")
     assert changes == [
         *(document["changes"] or ["nothing of: more or fewer GPUs, a slower network, longer samples"]),
@@ -353,17 +368,74 @@ def test_files_and_changes_are_those_of_the_command(
     ]
     with page.expect_download() as download:
         page.click("#save-csv")
-    lines = Path(download.value.path()).read_text().splitlines()
-    assert lines[0].startswith('"strategy","micro-batch"')
-    assert len(lines) == 1 + len(document["strategies"])
+    table = [*csv.DictReader(Path(download.value.path()).read_text().splitlines())]
+    assert [row["strategy"] for row in table] == [row["strategy"] for row in document["strategies"]]
+    assert_csv_row_is_of_advice(table[0], document["strategies"][0], WORDS, capsys)
     with page.expect_download() as download:
         page.click("#save-svg")
-    assert Path(download.value.path()).read_text().startswith("<svg viewBox=")
+    assert_drawing_has_the_parts(Path(download.value.path()).read_text(), document["strategies"])
     with page.expect_download() as download:
         page.click("#save-plot")
     drawing = Path(download.value.path()).read_text()
     assert drawing.count("<circle") == sum(option["fits"] for option in document["strategies"])
     assert drawing.count(" tokens/s") >= drawing.count("<circle")
+
+
+def assert_csv_row_is_of_advice(row: dict[str, str], option: dict[str, Any], words: list[str], capsys: Any) -> None:
+    """Compare each cell of a saved table with the documents of `study advise` and `study predict`."""
+    capsys.readouterr()
+    flags = ["--micro_batch", str(option["micro_batch"]), "--accumulation", str(option["accumulation"])]
+    flags += ["--gradient_checkpointing"] * option["gradient_checkpointing"]
+    cli.main(["predict", *words, "--strategy", option["strategy"], "--fitted", *flags, "--json"])
+    predicted = json.loads(capsys.readouterr().out)
+    memory, speed, ranks = predicted["memory"], predicted["time"]["tokens_per_s_per_gpu"], predicted["ranks"]
+    intervals = yaml.safe_load(INTERVALS.read_text())
+    host = intervals["host_error"]
+    texts = {
+        "strategy": option["strategy"],
+        "micro-batch": str(option["micro_batch"]),
+        "accumulation": str(option["accumulation"]),
+        "checkpointing": "yes" if option["gradient_checkpointing"] else "no",
+        "NVMe GiB (\u00b1 0.05 %)": "-",
+        "remark": "recommended",
+    }
+    bound = memory["peak_reserved"]["high"] + memory["device_parts"]["context"]
+    figures = {
+        "peak GiB": option["device_bytes"] / 2**30,
+        "90 % bound": bound / 2**30,
+        "tokens/s, all GPUs": option["tokens_per_s"],
+        "sent a step and GPU, GB (\u00b1 0.05 %)": predicted["sent_bytes_per_step"]["value"] / 1e9,
+        f"host GiB (\u00b1 {100 * host['median']:.1f} %, worst {100 * host['worst']:.0f} %)": (
+            memory["host_peak"]["value"] / 2**30
+        ),
+    }
+    interval = "80 % of runs, ~ by host"
+    assert row.keys() == {*texts, *figures, interval}
+    assert {name: row[name] for name in texts} == texts
+    assert {name: number(row[name]) for name in figures} == pytest.approx(figures, rel=THREE_DIGITS)
+    if speed["low"] is None:
+        assert row[interval] == "-"
+    else:
+        assert numbers(row[interval]) == pytest.approx([speed["low"] * ranks, speed["high"] * ranks], rel=THREE_DIGITS)
+
+
+def assert_drawing_has_the_parts(text: str, options: list[dict[str, Any]]) -> None:
+    """Compare the parts of the bars, their texts and their widths, with the document of `study advise`."""
+    drawing = ElementTree.fromstring(text)
+    pieces: dict[str, dict[str, tuple[str, float]]] = {}
+    for piece in drawing.iter("{http://www.w3.org/2000/svg}rect"):
+        ((name, part, size),) = re.findall(r"^(\w+), (\w+): (\S+) GiB$", piece[0].text or "")
+        pieces.setdefault(name, {})[part] = size, float(piece.attrib["width"])
+    assert [*pieces] == [option["strategy"] for option in options]
+    # Bars that do not fit may be cut.
+    best = options[0]
+    parts = {name: size for name, size in best["device_parts"].items() if size > 0}
+    drawn = pieces[best["strategy"]]
+    assert drawn.keys() == parts.keys()
+    for name, size in parts.items():
+        assert number(drawn[name][0]) * 2**30 == pytest.approx(size, rel=THREE_DIGITS)
+    widths = {name: width / sum(width for _, width in drawn.values()) for name, (_, width) in drawn.items()}
+    assert widths == pytest.approx({name: size / sum(parts.values()) for name, size in parts.items()}, rel=1e-3)
 
 
 # The answer of Python in the browser to the words of a question: its rows, rank and changes, or its refusal.
@@ -379,6 +451,15 @@ async ([words, withChanges]) => {
   return { about, rows, rank, changes: withChanges ? await call(status, "changes") : {} };
 }
 """
+
+
+def test_the_draw_has_every_flag_and_value_and_models_of_7_b() -> None:
+    questions = [" ".join(words) for words in drawn_questions(1000)]
+    sizes = [model_shape(text.split()[0]).parameters for text in questions[:30]]
+    assert sum(size > 7e9 for size in sizes) == 10
+    assert max(sizes) > 70e9
+    for flag, values in FLAGS.items():
+        assert all(any(f" {flag} {value}".rstrip() in text for text in questions) for value in values), flag
 
 
 @pytest.mark.parametrize(
@@ -451,6 +532,89 @@ def test_each_strategy_of_the_advice_is_described(tab: Page, site: str) -> None:
     assert all(tab.locator("#strategies dd").all_text_contents())
 
 
+class Lists(html.parser.HTMLParser):
+    """The values of each list of the page by its name and, for two lists of one name, the form; the items of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[tuple[str, str], list[str]] = {}
+        self.items: list[str] = []
+        self._form = self._list = ""
+        self._select: list[str] | None = None
+        self._is_text = False
+        self.feed((ROOT / "study/advisor/page/index.html").read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        if tag == "form":
+            self._form = attributes["id"] or ""
+        elif tag == "ul":
+            self._list = attributes.get("id") or ""
+        elif tag == "li" and self._list == "not-modelled":
+            self.items.append("")
+        elif tag == "select":
+            self._select = self.values[self._form, attributes["name"] or ""] = []
+        elif tag == "option" and self._select is not None:
+            # Without a value it is its text.
+            self._is_text = "value" not in attributes
+            self._select.append(attributes.get("value") or "")
+
+    def handle_data(self, data: str) -> None:
+        if self._is_text and self._select is not None:
+            self._select[-1] += data
+        elif self._list == "not-modelled" and self.items:
+            self.items[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_text = False
+        self._list = "" if tag == "ul" else self._list
+        self._select = None if tag == "select" else self._select
+
+
+def test_each_list_of_the_page_has_the_choices_of_the_command() -> None:
+    parsers = cli.build_parser(cli.COMMANDS)[1].choices
+    choices = {
+        (form, action.dest): list(action.choices)
+        for form, command in (("form", "advise"), ("releases-form", "releases"))
+        for action in parsers[command]._actions
+        if action.choices and not isinstance(action.choices, dict)
+    }
+    lists = Lists().values
+    # These are filled by Python.
+    assert lists.pop(("form", "device")) == []
+    assert lists.pop(("releases-form", "strategy")) == [""]
+    assert lists.pop(("form", "with_reference")) == ["", "yes"]
+    # One list for two flags.
+    trained = lists.pop(("form", "peft"))
+    script = (ROOT / "study/advisor/page/page.js").read_text(encoding="utf-8")
+    (pairs,) = re.findall(r"const quantization = \{ (.*) \}\[value", script)
+    quantization = dict(re.findall(r'(\w+): "(\w+)"', pairs))
+    assert trained == ["", "lora", *quantization]
+    assert {"none", *quantization.values()} == {*choices["form", "quantization"]}
+    assert {"none", "lora"} == {*choices["form", "peft"]}
+    # An empty value is the command's default.
+    defaults = {"precision": (), "loss_kernel": ("transformers",)}
+    for (form, name), values in lists.items():
+        listed = [*(value for value in values if value), *(defaults.get(name, ()) if form == "form" else ())]
+        assert sorted(listed) == sorted(choices[form, name]), (form, name)
+    assert {name for _, name in lists} >= {*defaults, "optimizer", "attn_implementation", "gradient_checkpointing"}
+
+
+def test_the_page_names_all_that_the_commands_call_not_modelled() -> None:
+    page = " ".join(" ".join(Lists().items).split()).lower()
+    meant = {text for meanings in NOT_MODELLED.values() for text in meanings}
+    assert [text for text in meant if text.lower() not in page] == []
+    assert len(meant) > 5
+    parsers = cli.build_parser(cli.COMMANDS)[1].choices
+    for command in ("advise", "predict"):
+        flags = parsers[command]._option_string_actions
+        assert [name for name in NOT_MODELLED if f"--{name}" in flags or find_flag(f"--{name}", flags)] == []
+        # Its rates and, for files, its folder.
+        assert {flag for flag in flags if "nvme" in flag} <= {"--nvme_gb_per_s", "--nvme_path"}
+    assert "the capacity of nvme: it is not asked" in page
+    assert find_flag("--load_in_8bit", parsers["advise"]._option_string_actions) == "--peft lora --quantization 8bit"
+
+
 # What people ask, what they enter, and the command of the same request.
 QUESTIONS = {
     "Mistral 7B on four A100s of 40 GB": (
@@ -499,6 +663,10 @@ def number(text: str) -> float:
     return float(text.removeprefix("~ ").replace(",", ""))
 
 
+def numbers(interval: str) -> list[float]:
+    return [number(end) for end in interval.split(" to ")]
+
+
 COLUMNS = (
     *("micro_batch", "accumulation", "checkpointing", "peak", "bound", "speed", "interval"),
     *("sent", "host", "nvme", "remark", "files"),
@@ -526,7 +694,9 @@ def test_what_people_ask_has_the_figures_of_the_commands(
     (predict,) = re.findall("^study (predict .*)$", page.inner_text("#files pre[aria-label=commands]"), re.MULTILINE)
     capsys.readouterr()
     cli.main([*shlex.split(predict), "--json"])
-    assert_row_is_of_prediction(cells[document["recommended"]], json.loads(capsys.readouterr().out))
+    predicted = json.loads(capsys.readouterr().out)
+    cli.main(shlex.split(predict))
+    assert_row_is_of_prediction(cells[document["recommended"]], predicted, capsys.readouterr().out)
 
 
 def assert_row_is_of_advice(row: dict[str, str], option: dict[str, Any]) -> None:
@@ -542,7 +712,11 @@ def assert_row_is_of_advice(row: dict[str, str], option: dict[str, Any]) -> None
     assert number(row["speed"]) == pytest.approx(option["tokens_per_s"], rel=THREE_DIGITS)
 
 
-def assert_row_is_of_prediction(row: dict[str, str], predicted: dict[str, Any]) -> None:
+# The ends of a step with offload, which only the printed page of `study predict` has.
+STEP_BY_HOST = r"a step \((\S+) (m?s) to (\S+) (m?s) by its host\)"
+
+
+def assert_row_is_of_prediction(row: dict[str, str], predicted: dict[str, Any], printed: str) -> None:
     memory, speed = predicted["memory"], predicted["time"]["tokens_per_s_per_gpu"]
     bound = memory["peak_reserved"]["high"] + memory["device_parts"]["context"]
     ranks = predicted["ranks"]
@@ -551,12 +725,17 @@ def assert_row_is_of_prediction(row: dict[str, str], predicted: dict[str, Any]) 
     assert number(row["host"]) * 2**30 == pytest.approx(memory["host_peak"]["value"], rel=THREE_DIGITS)
     assert number(row["sent"]) * 1e9 == pytest.approx(predicted["sent_bytes_per_step"]["value"], rel=THREE_DIGITS)
     assert number(row["speed"]) == pytest.approx(speed["value"] * ranks, rel=THREE_DIGITS)
-    if speed["low"] is None:
+    if row["speed"].startswith("~"):
+        ((least, least_unit, most, most_unit),) = re.findall(STEP_BY_HOST, printed)
+        tokens = predicted["micro_batch"] * predicted["accumulation"] * predicted["sequence_length"] * ranks
+        seconds = [number(text) * {"s": 1, "ms": 1e-3}[unit] for text, unit in ((most, most_unit), (least, least_unit))]
+        assert numbers(row["interval"]) == pytest.approx([tokens / end for end in seconds], rel=2 * THREE_DIGITS)
+    elif speed["low"] is None:
         # No published measurement validates it.
         assert row["interval"] == "-"
-    elif not row["speed"].startswith("~"):
+    else:
         ends = [speed[end] * ranks for end in ("low", "high")]
-        assert [*map(number, row["interval"].split(" to "))] == pytest.approx(ends, rel=THREE_DIGITS)
+        assert numbers(row["interval"]) == pytest.approx(ends, rel=THREE_DIGITS)
 
 
 # Files that people ask about, for the model and the hardware that they name.
@@ -696,6 +875,7 @@ def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytes
         "host_memory": "64",
         "host_gb_per_s": "20",
         "nvme_gb_per_s": "7,3",
+        "nvme_path": "/scratch/state",
         "bus_gb_per_s": "4",
         "network_gb_per_s": "3",
         "price_per_gpu_hour": "2.5",
@@ -712,7 +892,7 @@ def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytes
         "loss_kernel": "liger",
     }
     visit(page, f"#{urllib.parse.urlencode(fields)}")
-    assert page.evaluate("[...document.querySelector('#form').elements].filter((field) => field.name).length") == 24
+    assert page.evaluate("[...document.querySelector('#form').elements].filter((field) => field.name).length") == 25
     command = page.inner_text("#command").split()[2:]
     document = advised(capsys, command)
     # The micro-batch and the accumulation are those that were asked for.
@@ -720,12 +900,23 @@ def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytes
     assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
     assert {*fields.values()} - {"gpt2", "2", "4", "A10", "qlora"} <= {*command}
     # Only a price has a column of costs.
-    (place,) = [place for place, title in enumerate(page.evaluate(TITLES)) if title == "cost of 1 M tokens"]
-    costs = {name: cells[place - 1] for name, cells in rows(page).items()}
+    titles = page.evaluate(TITLES)[1:]
+    cells = {name: dict(zip(titles, texts, strict=True)) for name, texts in rows(page).items()}
     for row in document["strategies"]:
-        cost = costs[row["strategy"]]
+        cost, costs, speeds = (cells[row["strategy"]][title] for title in COST_COLUMNS)
         assert (cost == "-") == (not row["fits"])
         assert not row["fits"] or number(cost) == pytest.approx(row["cost_per_million_tokens"], rel=THREE_DIGITS)
+        assert (costs == "-") == (speeds == "-")
+        if costs != "-":
+            # The faster, the cheaper.
+            ends = [2.5 * document["ranks"] / 3600 / speed * 1e6 for speed in reversed(numbers(speeds))]
+            assert numbers(costs) == pytest.approx(ends, rel=2 * THREE_DIGITS)
+    assert {texts[COST_COLUMNS[1]] for texts in cells.values()} > {"-"}
+    # Files have the folder on NVMe.
+    page.click("button[aria-label='files of zero3_nvme_optimizer']")
+    page.wait_for_selector("#files pre")
+    (file,) = [text for text in page.locator("#files pre").all_inner_texts() if text.startswith("{")]
+    assert json.loads(file)["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/scratch/state"
     # A link has the version of the code; that of another version is named.
     assert "the link is of version" not in page.inner_text("#status")
     ask(page)
@@ -739,6 +930,9 @@ def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytes
     visit(page, "#model=gpt2&gpus=1&device=4090&optimizer=lion&with_reference=yes&version=0123abcd")
     assert "the link is of version 0123abcd, these figures of " in page.inner_text("#status")
     assert page.inner_text("#command") == "study advise gpt2 --hardware 1x4090 --optimizer lion --with_reference"
+
+
+COST_COLUMNS = ("cost of 1 M tokens", "range of the cost", "80 % of runs, ~ by host")
 
 
 # Fields hidden from questions without an effect of theirs, each with a value that changes an answer of the others.
@@ -778,6 +972,8 @@ def test_a_field_is_shown_and_asked_where_it_changes_the_answer(
         is_refused = name.startswith("lora") and not peft
         if not is_refused and advised(capsys, [*words, f"--{name}", value])["strategies"] != usual:
             effective.add(name)
+    # The files of NVMe strategies have it.
+    assert page.is_visible("[name=nvme_path]") == ("nvme_gb_per_s" in effective)
     assert {name for name in SOMETIMES if page.is_visible(f"#form [name={name}]")} == effective
     ask(page)
     command = page.inner_text("#command").split()
@@ -911,6 +1107,27 @@ def test_python_starts_with_the_first_input(tab: Page, site: str, requests: list
     assert sum(url.endswith("study.zip") for url in requests) == 1
 
 
+# Note the rows of the table whenever it changes, and whether the answer is whole.
+ROWS_OVER_TIME = """
+() => {
+  window.changes = [];
+  new MutationObserver(() => {
+    window.changes.push([document.querySelectorAll("#table tbody tr").length, Boolean(document.body.dataset.done)]);
+  }).observe(document.querySelector("#table"), { childList: true });
+}
+"""
+
+
+def test_rows_are_shown_before_the_answer_is_whole(page: Page) -> None:
+    page.evaluate(ROWS_OVER_TIME)
+    # Its answer is not stored.
+    visit(page, ADDRESS)
+    strategies = len(rows(page))
+    before = [count for count, is_whole in page.evaluate("window.changes") if count and not is_whole]
+    assert before[:strategies] == [*range(1, strategies + 1)]
+    assert strategies > 5
+
+
 # The places of the limit and of the parts of bars in the drawing; the ends of each name, size and bar, and of texts.
 LAYERS = """
 () => {
@@ -1002,6 +1219,27 @@ def test_no_width_scrolls_sideways(page: Page, width: int) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.parametrize("width", [400, 1600])
+def test_no_explained_file_and_no_release_scrolls_the_page_sideways(page: Page, width: int, tmp_path: Path) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    for name, text in PAIR.items():
+        (tmp_path / name).write_text(text)
+    visit(page, "#model=llama-3.1-8b&releases.release=0.19.5&releases.strategy=zero2&releases.precision=fp32")
+    page.wait_for_selector("#releases-form[data-done]")
+    give(page, *(tmp_path / name for name in PAIR))
+    page.click("#table button >> nth=0")
+    page.wait_for_selector("#files pre")
+    page.evaluate("document.querySelectorAll('details').forEach((element) => { element.open = true; })")
+    for part in ("#explained tbody tr", "#costs tbody tr", "#answers dt", "#nearest tbody tr", "#faults li"):
+        assert page.locator(part).first.is_visible(), part
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    # Texts are read without scrolling also in their own part of the page.
+    for part in ("#explained", "#costs", "#nearest"):
+        assert page.evaluate("(part) => document.querySelector(part).scrollWidth", part) <= page.evaluate(
+            "(part) => document.querySelector(part).clientWidth", part
+        ), part
+
+
 def accessible(page: Page) -> list[dict[str, Any]]:
     """Return role, name, ancestors and properties of each element, as chromium gives them to a screen reader."""
     page.evaluate("document.querySelectorAll('details').forEach((element) => { element.open = true; })")
@@ -1063,6 +1301,57 @@ def test_a_screen_reader_has_names_headers_and_the_answer(page: Page) -> None:
 
 def test_the_keyboard_reaches_everything(page: Page) -> None:
     assert page.evaluate("[...document.querySelectorAll('[tabindex]')].every((element) => element.tabIndex === 0)")
+
+
+def press_to(page: Page, selector: str) -> None:
+    """Press Tab until an element has the focus; it is in view then."""
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        if page.evaluate("(selector) => document.activeElement.matches(selector)", selector):
+            return
+    pytest.fail(f"no Tab reaches {selector}")
+
+
+def test_keys_alone_reach_an_answer_its_files_its_changes_and_an_explained_file(page: Page) -> None:
+    press_to(page, "#form [name=model]")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("gpt2-xl")
+    for name, value in (("gpus", "2"), ("device", "4090"), ("seq_length", "512")):
+        press_to(page, f"#form [name={name}]")
+        if name != "device":
+            page.keyboard.press("Control+A")
+        page.keyboard.type(value)
+    page.keyboard.press("Enter")
+    page.wait_for_selector(ANSWERED)
+    assert page.inner_text("#command") == "study advise gpt2-xl --hardware 2x4090 --seq_length 512"
+    assert page.inner_text("#answer").startswith("Use ")
+    press_to(page, "#table button")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#files pre")
+    press_to(page, "#files button")
+    with page.expect_download() as download:
+        page.keyboard.press("Enter")
+    assert Path(download.value.path()).read_text() == page.inner_text("#files button + pre")
+    press_to(page, "#what-if")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#changes li:has-text('with one more GPU')")
+    press_to(page, "#explain summary")
+    page.keyboard.press("Enter")
+    press_to(page, "#file-form [name=text]")
+    page.keyboard.type('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "nothing": 1}')
+    # In a text Enter is a line.
+    press_to(page, "#file-form button")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#file-form[data-done]")
+    assert "nothing" in page.inner_text("#explained")
+    press_to(page, "#releases summary")
+    page.keyboard.press("Enter")
+    press_to(page, "#releases-form [name=release]")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("0.19.5")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#releases-form[data-done]")
+    assert page.inner_text("#releases-status").startswith("Wrong. ")
 
 
 def test_a_fragment_is_text(page: Page, errors: list[str]) -> None:

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from study.advisor.calculator import page_files
 from study.claims.command import first_line
 from study.claims.scoreboard import Scoreboard
 from study.cli import COMMANDS, main
+from study.config.errors import UserError
 from study.config.flags import Parser, parse_command_line, resolve_config
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES
@@ -36,6 +38,7 @@ from study.report.pages.releases import latest_cells
 from study.report.questions.releases import clipped, gpu_faults
 from study.report.questions.virtual import TABLE1
 from study.sweep.suite_file import find_suite
+from tools.calculator import build
 
 PAGES = sorted(
     str(file.relative_to(REPOSITORY))
@@ -52,6 +55,8 @@ PAGES = sorted(
 # Numbers of rooms as the map has them.
 _NUMBERS = {19: "nineteen", 20: "twenty", 21: "twenty-one"}
 FOLDERS = tuple(f"{folder.name}/" for folder in REPOSITORY.iterdir() if folder.is_dir())
+# The link of the site to the calculator.
+ASK_HERE = "Ask it here, in this browser"
 STARTS = ("study ", "make ", "accelerate launch ", "python", ".venv/bin/", "bash ", "OUT=")
 
 
@@ -423,9 +428,31 @@ def test_the_site_has_the_images_of_its_pages() -> None:
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra `site` is not installed")
-    # tests/report/test_calculator.py builds the calculator.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    variables = os.environ | {"SITE_CALCULATOR": "0", "NO_MKDOCS_2_WARNING": "1"}
+    build_site(tmp_path / "site", with_calculator=False)
+    assert (tmp_path / "site" / "docs" / "memory.svg").exists()
+    assert not (tmp_path / "site" / "docs" / "calculator").exists()
+    assert ASK_HERE not in (tmp_path / "site" / "index.html").read_text()
+
+
+def build_site(folder: Path, *, with_calculator: bool) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    variables = os.environ | {"SITE_CALCULATOR": str(int(with_calculator)), "NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=REPOSITORY, env=variables, text=True, capture_output=True)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert (tmp_path / "site" / "docs" / "memory.svg").exists()
+
+
+@pytest.mark.long
+def test_the_site_has_the_calculator_and_the_readme_links_it(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra `site` is not installed")
+    try:
+        build.fetch(build.PYODIDE)
+        build.wheels()
+    except UserError as refusal:
+        pytest.skip(f"{refusal.problem}: {refusal.fix}")
+    site = tmp_path / "site"
+    build_site(site, with_calculator=True)
+    assert f'<a href="docs/calculator/index.html">{ASK_HERE}</a>' in (site / "index.html").read_text()
+    assert f'<a href="calculator/index.html">{ASK_HERE}</a>' in (site / "docs" / "advice.html").read_text()
+    built = {file.relative_to(site / "docs/calculator").as_posix() for file in (site / "docs/calculator").rglob("*.*")}
+    names = {file.name for file in page_files("static")}
+    assert built >= {*names, *(f"pyodide/{name}" for name in build.RUNTIME), "study.zip", "wheels.zip", "stored.json"}

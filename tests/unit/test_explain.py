@@ -93,6 +93,19 @@ def test_boundaries_of_thresholds_buckets_saving_and_sub_groups(tmp_path: Path) 
         assert [stay in cost.says for cost in costs(case) if cost.key.endswith("offload_optimizer.ratio")] == [True]
 
 
+def test_the_peak_of_a_file_has_the_bound_of_the_same_request(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for words in (
+        ["explain", str(ROOT / "accelerate_configs/deepspeed/zero2.json")],
+        ["predict", "--strategy", "zero2"],
+    ):
+        main([*words, "gpt2-xl", "--hardware", "8xH100", "--precision", "bf16"])
+        printed.append(capsys.readouterr().out)
+    ((peak, bound),) = re.findall(r"^peak memory of a rank, (\S+) GiB \(90 % bound (\S+)\): ", printed[0], re.MULTILINE)
+    assert f"Fits: {peak} of 78.8 GiB (90 % bound {bound})" in printed[1]
+    assert float(bound) > float(peak)
+
+
 def persistent_elements(case: ConfigCase) -> int:
     return sum(param.elements for param in persistent_params(case.request))
 

@@ -12,17 +12,17 @@ const form = at("form");
 const fields = [...form.elements].filter((field) => field.name);
 const DEFAULTS = { model: "llama-3.1-8b", nodes: "1", gpus: "8", device: "H100" };
 // Fields that are flags of `study advise` by the same name.
-const FLAGS = ["host_memory", "host_gb_per_s", "nvme_gb_per_s", "bus_gb_per_s", "network_gb_per_s", "seq_length", "global_batch_size", "micro_batch", "accumulation", "optimizer",
+const FLAGS = ["host_memory", "host_gb_per_s", "nvme_gb_per_s", "nvme_path", "bus_gb_per_s", "network_gb_per_s", "seq_length", "global_batch_size", "micro_batch", "accumulation", "optimizer",
   "precision", "gradient_checkpointing", "attn_implementation", "loss_kernel", "price_per_gpu_hour"];
 // Of these `study explain` has another form, or none; the file's form has its own micro-batch and accumulation.
-const OTHERWISE = ["global_batch_size", "micro_batch", "accumulation", "precision", "gradient_checkpointing", "price_per_gpu_hour"];
+const OTHERWISE = ["nvme_path", "global_batch_size", "micro_batch", "accumulation", "precision", "gradient_checkpointing", "price_per_gpu_hour"];
 const USUAL = { optimizer: "adamw", gradient_checkpointing: "auto", attn_implementation: "sdpa" };
 
 // Fields that change an answer only with these values of others: else they are hidden, and in no command and no link.
 const offloads = () => value("optimizer") === USUAL.optimizer;
 const hasAdapters = () => Boolean(value("peft"));
 const APPLIES = {
-  host_gb_per_s: offloads, nvme_gb_per_s: offloads,
+  host_gb_per_s: offloads, nvme_gb_per_s: offloads, nvme_path: offloads,
   bus_gb_per_s: () => Number(value("gpus")) > 1 || Number(value("nodes")) > 1,
   network_gb_per_s: () => Number(value("nodes")) > 1,
   lora_rank: hasAdapters, lora_targets: hasAdapters,
@@ -277,11 +277,13 @@ function drawBars() {
   at("legend").append(bound);
 }
 
-// The ends of the speed of 80 % of runs; of an offload no interval is known, but the slowest host.
+// The ends of the speed: of 80 % of runs, and of an offload from the slowest host to the fastest.
 function speeds(row) {
   const [low, high] = row.speed_ends ?? [null, null];
-  return { low, high: row.offloads ? null : high };
+  return { low, high };
 }
+
+const span = (ends, text) => (ends ? ends.map(text).join(" to ") : "-");
 
 let drawnWidth = 0;
 
@@ -307,23 +309,22 @@ new ResizeObserver(() => {
   drawPlot();
 }).observe(at("plot"));
 
-const COLUMNS = ["strategy", "micro-batch", "accumu\u00adlation", "check\u00adpointing", "peak GiB", "90 % bound", "tokens/s, all GPUs", "80 % of runs",
+const COLUMNS = ["strategy", "micro-batch", "accumu\u00adlation", "check\u00adpointing", "peak GiB", "90 % bound", "tokens/s, all GPUs", "80 % of runs, ~ by host",
   "sent a step and GPU, GB", "host GiB", "NVMe GiB", "remark", "files"];
 // In the currency of the price that was asked with; without a price there is no such column.
-const COST = "cost of 1 M tokens";
+const COSTS = ["cost of 1 M tokens", "range of the cost"];
 
 const hasCosts = () => entries().some(([, row]) => row.cost_per_million_tokens !== null);
-const columns = () => (hasCosts() ? [...COLUMNS.slice(0, -2), COST, ...COLUMNS.slice(-2)] : COLUMNS);
+const columns = () => (hasCosts() ? [...COLUMNS.slice(0, -2), ...COSTS, ...COLUMNS.slice(-2)] : COLUMNS);
 
 function cells(name, row) {
   const speed = row.fits ? `${row.offloads ? "~ " : ""}${rounded(row.tokens_per_s)}` : "-";
-  const { low, high } = speeds(row);
-  const interval = high === null ? "-" : `${rounded(low)} to ${rounded(high)}`;
   return [
     row.fits ? row.micro_batch : "-", row.fits ? row.accumulation : "-", row.gradient_checkpointing ? "yes" : "no",
-    size(row.device_bytes), size(row.bound_bytes), speed, interval, rounded(row.sent_bytes / 1e9), size(row.host_bytes_per_node.value),
+    size(row.device_bytes), size(row.bound_bytes), speed, span(row.speed_ends, rounded),
+    rounded(row.sent_bytes / 1e9), size(row.host_bytes_per_node.value),
     row.nvme_bytes_per_node ? size(row.nvme_bytes_per_node) : "-",
-    ...(hasCosts() ? [row.fits ? withZeros(row.cost_per_million_tokens) : "-"] : []),
+    ...(hasCosts() ? [row.fits ? withZeros(row.cost_per_million_tokens) : "-", span(row.cost_ends, withZeros)] : []),
   ];
 }
 
@@ -453,9 +454,11 @@ at("copy-explain").onclick = () => copy("explain-copied", views.explain);
 at("copy-releases").onclick = () => copy("releases-copied", views.releases);
 
 at("save-csv").onclick = () => {
-  const plain = (text) => `"${String(text).replaceAll("\u00ad", "").replaceAll('"', '""')}"`;
+  const plain = (text) => `"${String(text).replaceAll("\u00ad", "").replaceAll("\u00a0", " ").replaceAll('"', '""')}"`;
+  const { errors } = shown.about;
+  const titles = columns().slice(0, -1).map((title) => (ERRORS[title] ? `${title} (${errors[ERRORS[title]].size})` : title));
   const lines = entries().map(([name, row]) => [name, ...cells(name, row), shown.rank?.remarks[name] ?? row.why]);
-  const text = [columns().slice(0, -1), ...lines].map((line) => line.map(plain).join(",")).join("\n");
+  const text = [titles, ...lines].map((line) => line.map(plain).join(",")).join("\n");
   save("strategies.csv", `${text}\n`, "text/csv");
 };
 

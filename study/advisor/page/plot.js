@@ -9,7 +9,7 @@ const CIRCLES = [11, 22, 36, 52, 70, 90, 112];
 const DIRECTIONS = [[0.8, -0.6], [-0.8, -0.6], [0.8, 0.6], [-0.8, 0.6], [-1, 0], [1, 0], [0, -1], [0, 1]];
 
 // A list of {name, memory, bound, speed, low, high, offloads, isBest}; `memory` in the unit of `limit`. `low` and `high`
-// may be null.
+// are null if no measurement validated them.
 export function plot(list, limit, { width, height, limitText, memoryTitle, speedTitle, size, rounded }) {
   const drawing = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-labelledby": "plot-title plot-text" });
   drawing.append(make("title", { id: "plot-title" }, "Speed against the memory of one GPU"));
@@ -41,10 +41,9 @@ export function plot(list, limit, { width, height, limitText, memoryTitle, speed
 }
 
 function sentence(item, size, rounded) {
-  const speed = `${item.offloads ? "at most " : ""}${rounded(item.speed)} tokens/s`;
-  const interval = item.high ? `, ${rounded(item.low)} to ${rounded(item.high)} in 80 % of runs` : "";
-  const least = item.offloads ? `, measured offloads down to ${rounded(item.low)}` : "";
-  return `${item.name}: ${size(item.memory)} GiB, 90 % bound ${size(item.bound)} GiB, ${speed}${interval}${least}`;
+  const kind = item.offloads ? "by its host" : "in 80 % of runs";
+  const interval = item.high ? `, ${rounded(item.low)} to ${rounded(item.high)} ${kind}` : "";
+  return `${item.name}: ${size(item.memory)} GiB, 90 % bound ${size(item.bound)} GiB, ${rounded(item.speed)} tokens/s${interval}`;
 }
 
 function axes(frame, most, x, y, memoryTitle, speedTitle) {
@@ -73,15 +72,15 @@ function ticks(most, count) {
   return Array.from({ length: Math.floor(most / step) + 1 }, (_, place) => Number((place * step).toPrecision(12)));
 }
 
-// The bound of memory to the right, and the interval of the speed; dashed for an offload, of which only the slowest is known.
+// The bound of memory to the right, and the interval of the speed; dashed for an offload, whose interval is that of hosts.
 function errors(point, x, y) {
   const group = make("g", { class: point.offloads ? "error offload" : "error" });
   const right = x(point.bound);
   if (right > point.x) group.append(line(point.x, right, point.y, point.y), line(right, right, point.y - 4, point.y + 4));
   if (point.low === null) return group;
-  const [top, bottom] = [y(point.high ?? point.speed), y(point.low)];
-  group.append(line(point.x, point.x, top, bottom), line(point.x - 4, point.x + 4, bottom, bottom));
-  if (point.high !== null) group.append(line(point.x - 4, point.x + 4, top, top));
+  const [top, bottom] = [y(point.high), y(point.low)];
+  group.append(line(point.x, point.x, top, bottom));
+  for (const end of [top, bottom]) group.append(line(point.x - 4, point.x + 4, end, end));
   return group;
 }
 
@@ -92,7 +91,7 @@ function line(x1, x2, y1, y2) {
 function errorAreas(point, x, y) {
   const across = { left: point.x, right: x(point.bound), top: point.y - 2, bottom: point.y + 2 };
   if (point.low === null) return [across];
-  return [across, { left: point.x - 2, right: point.x + 2, top: y(point.high ?? point.speed), bottom: y(point.low) }];
+  return [across, { left: point.x - 2, right: point.x + 2, top: y(point.high), bottom: y(point.low) }];
 }
 
 // The line from a point to a name that is not next to it.
