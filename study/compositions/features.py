@@ -98,6 +98,16 @@ class Combination:
         return self.has("zero0", "zero1", "zero2", "zero3")
 
     @property
+    def packages(self) -> tuple[str, ...]:
+        """The packages that it runs in: the releases of others make no difference."""
+        used = {
+            "deepspeed": self.uses_deepspeed or self.has("cpu_adam"),
+            "accelerate": self.has("accelerate"),
+            "torch": True,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
+
+    @property
     def stage(self) -> int | None:
         return int(self.level("engine")[-1]) if self.uses_deepspeed else None
 
