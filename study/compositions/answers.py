@@ -207,6 +207,13 @@ def faults_by_source(
     return sorted(faults, key=lambda entry: entry.verdict != "refused")
 
 
+def has_same_releases(
+    stack: Mapping[str, str | None], tested: Mapping[str, str | None], packages: Iterable[str]
+) -> bool:
+    """Whether two stacks have the same releases of packages; a local label, such as +cpu, makes no difference."""
+    return all((stack[name] or "0").partition("+")[0] == (tested[name] or "0").partition("+")[0] for name in packages)
+
+
 def known_span(entry: KnownFinding, evidence: Evidence) -> str:
     """Return the releases that are known to have an entry, such as "deepspeed 0.18.3 to before 0.19.2"."""
     parts = []
