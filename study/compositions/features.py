@@ -223,6 +223,8 @@ class Report:
     report: str
     says: str
     combination: Combination
+    # The reason of an equal run, or of a missing one.
+    because: str = ""
 
     @property
     def address(self) -> str:
@@ -233,7 +235,10 @@ class Report:
 def read_reports() -> tuple[Report, ...]:
     """Read reports.yaml."""
     entries = yaml.safe_load(_REPORTS.read_text(encoding="utf-8"))["reports"]
-    return tuple(Report(entry["report"], entry["says"], make_combination(entry["features"])) for entry in entries)
+    return tuple(
+        Report(entry["report"], entry["says"], make_combination(entry["features"]), entry.get("because", ""))
+        for entry in entries
+    )
 
 
 @functools.cache

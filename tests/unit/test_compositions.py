@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,7 +30,7 @@ from study.compositions.answers import (
     stored_evidence,
 )
 from study.compositions.changes import combinations_over_releases, combinations_to_repeat
-from study.compositions.command import exit_status, parse_features
+from study.compositions.command import exit_status, locate_combinations, parse_features
 from study.compositions.covering import Design, list_pairs, list_triples
 from study.compositions.features import (
     Combination,
@@ -359,6 +360,31 @@ def test_the_exit_status_of_outcomes(kinds: list[str], status: int) -> None:
     assert exit_status([outcome("zero1", kind) for kind in kinds]) == status
 
 
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        (["zero1"], ["zero1,accelerate", "zero1,accelerate,accumulation"]),
+        (
+            ["fsdp2", "ddp"],
+            ["fsdp2,accelerate", "fsdp2,accelerate,accumulation", "ddp,accelerate", "ddp,accelerate,accumulation"],
+        ),
+        (None, [f"zero{stage},accelerate{more}" for stage in (1, 2, 3) for more in ("", ",accumulation")]),
+    ],
+)
+def test_locate_trains_each_engine_under_accelerate_with_and_without_accumulation(
+    only: list[str] | None, names: list[str]
+) -> None:
+    combinations = locate_combinations(only)
+    assert [combination.name for combination in combinations] == names
+    assert all(combination.conflict is None for combination in combinations)
+
+
+def test_locate_refuses_a_strategy_that_is_no_engine() -> None:
+    with pytest.raises(UserError, match="--locate does not support zero2_cpu") as refusal:
+        locate_combinations(["zero1", "zero2_cpu"])
+    assert refusal.value.fix == f"use {', '.join(read_rows()['engine'].levels)}"
+
+
 def test_every_finding_of_a_stored_matrix_is_explained_and_every_explanation_is_used() -> None:
     matrices = [*read_matrices(), *read_other_matrices()]
     findings = [(finding, matrix.stack) for matrix in matrices for finding in matrix.findings.values()]
@@ -488,6 +514,20 @@ def test_the_page_is_that_of_the_records() -> None:
     )
     faults_page = compositions.restored_faults_page(REPLANTED, CLEAN)
     assert compositions.RESTORED_FAULTS_PAGE.read_text(encoding="utf-8") == faults_page
+
+
+def test_the_page_adds_up_the_time_of_all_runs_which_is_less_than_six_hours() -> None:
+    text = compositions.PAGE.read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("| time of all runs on two cores, in minutes: ")]
+    parts = [int(number) for number in re.findall(r"(?:matrix|releases|weights|faults) (\d+)", line)]
+    seconds = [sum(item.seconds for item in matrices) for matrices in (read_matrices(), read_other_matrices())]
+    assert parts[:2] == [round(part / 60) for part in seconds]
+    # 200 runs and 2 x 36 runs of a few seconds.
+    assert 5 < parts[2] < 20
+    assert 1 < parts[3] < 10
+    hours = float(line.rsplit("|", 2)[1].removesuffix(" hours "))
+    assert hours == pytest.approx(sum(parts) / 60, abs=0.1)
+    assert hours < 6
 
 
 def test_every_feature_is_in_one_group_of_how_common_it_is() -> None:
@@ -765,11 +805,24 @@ def test_no_torch_is_imported_for_an_answer() -> None:
 
 
 def test_each_report_is_about_a_combination_that_was_run_or_is_part_of_one() -> None:
+    matrix, page_of_reports = next(read_matrices()), compositions.PAGE.read_text(encoding="utf-8")
     for report in read_reports():
-        assert report.combination.conflict is None, report.report
-        assert look_up_answer(report.combination, next(read_matrices())).kind in {"right", "wrong", "error"}
+        assert report.address in page_of_reports
+        if report.combination.conflict is not None:
+            # The page has the reason.
+            assert f"not run: {report.combination.conflict.reason}; {report.because}" in page_of_reports
+            continue
+        kind = look_up_answer(report.combination, matrix).kind
+        assert kind in {"right", "wrong", "error"}
+        # An equal run needs a reason.
+        assert report.because or kind != "right", report.report
+    numbers = {report.report.rsplit("#", 1)[1] for report in read_reports()}
+    assert numbers >= {"6545", "7861", "7164", "7606", "7409", "7759", "8437", "8463", "1059", "3844", "10211"}
     page = compositions.PAGE.read_text(encoding="utf-8")
-    assert "(https://github.com/deepspeedai/DeepSpeed/issues/6545) | `zero2,ep` | does not arise: equal |" in page
+    assert (
+        "(https://github.com/deepspeedai/DeepSpeed/issues/6545) | `zero2,ep` | does not arise: equal; mended in 0.15.4"
+        in page
+    )
 
 
 def stacks_with_the_others() -> list[tuple[Matrix, Evidence]]:
