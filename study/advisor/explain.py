@@ -16,7 +16,7 @@ from typing import Any
 from study.advisor import predict_command, trainer_files
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
-from study.advisor.explain_combinations import ENDS_WITH_ERROR, group_keys
+from study.advisor.explain_combinations import ENDS_WITH_ERROR, group_keys, untested_line
 from study.advisor.explain_findings import findings
 from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
@@ -482,6 +482,8 @@ def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
     if listed:
         listed.sort(key=lambda finding: [*_FINDINGS].index(finding.kind))
         yield TextTable(("", ""), finding_rows(listed), indent=2)
+    if (untested := untested_line(case, details=details)) is not None:
+        yield untested
     if setting_costs := costs(case):
         legend = "" if all(cost.is_said for cost in setting_costs) else "; * a default, not in your file"
         yield f"\nmemory of a rank by setting (- none{legend}{'' if details else '; --details has the reasons'})"

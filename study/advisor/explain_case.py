@@ -67,6 +67,8 @@ class ConfigCase:
     generated_tokens: int | None = None
     # Lines about the settings of a trainer's file.
     read_from: tuple[str, ...] = ()
+    # Of the packages of a run, whose settings these are; None: the installed ones.
+    releases: Mapping[str, str | None] | None = None
 
     @property
     def stage(self) -> int:

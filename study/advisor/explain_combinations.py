@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from study.advisor.explain_case import ConfigCase
 from study.advisor.user_settings import ZERO, Finding
-from study.compositions.answers import KnownFinding, newest_tested_stack, read_known_findings
+from study.compositions.answers import (
+    KnownFinding,
+    has_same_releases,
+    is_known_in,
+    look_up_answer,
+    newest_tested_stack,
+    read_known_findings,
+    read_matrices,
+    read_other_matrices,
+    stored_evidence,
+)
+from study.compositions.features import Combination, make_combination
+from study.compositions.matrix import Matrix
+from study.config.errors import UserError
+from study.host.stacks import package_version
+
+# Packages whose releases make a difference.
+_PACKAGES = ("deepspeed", "accelerate", "torch")
+# Features that no run on CPUs has.
+_OF_GPUS = ("fp16", "quantized_weights", "quantized_gradients", "super_offload")
 
 # Features that only the program has, each with the condition that a finding names.
 _PROGRAM_FEATURES = {
@@ -38,11 +58,11 @@ _SWITCHES = {
 def combination_findings(case: ConfigCase) -> Iterator[Finding]:
     """Yield the known faults in the combination of a config's settings, each at a setting to change."""
     keys = feature_keys(case)
-    stack = newest_tested_stack()
-    releases = f"DeepSpeed {stack['deepspeed']}, Accelerate {stack['accelerate']}"
+    stack = read_stack(case)
+    known_by = f"{'tested with' if _is_tested(stack) else 'by the source, for'} {_releases_text(stack)}"
     for entry in read_known_findings():
         conditions = _conditions(entry, keys, _program_features(case))
-        if entry.verdict not in ("wrong", "refused") or entry.needs_program or not entry.is_in(stack):
+        if entry.verdict not in ("wrong", "refused") or entry.needs_program or not _is_in(entry, stack):
             continue
         if conditions is None or not _has_settings(case, entry):
             continue
@@ -52,16 +72,86 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
         if entry.verdict == "refused":
             # An error names itself, so that one under a condition is not worth a note.
             if not conditions:
-                message = f"{entry.title}: the run ends with an error (tested with {releases})"
+                message = f"{entry.title}: the run ends with an error ({known_by})"
                 yield Finding("refused", key, message, entry.instead, rule=ENDS_WITH_ERROR)
             continue
         if len(conditions) > _MAX_CONDITIONS:
             continue
         holds_if = f"if {' and '.join(conditions)}: " if conditions else ""
-        message = f"{holds_if}{entry.title}, without an error (tested with {releases})"
+        message = f"{holds_if}{entry.title}, without an error ({known_by})"
         # A condition may not hold, and a note does not fail a check.
         kind: Literal["noted", "conflict"] = "noted" if conditions else "conflict"
         yield Finding(kind, key, message, entry.instead, rule=WRONG_TRAINING)
+
+
+def read_stack(case: ConfigCase) -> dict[str, str | None]:
+    """Return the releases of a case's run, else the installed ones; the newest tested ones of missing packages."""
+    newest = newest_tested_stack()
+    find_release = package_version if case.releases is None else case.releases.get
+    return {name: find_release(name) or newest[name] for name in _PACKAGES}
+
+
+def _is_in(entry: KnownFinding, stack: Mapping[str, str | None]) -> bool:
+    """Whether a stack has an entry, by its own runs or those of others and by the source."""
+    if has_same_releases(stack, newest_tested_stack(), _PACKAGES):
+        return entry.is_in(stack)
+    return is_known_in(entry, stack, stored_evidence())
+
+
+def _is_tested(stack: Mapping[str, str | None], packages: Iterable[str] = _PACKAGES) -> bool:
+    return _tested_matrix(stack, packages) is not None
+
+
+def _tested_matrix(stack: Mapping[str, str | None], packages: Iterable[str]) -> Matrix | None:
+    matrices = itertools.chain(read_matrices(), read_other_matrices())
+    return next((matrix for matrix in matrices if has_same_releases(matrix.stack, stack, packages)), None)
+
+
+def _releases_text(stack: Mapping[str, str | None]) -> str:
+    return f"DeepSpeed {stack['deepspeed']}, Accelerate {stack['accelerate']}"
+
+
+def untested_line(case: ConfigCase, *, details: bool = False) -> str | None:
+    """Return that no stored run has a config's combination on its stack, and the command that tests it; else None.
+
+    With `details` also where each pair of its features was equal in a run.
+    """
+    combination = _combination(case)
+    if combination is None or combination.has(*_OF_GPUS) or any(_wrong_or_refused(case)):
+        return None
+    stack = read_stack(case)
+    matrix = _tested_matrix(stack, combination.packages)
+    kind = "untested" if matrix is None else look_up_answer(combination, matrix).kind
+    if kind != "untested" and not (details and kind == "pairs"):
+        return None
+    together = "each pair of these features is tested, and not all together" * (kind == "pairs")
+    releases = ", ".join(f"{name} {stack[name]}" for name in combination.packages)
+    what = together or f"these features are not tested together with {releases}"
+    return f"{what}; run: study verify --features {combination.name}"
+
+
+def _wrong_or_refused(case: ConfigCase) -> Iterator[Finding]:
+    rules = (WRONG_TRAINING, ENDS_WITH_ERROR)
+    yield from (finding for finding in case.findings if finding.kind == "refused" or finding.rule in rules)
+
+
+def _combination(case: ConfigCase) -> Combination | None:
+    """Return the combination of a config's features; None if no run can have it."""
+    names = list(feature_keys(case))
+    if case.request.gradient_checkpointing:
+        names.append("checkpointing")
+    if case.request.precision == "bf16":
+        names.append("autocast")
+    is_offloaded = any(name.startswith(("optimizer_", "all_")) for name in names)
+    if is_offloaded and not {"accelerate", "muon", "config_muon"} & set(names):
+        # DeepSpeed makes it of the AdamW in its configuration, and asks the program for it.
+        names.append("cpu_adam")
+    try:
+        combination = make_combination(names)
+    except UserError:
+        # No engine, or two settings of one row.
+        return None
+    return combination if combination.conflict is None else None
 
 
 def feature_keys(case: ConfigCase) -> dict[str, str]:

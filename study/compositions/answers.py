@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +49,10 @@ class KnownFinding:
     # The first releases that have it, and those that mend it, as (package, release).
     since: tuple[tuple[str, str], ...] = ()
     before: tuple[tuple[str, str], ...] = ()
+    # The package with its lines, without `since` and `before`.
+    package: str = ""
+    # The same fault in study/releases/causes.yaml.
+    cause: str = ""
     # Also the program decides it: the settings of a file do not show it.
     needs_program: bool = False
 
@@ -71,6 +75,12 @@ class KnownFinding:
         has_begun = all(release_key(stack.get(name) or "0") >= release_key(release) for name, release in self.since)
         is_mended = any(release_key(stack.get(name) or "0") >= release_key(release) for name, release in self.before)
         return has_begun and not is_mended
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The packages whose releases decide whether it arises."""
+        names = [self.package] if self.package else []
+        return tuple(dict.fromkeys([*names, *dict(self.since), *dict(self.before)]))
 
     def is_lifted(self, levels: Set[str]) -> bool:
         """Whether these features keep it from arising."""
@@ -137,6 +147,83 @@ def read_other_matrices() -> Iterator[Matrix]:
     yield from map(Matrix.read, sorted(files, key=lambda file: file.stem.partition("-")[0], reverse=True))
 
 
+# The oldest and the newest release of each package whose runs show an entry.
+Evidence = Mapping[KnownFinding, Mapping[str, tuple[str, str]]]
+
+
+def collect_evidence(matrices: Iterable[Matrix]) -> Evidence:
+    """Return the releases whose runs show each entry of known.yaml."""
+    from study.host.stacks import release_key
+
+    releases: dict[KnownFinding, dict[str, list[str]]] = {}
+    for matrix in matrices:
+        for finding in matrix.findings.values():
+            if (entry := match_known_finding(finding, matrix.stack)) is not None:
+                for package in entry.packages:
+                    release = (matrix.stack[package] or "0").partition("+")[0]
+                    releases.setdefault(entry, {}).setdefault(package, []).append(release)
+    return {
+        entry: {name: (min(runs, key=release_key), max(runs, key=release_key)) for name, runs in by_package.items()}
+        for entry, by_package in releases.items()
+    }
+
+
+@functools.cache
+def stored_evidence() -> Evidence:
+    """Return the releases whose stored runs show each entry."""
+    return collect_evidence([*read_matrices(), *read_other_matrices()])
+
+
+def is_known_in(entry: KnownFinding, stack: Mapping[str, str | None], evidence: Evidence) -> bool:
+    """Whether the source, or runs of older and newer releases, show that the releases of a stack have an entry."""
+    from study.host.stacks import release_key
+
+    if not entry.is_in(stack) or not entry.packages:
+        return False
+    for package in entry.packages:
+        release = release_key((stack.get(package) or "0").partition("+")[0])
+        oldest, newest = evidence[entry][package] if entry in evidence else (None, None)
+        if package not in dict(entry.since) and (oldest is None or release < release_key(oldest)):
+            return False
+        if package not in dict(entry.before) and (newest is None or release > release_key(newest)):
+            return False
+    return True
+
+
+def faults_by_source(
+    combination: Combination, stack: Mapping[str, str | None], evidence: Evidence
+) -> list[KnownFinding]:
+    """Return the entries that a combination has with releases that were not run, errors first.
+
+    Of errors in every release the features are not enough: the message decides.
+    """
+    faults = [
+        entry
+        for entry in read_known_findings()
+        if (entry.verdict == "wrong" or (entry.verdict == "refused" and (entry.since or entry.before)))
+        and entry.arises_with(combination.levels)
+        and is_known_in(entry, stack, evidence)
+    ]
+    return sorted(faults, key=lambda entry: entry.verdict != "refused")
+
+
+def has_same_releases(
+    stack: Mapping[str, str | None], tested: Mapping[str, str | None], packages: Iterable[str]
+) -> bool:
+    """Whether two stacks have the same releases of packages; a local label, such as +cpu, makes no difference."""
+    return all((stack[name] or "0").partition("+")[0] == (tested[name] or "0").partition("+")[0] for name in packages)
+
+
+def known_span(entry: KnownFinding, evidence: Evidence) -> str:
+    """Return the releases that are known to have an entry, such as "deepspeed 0.18.3 to before 0.19.2"."""
+    parts = []
+    for package in entry.packages:
+        oldest, newest = evidence[entry][package] if entry in evidence else ("", "")
+        since, before = dict(entry.since).get(package, oldest), dict(entry.before).get(package, "")
+        parts.append(f"{package} {since} to {f'before {before}' if before else newest}")
+    return ", ".join(parts)
+
+
 _PRECEDENCE = ("error", "wrong", "untested", "by_design")
 
 
@@ -158,7 +245,7 @@ def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswe
             entry = match_known_finding(finding, matrix.stack)
             answers.setdefault(entry.title if entry is not None else finding.says, _finding_answer(finding, matrix))
     for fault in _find_faults(combination, matrix):
-        answers.setdefault(fault.title, CombinationAnswer("wrong", _with_instead(fault.title, fault), matrix.stack))
+        answers.setdefault(fault.title, CombinationAnswer("wrong", with_instead(fault.title, fault), matrix.stack))
     if answers:
         return _join_answers(list(answers.values()), is_exact=combination in matrix.findings)
     equal_runs = [outcome.combination for outcome in matrix.outcomes.values() if outcome.is_equal]
@@ -201,7 +288,8 @@ def _find_faults(combination: Combination, matrix: Matrix) -> Iterator[KnownFind
             yield entry
 
 
-def _with_instead(text: str, entry: KnownFinding | None) -> str:
+def with_instead(text: str, entry: KnownFinding | None) -> str:
+    """Return a text with the workaround of an entry."""
     return f"{text}; {entry.instead}" if entry is not None and entry.instead else text
 
 
@@ -214,7 +302,7 @@ def _finding_answer(finding: CombinationOutcome, matrix: Matrix) -> CombinationA
     if finding.kind == "differs":
         kind = "by_design" if entry is not None and entry.verdict == "by_design" else "wrong"
     title = entry.title if entry is not None else finding.says
-    return CombinationAnswer(kind, _with_instead(f"{finding.combination.name}: {title}", entry), matrix.stack)
+    return CombinationAnswer(kind, with_instead(f"{finding.combination.name}: {title}", entry), matrix.stack)
 
 
 def fault_under_accelerate(combination: Combination, matrix: Matrix) -> CombinationAnswer | None:

@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"not installed here: {' and '.join(needed)}", fix)
     if options.pairs is not None:
         return _run_pairs(options, stack)
-    combinations = [options.features] if hasattr(options, "features") else _located(options.only)
+    combinations = [options.features] if hasattr(options, "features") else locate_combinations(options.only)
     return _run_each(options, stack, combinations)
 
 
@@ -110,7 +110,8 @@ def installed_stack() -> dict[str, str | None]:
     return {name: package_version(name) for name in STACK_PACKAGES}
 
 
-def _located(only: Sequence[str] | None) -> list[Combination]:
+def locate_combinations(only: Sequence[str] | None) -> list[Combination]:
+    """Return the combinations of --locate for the strategies of --only; UserError for other strategies than engines."""
     engines = read_rows()["engine"].levels
     chosen = only or _LOCATED
     if unknown := [name for name in chosen if name not in engines]:

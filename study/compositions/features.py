@@ -98,6 +98,16 @@ class Combination:
         return self.has("zero0", "zero1", "zero2", "zero3")
 
     @property
+    def packages(self) -> tuple[str, ...]:
+        """The packages that it runs in: the releases of others make no difference."""
+        used = {
+            "deepspeed": self.uses_deepspeed or self.has("cpu_adam"),
+            "accelerate": self.has("accelerate"),
+            "torch": True,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
+
+    @property
     def stage(self) -> int | None:
         return int(self.level("engine")[-1]) if self.uses_deepspeed else None
 
@@ -213,6 +223,8 @@ class Report:
     report: str
     says: str
     combination: Combination
+    # The reason of an equal run, or of a missing one.
+    because: str = ""
 
     @property
     def address(self) -> str:
@@ -223,7 +235,10 @@ class Report:
 def read_reports() -> tuple[Report, ...]:
     """Read reports.yaml."""
     entries = yaml.safe_load(_REPORTS.read_text(encoding="utf-8"))["reports"]
-    return tuple(Report(entry["report"], entry["says"], make_combination(entry["features"])) for entry in entries)
+    return tuple(
+        Report(entry["report"], entry["says"], make_combination(entry["features"]), entry.get("because", ""))
+        for entry in entries
+    )
 
 
 @functools.cache

@@ -112,7 +112,7 @@ def config_case(receipt: ReceiptDocument) -> ConfigCase:
         quantized=receipt.model.quantized,
         double_quantized=receipt.model.double_quantized,
     )
-    return dataclasses.replace(case, request=request)
+    return dataclasses.replace(case, request=request, releases=receipt.packages)
 
 
 def settings_file(engine: EngineFacts) -> UserFile:

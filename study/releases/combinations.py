@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from study.compositions.answers import (
+    Evidence,
+    KnownFinding,
+    collect_evidence,
     fault_under_accelerate,
+    faults_by_source,
+    is_known_in,
+    known_span,
     look_up_answer,
     other_loop_line,
+    read_known_findings,
     read_matrices,
     read_other_matrices,
+    with_instead,
 )
 from study.compositions.command import feature_table
 from study.compositions.features import Combination
@@ -51,53 +61,116 @@ def judge_features(options: argparse.Namespace) -> int:
     return status
 
 
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """A combination on a stack."""
+
+    combination: Combination
+    # Releases of all packages, whether the combination uses them or not.
+    versions: dict[str, str | None]
+
+    @property
+    def used(self) -> dict[str, str | None]:
+        """The releases that decide: those of the packages that the combination runs in."""
+        return {name: self.versions[name] for name in self.combination.packages}
+
+    @property
+    def text(self) -> str:
+        return f"{self.combination.name} with {', '.join(f'{name} {version}' for name, version in self.used.items())}"
+
+    @property
+    def command(self) -> str:
+        """The command that tests it."""
+        return f"run: study verify --features {self.combination.name}"
+
+
 def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
     """Return the exit status and the lines of the answer for a combination."""
     _check(options)
-    matrices = list(read_matrices())
-    newest = matrices[0]
+    matrices = [*read_matrices(), *read_other_matrices()]
     versions = {"deepspeed": options.release, "accelerate": options.accelerate, "torch": options.torch}
     for name in _PACKAGES:
-        versions[name] = versions[name] or package_version(name) or newest.stack[name]
-    request = f"{options.features.name} with {', '.join(f'{name} {version}' for name, version in versions.items())}"
-    command = f"run: study verify --features {options.features.name}"
-    if causes := _known_causes(options.features, versions, newest):
-        described = "; ".join(f"{cause.title}{_fixed_in(cause)}" for cause in causes)
-        only_errors = all(cause.ends_training for cause in causes)
-        outcome = _WORDS["error" if only_errors else "wrong"]
-        source = "by the causes of `study releases`, which has their sources"
-        return FAULTY, [f"{request}: {outcome}: {described}", source]
-    every_matrix = [*matrices, *read_other_matrices()]
-    tested = next((matrix for matrix in every_matrix if has_releases(matrix, versions)), None)
-    if tested is None and _is_in_grid(options.features, versions, newest):
-        return 0, [f"{request}: right", "by the grid of `study releases`: two CPU ranks, with clipping"]
-    if tested is None:
-        nearest = _format_answer(options.features, _next_newer(every_matrix, versions, newest))
-        return UNTESTED, [f"{request}: not tested; {command}", nearest, _HOW]
-    answer = look_up_answer(options.features, tested)
+        versions[name] = versions[name] or package_version(name) or matrices[0].stack[name]
+    question = _Question(options.features, versions)
+    if causes := _known_causes(options.features, versions, matrices[0]):
+        faults = faults_by_source(options.features, versions, collect_evidence(matrices))
+        return FAULTY, _lines_of_causes(question.text, causes, faults)
+    tested = next((matrix for matrix in matrices if has_releases(matrix, question.used)), None)
+    answer = look_up_answer(options.features, tested) if tested is not None else None
+    if answer is None or answer.kind == "untested":
+        evidence = collect_evidence(matrices)
+        if faults := faults_by_source(options.features, versions, evidence):
+            return FAULTY, list(_lines_of_source(question, faults, evidence))
+    if tested is None or answer is None:
+        return _answer_without_runs(question, matrices)
     status = _STATUS[answer.kind]
-    lines = [f"{request}: {_WORDS[answer.kind]}: {answer.text}", *(f"besides: {text}" for text in answer.besides)]
+    lines = [f"{question.text}: {_WORDS[answer.kind]}: {answer.text}", *(f"besides: {text}" for text in answer.besides)]
     if answer.kind not in ("wrong", "error"):
         lines += _with_accelerate(options.features, tested)
-    lines += [*[command] * (status == UNTESTED), _HOW]
+    lines += [*[question.command] * (status == UNTESTED), _HOW]
     return status, lines
 
 
-def _format_answer(combination: Combination, matrix: Matrix) -> str:
-    answer = look_up_answer(combination, matrix)
-    return f"with {_stack_text(matrix)}: {_WORDS[answer.kind]}: {answer.text}"
+def _answer_without_runs(question: _Question, matrices: Sequence[Matrix]) -> tuple[int, list[str]]:
+    """Return the answer for releases that no matrix has, and that have no fault by the source."""
+    if _is_in_grid(question.combination, question.versions, matrices[0]):
+        return 0, [f"{question.text}: right", "by the grid of `study releases`: two CPU ranks, with clipping"]
+    nearest = _nearest_answer(question, matrices)
+    unread = _lines_of_unread(question, collect_evidence(matrices))
+    return UNTESTED, [f"{question.text}: not tested; {question.command}", nearest, *unread, _HOW]
 
 
-def _next_newer(matrices: Sequence[Matrix], versions: dict[str, str | None], newest: Matrix) -> Matrix:
-    """Return the matrix of the oldest DeepSpeed that is not older than the request's; the newest if there is none."""
-    requested = release_key(versions["deepspeed"] or "0")
-    releases = {
-        release_key(matrix.stack["deepspeed"] or "0"): matrix
-        for matrix in matrices
-        if all(matrix.stack[name] == newest.stack[name] for name in _PACKAGES if name != "deepspeed")
-    }
-    newer = [release for release in releases if release >= requested]
-    return releases[min(newer)] if newer else newest
+def _lines_of_causes(request: str, causes: Sequence[Cause], faults: Sequence[KnownFinding]) -> list[str]:
+    """Return the answer of the causes of `study releases`, with other faults that these releases have."""
+    described = "; ".join(f"{cause.title}{_fixed_in(cause)}" for cause in causes)
+    outcome = _WORDS["error" if all(cause.ends_training for cause in causes) else "wrong"]
+    names = {cause.id for cause in causes}
+    besides = [f"besides: {with_instead(fault.title, fault)}" for fault in faults if fault.cause not in names]
+    source = "by the causes of `study releases`, which has their sources"
+    return [f"{request}: {outcome}: {described}", *besides, source]
+
+
+def _lines_of_source(question: _Question, faults: Sequence[KnownFinding], evidence: Evidence) -> Iterator[str]:
+    """Yield the answer for releases that were not run, and which releases have each fault."""
+    first, *further = faults
+    outcome = _WORDS["error" if first.verdict == "refused" else "wrong"]
+    yield f"{question.text}: {outcome}: {with_instead(first.title, first)}"
+    yield from (f"besides: {with_instead(fault.title, fault)}" for fault in further)
+    for fault in faults:
+        by = "by the source" if fault.since or fault.before else "by runs of other releases"
+        title = f": {fault.title}" * bool(further)
+        yield f"{by}, in {known_span(fault, evidence)}{f' ({fault.address})' * bool(fault.address)}{title}"
+    yield f"these releases were not run; {question.command}"
+
+
+def _lines_of_unread(question: _Question, evidence: Evidence) -> Iterator[str]:
+    """Yield the faults of other releases, where nothing shows whether the requested ones have them."""
+    for entry in read_known_findings():
+        if (
+            entry.verdict == "wrong"
+            and entry in evidence
+            and entry.arises_with(question.combination.levels)
+            and entry.is_in(question.versions)
+            and not is_known_in(entry, question.versions, evidence)
+        ):
+            yield f"known of {known_span(entry, evidence)}, not known of these releases: {entry.title}"
+
+
+def _nearest_answer(question: _Question, matrices: Sequence[Matrix]) -> str:
+    """Return the answer of the oldest tested releases that are not older than the request's; else of the newest."""
+    names = question.combination.packages
+    requested = _release_keys(question.versions, names)
+    newer = [matrix for matrix in matrices if all(map(operator.ge, _release_keys(matrix.stack, names), requested))]
+    newer.sort(key=lambda matrix: _release_keys(matrix.stack, names))
+    answers = [(matrix, look_up_answer(question.combination, matrix)) for matrix in [*newer, matrices[0]]]
+    # Not each of them has run every engine.
+    matrix, answer = next((pair for pair in answers if pair[1].kind != "untested"), answers[-1])
+    stack = ", ".join(f"{name} {matrix.stack[name]}" for name in names)
+    return f"with {stack}: {_WORDS[answer.kind]}: {answer.text}"
+
+
+def _release_keys(stack: Mapping[str, str | None], names: Iterable[str]) -> list[tuple[int, ...]]:
+    return [release_key((stack[name] or "0").partition("+")[0]) for name in names]
 
 
 def _with_accelerate(combination: Combination, matrix: Matrix) -> Iterator[str]:
@@ -130,6 +203,8 @@ def _known_causes(combination: Combination, versions: dict[str, str | None], new
         and cause.gpu != "hidden"
         and cause.is_in(stack)
         and cause.shows_in(_strategy(combination), combination.micro_steps, precision)
+        # A fault of Accelerate's loop.
+        and ("accelerate" not in cause.releases or combination.has("accelerate"))
     ]
 
 
@@ -140,6 +215,9 @@ def _is_in_grid(combination: Combination, versions: dict[str, str | None], newes
         return False
     # Accelerate makes DeepSpeedCPUAdam of AdamW; in the engine's own loop the program does.
     if combination.has("optimizer_cpu", "all_cpu") and combination.has("cpu_adam") == combination.has("accelerate"):
+        return False
+    # The grid trains in Accelerate's loop, which has a fault that the engine's own has not.
+    if _known_causes(combination.replaced("loop", "accelerate"), versions, newest):
         return False
     packages = {name: version or "0" for name, version in _with_transformers(versions, newest).items()}
     stack = JudgedStack(**packages, precision=_precision(combination), strategy=strategy)
@@ -164,7 +242,3 @@ def _strategy(combination: Combination) -> str:
 
 def _fixed_in(cause: Cause) -> str:
     return f" (fixed in {cause.left.release})" * bool(cause.left.release)
-
-
-def _stack_text(matrix: Matrix) -> str:
-    return ", ".join(f"{name} {matrix.stack[name]}" for name in _PACKAGES)

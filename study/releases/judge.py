@@ -263,16 +263,14 @@ def _flags_that_test(name: str | None) -> str:
 
 def _wrong_combinations(stack: JudgedStack) -> Iterator[tuple[str, str]]:
     """Yield the stages that train something else in this precision alone, by the runs of combinations, and why."""
-    compared = {name: stack.versions[name] for name in ("deepspeed", *_PAIRED)}
-    tested = next((matrix for matrix in read_matrices() if has_releases(matrix, compared)), None)
-    if tested is None:
-        return
+    matrices = list(read_matrices())
     precision = {"fp32": [], "bf16": ["bf16"]}[stack.short_precision]
     for engine in ("zero0", "zero1", "zero2", "zero3"):
         if stack.strategy in (None, engine):
             combination = make_combination([engine, *precision])
-            answer = look_up_answer(combination, tested)
-            if answer.kind == "wrong":
+            compared = {name: stack.versions[name] for name in combination.packages}
+            tested = next((matrix for matrix in matrices if has_releases(matrix, compared)), None)
+            if tested is not None and (answer := look_up_answer(combination, tested)).kind == "wrong":
                 yield combination.name, answer.text.partition(": ")[2]
 
 

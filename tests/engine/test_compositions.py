@@ -77,6 +77,18 @@ def test_a_verified_combination_names_what_accelerate_makes_of_it(capsys: pytest
     assert "study verify --features fsdp1,accelerate,resume" in last
 
 
+def test_locate_compares_one_strategy_with_and_without_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--locate", "--only", "zero1", "--json"]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    names = ["zero1,accelerate", "zero1,accelerate,accumulation"]
+    assert document["answer"].startswith(f"PASS: {'; '.join(names)}: equal to one process of plain PyTorch")
+    assert [(row["kind"], ",".join(row["features"])) for row in document["combinations"]] == [
+        ("equal", name) for name in names
+    ]
+    assert "[2/2] zero1,accelerate,accumulation: equal" in captured.err
+
+
 def test_a_combination_is_reduced_to_what_it_takes(session: CombinationSession) -> None:
     full = session.run(make_combination(["zero1", "clipping_unset", "tied", "checkpointing", "evaluation"]))
     assert full.kind == "differs"

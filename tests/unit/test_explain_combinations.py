@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -384,3 +385,104 @@ def test_strict_fails_on_a_wrong_combination_and_names_its_line(
     assert main(["explain", "--strict", "--world_size", "2", "zenflow.json", "gpt2"]) == 3
     line = file.read_text().splitlines().index('  "zenflow": {') + 1
     assert f"zenflow.json:{line}: " in capsys.readouterr().out
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **releases: str | None) -> None:
+    """Pretend that these releases are installed, and the tested ones of other packages."""
+    versions = {**MATRIX.stack, **releases}
+    monkeypatch.setattr("study.advisor.explain_combinations.package_version", versions.get)
+
+
+@pytest.mark.parametrize(
+    ("release", "message"),
+    [
+        (
+            "0.19.8",
+            "ZenFlow at stages 1 and 2 transposes the model's matrices before training, without an error (tested with",
+        ),
+        ("0.19.5", None),
+        # Not run: by the source.
+        (
+            "0.18.4",
+            "every weight becomes NaN in the first step with ZenFlow at stages 1 and 2, without an error (by the",
+        ),
+        ("0.18.2", None),
+        (
+            None,
+            "ZenFlow at stages 1 and 2 transposes the model's matrices before training, without an error (tested with",
+        ),
+    ],
+)
+def test_the_installed_release_decides_else_the_newest_tested(
+    release: str | None, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, deepspeed=release)
+    wrong = [item for item in find(make_combination(ZENFLOW.split(",")), tmp_path) if item.kind == "conflict"]
+    assert len(wrong) == (message is not None)
+    if message is not None:
+        assert wrong[0].message.startswith(message)
+        assert wrong[0].message.endswith(f" DeepSpeed {release or '0.19.8'}, Accelerate 1.15.0)")
+
+
+ZENFLOW = "zero2,cpu_adam,optimizer_cpu,zenflow"
+
+
+def test_the_releases_of_a_run_precede_the_installed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, deepspeed="0.18.4")
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(deepspeed_settings(make_combination(ZENFLOW.split(",")), tmp_path)))
+    case = resolve(read_user_file(str(file)), model_shape("gpt2"), 2, ProgramSettings())
+    run = dataclasses.replace(case, releases={"deepspeed": "0.19.8", "accelerate": None, "torch": "2.13.0"})
+    titles = [[item.message.split(",")[0] for item in combination_findings(settings)] for settings in (case, run)]
+    assert titles == [
+        ["every weight becomes NaN in the first step with ZenFlow at stages 1 and 2"],
+        ["ZenFlow at stages 1 and 2 transposes the model's matrices before training"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("release", "stage", "details", "line"),
+    [
+        ("0.19.8", 3, False, None),
+        # A larger equal run has all of these.
+        ("0.19.8", 3, True, None),
+        (
+            "0.18.4",
+            3,
+            False,
+            "these features are not tested together with deepspeed 0.18.4, torch 2.13.0+cpu;"
+            " run: study verify --features zero3,bf16,accumulation,clipping",
+        ),
+        (
+            "0.19.8",
+            1,
+            True,
+            "each pair of these features is tested, and not all together;"
+            " run: study verify --features zero1,cpu_adam,bf16,accumulation,clipping,optimizer_cpu",
+        ),
+        ("0.19.8", 1, False, None),
+    ],
+)
+def test_a_combination_that_was_not_tested_has_one_line_with_the_command_that_tests_it(
+    release: str,
+    stage: int,
+    details: bool,
+    line: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    install(monkeypatch, deepspeed=release)
+    file = tmp_path / "ds.json"
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if stage == 1 else {})},
+    }
+    file.write_text(json.dumps(settings))
+    assert main(["explain", str(file), "gpt2", "--world_size", "2", *["--details"] * details]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("study verify --features") == (line is not None)
+    assert line is None or line in printed

@@ -20,6 +20,7 @@ from study.compositions.answers import (
 from study.compositions.changes import combinations_to_repeat, find_changes
 from study.compositions.features import (
     Combination,
+    Report,
     make_combination,
     rarity,
     read_common_groups,
@@ -103,7 +104,28 @@ def page(matrix: Matrix, recall: dict[str, Any], clean: dict[str, Any], matrices
         others=_others_table(matrix, [item for item in matrices if not _has_other_deepspeed(matrix, item)]),
         **_recall_counts(recall),
         **_clean_counts(clean),
+        **_minutes(matrix, recall, clean, matrices),
     )
+
+
+def _minutes(
+    matrix: Matrix, recall: dict[str, Any], clean: dict[str, Any], matrices: Iterable[Matrix]
+) -> dict[str, Any]:
+    """Return the wall time of all runs besides the matrix; a restored fault takes two runs."""
+    seconds = {
+        "other_minutes": sum(item.seconds for item in matrices),
+        "clean_minutes": _seconds_in(matrix, clean["runs"]),
+        "restored_minutes": 2 * _seconds_in(matrix, recall["faults"]),
+    }
+    hours = (matrix.seconds + sum(seconds.values())) / 3600
+    return {name: round(value / 60) for name, value in seconds.items()} | {"all_hours": format(hours, ".1f")}
+
+
+def _seconds_in(matrix: Matrix, rows: Iterable[Mapping[str, Any]]) -> float:
+    """Return the time of the combinations of rows, by their runs in the matrix, else by its mean run."""
+    mean = matrix.seconds / len(matrix.outcomes)
+    outcomes = (matrix.outcomes.get(make_combination(row["features"].split(","))) for row in rows)
+    return sum(mean if outcome is None else outcome.seconds for outcome in outcomes)
 
 
 def _stack_text(stack: Mapping[str, str | None]) -> str:
@@ -240,17 +262,25 @@ def _names_text(names: Sequence[str]) -> str:
 
 def _reports_table(matrix: Matrix) -> pd.DataFrame:
     """Return the reports of others, each with the matrix's answer for its combination."""
-    answers = [(report, look_up_answer(report.combination, matrix)) for report in read_reports()]
     return pd.DataFrame(
         [
             {
                 "Report": f"{report.says} ({report.address})",
                 "With": f"`{report.combination.name}`",
-                "Here": f"{_OUTCOMES[answer.kind]}{_explanation(report.combination, answer.text)}",
+                "Here": _outcome_of_report(report, matrix),
             }
-            for report, answer in answers
+            for report in read_reports()
         ]
     )
+
+
+def _outcome_of_report(report: Report, matrix: Matrix) -> str:
+    """Return the outcome of a report's combination in the matrix, with its reason."""
+    because = f"; {report.because}" * bool(report.because)
+    if (rule := report.combination.conflict) is not None:
+        return f"not run: {rule.reason}{because}"
+    answer = look_up_answer(report.combination, matrix)
+    return f"{_OUTCOMES[answer.kind]}{_explanation(report.combination, answer.text)}{because}"
 
 
 def _explanation(combination: Combination, text: str) -> str:
