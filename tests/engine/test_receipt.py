@@ -516,6 +516,46 @@ def test_a_run_that_is_interrupted_prints_its_receipt_too(tmp_path: Path) -> Non
     assert (receipt.failures, receipt.memory is None) == ((), False)
 
 
+def test_two_ranks_of_torchrun_that_are_interrupted_print_one_receipt(tmp_path: Path) -> None:
+    script = (
+        "import signal, torch, study\n"
+        # A background job of a shell inherits that SIGINT is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "receipt = study.Receipt(model, optimizer)\n"
+        "def rows():\n"
+        "    while True: yield torch.ones(8, 64)\n"
+        "for number, row in enumerate(receipt.steps(rows())):\n"
+        "    model(row).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "    if number == 20 and torch.distributed.get_rank() == 0: print('trains', flush=True)\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
+    environment = os.environ | ONE_THREAD | {"PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "trains\n"
+        # As a terminal does: to the launcher and what is in its group.
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            printed, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    # Python ends by the signal after an uncaught KeyboardInterrupt, and torchrun names it.
+    assert "[rank0]: KeyboardInterrupt" in errors
+    assert errors.rstrip().endswith(f"Process {process.pid} got signal: {signal.SIGINT.value}")
+    assert printed.count("receipt of ") == printed.count("receipt of DDP, 2 ranks on CPU, float32: Linear") == 1
+    assert [path.name for path in tmp_path.glob("*.json")] == ["receipt.json"]
+    receipt = read_receipt(str(tmp_path))
+    assert (receipt.state, receipt.failures, receipt.memory is None) == ("complete", (), False)
+    assert [row.rank for row in receipt.ranks] == [0, 1]
+
+
 def test_a_run_of_few_steps_says_that_nothing_was_measured(tmp_path: Path) -> None:
     train_in_process(tmp_path / "receipt.json", steps=4)
     receipt = read_receipt(str(tmp_path))
