@@ -540,7 +540,7 @@ def test_two_ranks_of_torchrun_that_are_interrupted_print_one_receipt(tmp_path: 
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "trains\n"
-        # As a terminal does: to the launcher and what is in its group.
+        # As a terminal does: to the launcher's group.
         os.killpg(process.pid, signal.SIGINT)
         try:
             printed, errors = process.communicate(timeout=120)
