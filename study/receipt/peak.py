@@ -168,7 +168,8 @@ class PeakWatch(TorchDispatchMode):
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         # A tensor that an operation writes into without having allocated it is a buffer of C++ code.
-        writes = func._schema.is_mutable or func.namespace in ("c10d", "_c10d_functional")
+        is_collective = func.namespace in ("c10d", "_c10d_functional")
+        writes = func._schema.is_mutable or is_collective
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf, "buckets" if writes else "activations")
@@ -177,7 +178,9 @@ class PeakWatch(TorchDispatchMode):
                 count = int(formula(*args, **kwargs, out_val=result))
                 self.flops += count
                 self.flops_by_dtype[str(args[0].dtype).removeprefix("torch.")] += count
-        self._measure()
+        # Here a collective has begun, and gloo has a copy of its input until the program has waited for it.
+        if not (self._waits_for_gloo and is_collective):
+            self._measure()
 
     def _see(self, tensor: torch.Tensor, origin: Origin) -> None:
         if isinstance(tensor, FakeTensor) or tensor.device.type != self._device.type or tensor.layout != torch.strided:
