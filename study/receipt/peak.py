@@ -178,7 +178,7 @@ class PeakWatch(TorchDispatchMode):
                 count = int(formula(*args, **kwargs, out_val=result))
                 self.flops += count
                 self.flops_by_dtype[str(args[0].dtype).removeprefix("torch.")] += count
-        # Here a collective has begun, and gloo has a copy of its input until the program has waited for it.
+        # gloo has a copy of a collective's input until the program has released its handle.
         if not (self._waits_for_gloo and is_collective):
             self._measure()
 

@@ -10,15 +10,15 @@ from runs import trained
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.receipt.document import read_receipt
 
-# The one that runs in each build: its state is in three places.
-IN_EACH_BUILD = "zero3_cpu_nvme"
+# Those that run in each build: state in three places, and groups of ranks whose gloo copies tensors.
+IN_EACH_BUILD = ("zero3_cpu_nvme", "hsdp")
 # A group's strategies take a causal model of transformers.
 FLAGS = ("--task", "gpt-wikitext", "--eval_steps", "0", "--eval_samples", "8")
 
 
 @pytest.mark.parametrize(
     "strategy",
-    [name if name == IN_EACH_BUILD else pytest.param(name, marks=pytest.mark.long) for name in STRATEGY_NAMES],
+    [name if name in IN_EACH_BUILD else pytest.param(name, marks=pytest.mark.long) for name in STRATEGY_NAMES],
 )
 def test_the_state_of_a_receipt_is_that_of_the_record_to_the_byte(strategy: str, tmp_path: Path) -> None:
     run = trained(strategy, tmp_path / "run", *FLAGS, script="tests/probes/receipt_of_train.py")
