@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from study.benchmark.answers import COLUMNS, Predictor, predictors_not_run, read_answers, shipped_predictors
+from study.benchmark.contributed import contributed_document, contributed_page, predict_contributed
 from study.benchmark.questions import SPLITS, BenchmarkQuestion, public_until, read_questions, write_rows
 from study.benchmark.scores import (
     FIGURES,
@@ -79,9 +80,11 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         pairs = compare_pairs(questions, submitted, league) if submitted else []
         predictors = [submitted, *league] if submitted else league
-        print(json.dumps(league_document(questions, predictors, options.by, pairs), indent=1))
+        document = league_document(questions, predictors, options.by, pairs)
+        print(json.dumps(document | {"contributed": contributed_document(predict_contributed())}, indent=1))
     else:
-        print_page(league_page(questions, league, submitted, options.by))
+        page = league_page(questions, league, submitted, options.by)
+        print_page([*page, *contributed_page(predict_contributed())])
     return 0
 
 

@@ -308,10 +308,16 @@ def _fsdp(request: Request) -> dict[str, float]:
 
 
 def sent_bytes(request: Request) -> float:
-    """Return ring bytes per step and rank. hsdp gathers within a replica group, and all-reduces over groups."""
+    """Return ring bytes per step and rank."""
+    return float(sum(sent_by_collective(request).values()))
+
+
+def sent_by_collective(request: Request) -> dict[str, float]:
+    """Return ring bytes per step and rank by collective. hsdp gathers within a replica group, and all-reduces over
+    groups."""
     ranks, replica, payload = request.box.ranks, request.ranks_per_replica, predict_payload(request)
     if ranks == 1:
-        return 0.0
+        return {}
     gathering, summing, intra_node_bytes = ranks, ranks, 0.0
     if replica is not None and request.strategy.is_fsdp:
         gathering, summing = replica, ranks // replica
@@ -326,4 +332,5 @@ def sent_bytes(request: Request) -> float:
         intra_node_bytes = regathered * (replica - 1) / replica
     gather_factor = (gathering - 1) / gathering
     factor = {"all_reduce": 2 * (summing - 1) / summing, "reduce": 1.0, "broadcast": 1.0}
-    return intra_node_bytes + sum(size * factor.get(name, gather_factor) for name, size in payload.items())
+    sent = {name: size * factor.get(name, gather_factor) for name, size in payload.items()}
+    return sent | {"all_gather": sent["all_gather"] + intra_node_bytes} if intra_node_bytes else sent

@@ -6,11 +6,12 @@ import argparse
 import json
 from collections.abc import Iterator
 
+from study.benchmark.contributed import FOLDER
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
 from study.host.folders import resolve_path
 from study.receipt.compare import comparison_page, confounded_by
-from study.receipt.contribution import FOLDER, check_rows, file_name, list_problems, make_row, row_text
+from study.receipt.contribution import check_rows, file_name, list_problems, make_row, row_text
 from study.receipt.document import MemoryTimeline, ReceiptDocument, read_receipt
 from study.receipt.drawing import draw_timeline
 from study.receipt.page import all_lines, receipt_lines

@@ -9,82 +9,23 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
 
 import pydantic
 
+from study.benchmark.contributed import ADAM, BenchmarkRow, first_problem, read_row
 from study.config.errors import UserError
-from study.host.folders import resolve_path
 from study.host.memory import GIB
 from study.predictor.hardware import find_device, mfu
 from study.predictor.models import shape_of_document
 from study.predictor.shape import ModelShape
-from study.receipt.document import PRECISIONS, Engine, Part, PeakFacts, ReceiptDocument, StateFacts
-from study.records.directory import read_json
-from study.records.schema import RecordError
+from study.receipt.document import PRECISIONS, PeakFacts, ReceiptDocument, StateFacts
 
-FOLDER = "reports/receipts"
-# Names of classes, of the study's and transformers' tables, and of GPUs: no path and no address is among them.
-ClassName = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,59}$")]
-Word = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
-DeviceName = Annotated[str, pydantic.Field(pattern=r"^[A-Z][A-Za-z0-9 -]{0,59}$")]
-Version = Annotated[str, pydantic.Field(pattern=r"^[0-9][0-9A-Za-z.]{0,29}(\+(cpu|cu[0-9]{2,4}|rocm[0-9.]{1,8}))?$")]
-Offload = Literal["cpu", "nvme"]
-_FILE_NAME = re.compile(r"[a-z0-9._-]{1,120}\.json")
-_MAX_ROW_BYTES = 8192
 _PACKAGES = ("torch", "deepspeed", "accelerate", "transformers", "peft", "trl", "zero-study")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_ADAM = ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam")
 # Figures of a row are rounded, and counters and buffers belong to the state.
 _TOLERANCE = 0.01
 # Fraction of the peak from which other tensors, such as those of an earlier engine, are too much for a comparison.
 _OTHER_FRACTION = 0.05
-
-
-class BenchmarkRow(Part):
-    """One measured configuration; bytes and time are those of one rank."""
-
-    version: Literal[1] = 1
-    date: Annotated[str, pydantic.Field(pattern=r"^20[0-9]{2}-[01][0-9]-[0-3][0-9]$")]
-    model: ClassName
-    params: pydantic.PositiveInt
-    trained_params: pydantic.PositiveInt
-    # None: the model has no config of transformers.
-    model_type: Word | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    intermediate: int | None = None
-    vocab: int | None = None
-    framework: Engine
-    strategy: Word | None = None
-    zero_stage: Literal[0, 1, 2, 3] | None = None
-    gpus: pydantic.PositiveInt
-    gpu_type: DeviceName
-    micro_batch: pydantic.PositiveInt
-    accumulation: pydantic.PositiveInt
-    seq_length: pydantic.PositiveInt
-    # Type of the matrix products, and of the weights.
-    precision: Literal["float32", "bfloat16", "float16"]
-    weights: Literal["float32", "bfloat16", "float16"]
-    optimizer: ClassName | None = None
-    checkpointing: bool
-    compiled: bool
-    offload_optimizer: Offload | None = None
-    offload_params: Offload | None = None
-    lora_rank: pydantic.PositiveInt | None = None
-    attention: Word | None = None
-    # Tensors at the peak; parameters and optimizer of a rank in all places, and on the GPU.
-    peak_gib: pydantic.PositiveFloat
-    state_gib: pydantic.PositiveFloat
-    state_on_gpu_gib: pydantic.NonNegativeFloat
-    step_s: pydantic.PositiveFloat
-    tokens_per_s_per_gpu: pydantic.PositiveFloat
-    tflop_per_step: pydantic.PositiveFloat | None = None
-    mfu: pydantic.PositiveFloat | None = None
-    ring_gib: pydantic.NonNegativeFloat | None = None
-    packages: dict[Literal["torch", "deepspeed", "accelerate", "transformers", "peft", "trl", "zero-study"], Version]
 
 
 def make_row(receipt: ReceiptDocument, name: str) -> BenchmarkRow:
@@ -131,9 +72,7 @@ def make_row(receipt: ReceiptDocument, name: str) -> BenchmarkRow:
     try:
         return BenchmarkRow.model_validate(columns)
     except pydantic.ValidationError as error:
-        raise UserError(
-            f"{name} gives no row: {_first_problem(error)}", "measure a loop that has this figure"
-        ) from None
+        raise UserError(f"{name} gives no row: {first_problem(error)}", "measure a loop that has this figure") from None
 
 
 def _required(receipt: ReceiptDocument, name: str) -> tuple[PeakFacts, StateFacts, float]:
@@ -187,11 +126,6 @@ def _digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _first_problem(error: pydantic.ValidationError) -> str:
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-
-
 def row_text(row: BenchmarkRow) -> str:
     return json.dumps(row.model_dump(mode="json", exclude_none=True), indent=2, allow_nan=False) + "\n"
 
@@ -201,21 +135,6 @@ def file_name(row: BenchmarkRow) -> str:
     digest = hashlib.sha256(row_text(row).encode()).hexdigest()[:8]
     words = f"{row.model}-{row.strategy or row.framework}-{row.gpus}x{row.gpu_type}-{digest}"
     return re.sub(r"[^a-z0-9]+", "-", words.lower()) + ".json"
-
-
-def read_row(name: str) -> BenchmarkRow:
-    """Return the row in a file; UserError if it is none."""
-    path, fix = resolve_path(name), "write it with `study receipt receipt.json --contribute --output FILE`"
-    if not _FILE_NAME.fullmatch(path.name):
-        raise UserError(f"{name} has a name with other characters than a-z, 0-9, dots and dashes", fix)
-    if path.is_file() and path.stat().st_size > _MAX_ROW_BYTES:
-        raise UserError(f"{name} is larger than {_MAX_ROW_BYTES:,} bytes", fix)
-    try:
-        return BenchmarkRow.model_validate(read_json(path))
-    except RecordError as error:
-        raise UserError(str(error), fix) from None
-    except pydantic.ValidationError as error:
-        raise UserError(f"{name} is not a row: {_first_problem(error)}", fix) from None
 
 
 def list_problems(row: BenchmarkRow) -> list[str]:
@@ -233,7 +152,7 @@ def least_state_bytes(row: BenchmarkRow) -> float:
     shards_weights = row.zero_stage == 3 or row.framework in ("fsdp1", "fsdp2")
     shards_moments = shards_weights or bool(row.zero_stage)
     weights = row.params * (1 if row.lora_rank else width)
-    moments = 2 * width * row.trained_params if row.optimizer in _ADAM else 0
+    moments = 2 * width * row.trained_params if row.optimizer in ADAM else 0
     return weights / (row.gpus if shards_weights else 1) + moments / (row.gpus if shards_moments else 1)
 
 

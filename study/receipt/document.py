@@ -14,7 +14,7 @@ from study.records.schema import RecordError
 
 VERSION = 1
 # Parts of the memory of a rank at its peak, in the order of the page.
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations", "other_tensors")
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations", "logits", "other_tensors")
 # Fraction of a part on the host from which it is offloaded.
 _OFFLOADED_FRACTION = 0.001
 # Short names of the types of matrix products, as hardware.yaml has them.
@@ -111,6 +111,7 @@ class PeakFacts(Part):
     moment: str
     # Bytes of tensors in use: those of torch's allocator, or on a CPU the growth of the process's heap.
     total_bytes: int
+    # `logits` is missing if other tensors are as wide, and in receipts from before that part.
     parts: dict[str, int]
     # On the host.
     host_parts: dict[str, int] = {}
@@ -213,7 +214,7 @@ class ForecastRow(Part):
     """A predicted figure and the measured one."""
 
     figure: str
-    unit: Literal["bytes", "s"]
+    unit: Literal["bytes", "s", "tokens/s"]
     predicted: float
     # Ends of the stated error; None: none is stated.
     low: float | None = None
@@ -228,6 +229,8 @@ class ForecastRow(Part):
 
 class MeasuredForecast(Part):
     comparisons: tuple[ForecastRow, ...] = ()
+    # Predictions on the lines of the measured figures: parts of the peak, collectives and tokens/s.
+    parts: tuple[ForecastRow, ...] = ()
     # Why there is no prediction.
     missing: str | None = None
 

@@ -13,7 +13,7 @@ from study.receipt.page import NAMES, SHOWN_FRACTION, describe, size
 
 UNATTRIBUTED = "not attributed"
 # From the bottom up; parts that are the same during the whole step are below.
-_ORDER = ("parameters", "optimizer", "buckets", "gathered", "gradients", "activations", "other_tensors")
+_ORDER = ("parameters", "optimizer", "buckets", "gathered", "gradients", "activations", "logits", "other_tensors")
 # On light and on dark pages; the calculator has the same.
 _COLORS = {
     "parameters": ("#0a35b3", "#7f9cff"),
@@ -22,6 +22,7 @@ _COLORS = {
     "gathered": ("#7d4fb0", "#b48ce0"),
     "gradients": ("#2b98ff", "#2f86d9"),
     "activations": ("#018228", "#45b868"),
+    "logits": ("#6e9a78", "#93bd9c"),
     "other_tensors": ("#767676", "#8d949c"),
     UNATTRIBUTED: ("#c9ced5", "#4b525b"),
 }

@@ -13,11 +13,11 @@ from study.config.errors import UserError
 from study.config.flags import Precision
 from study.config.strategies import DEFAULT_RANKS_PER_NODE, STRATEGY_NAMES, Strategy, read_strategy
 from study.predictor.calibration import MeasuredRun
-from study.predictor.communication import sent_bytes
+from study.predictor.communication import sent_by_collective, sent_bytes
 from study.predictor.hardware import CPU_CORE, Hardware, box_from_device_name
 from study.predictor.memory import predict_memory
 from study.predictor.models import shape_of_document
-from study.predictor.request import Estimate, Request
+from study.predictor.request import Estimate, MemoryUse, Request
 from study.predictor.shape import ModelShape, with_adapters
 from study.predictor.state import frozen_bytes, predict_state
 from study.predictor.time import predict_time
@@ -26,6 +26,7 @@ from study.receipt.document import (
     EngineFacts,
     ForecastRow,
     MeasuredForecast,
+    PeakFacts,
     ReceiptDocument,
     read_receipt,
 )
@@ -36,13 +37,26 @@ _EXACT = 0.01
 _OTHER_FRACTION = 0.05
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw", "FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw", "Lion": "lion"}
 _FILE = "this engine"
+# Phases of the predictor's moments. A reference model's pass is in none.
+_PHASES = {
+    "at the loss": "in the forward pass",
+    "in the forward pass": "in the forward pass",
+    "at the loss's gradient": "in the backward pass",
+    "in the backward pass": "in the backward pass",
+    "in the optimizer step": "in the optimizer step",
+}
+# Two moments of one phase are the same if logits and gradients of one are at most this many times those of the other,
+# or both are below this fraction of the peak.
+_MOMENT_PARTS = ("gradients", "logits")
+_SAME_FACTOR, _SMALL_FRACTION = 2, 0.02
 
 
 def make_forecast(receipt: ReceiptDocument) -> MeasuredForecast:
     """Return the predicted figures next to the measured ones, or why there are none."""
     try:
         case = config_case(receipt)
-        return MeasuredForecast(comparisons=tuple(_compare(receipt, case.request)))
+        rows = tuple(_compare(receipt, case.request))
+        return MeasuredForecast(comparisons=rows, parts=tuple(_compare_parts(receipt, case.request)))
     except UserError as refusal:
         return MeasuredForecast(missing=refusal.problem)
 
@@ -195,9 +209,7 @@ def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow
             yield _exact(figure, predicted, measured)
     if receipt.traffic is not None:
         yield _exact("ring bytes of a step", sent_bytes(request), sum(it.ring_bytes for it in receipt.traffic.values()))
-    # On a CPU most of DeepSpeed's bucket is memory that nothing writes to, and the prediction counts used memory.
-    has_empty_bucket = request.box.is_cpu_only and bool(request.strategy.zero_stage)
-    if receipt.memory is not None and not has_empty_bucket:
+    if receipt.memory is not None and not _has_empty_bucket(request):
         total, other_bytes = receipt.memory.total_bytes, receipt.memory.parts.get("other_tensors", 0)
         if other_bytes < _OTHER_FRACTION * total:
             yield _compared("peak of tensors", "bytes", memory.peak_allocated, total)
@@ -205,6 +217,57 @@ def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow
             yield _compared("peak without others", "bytes", memory.peak_allocated, total - other_bytes)
     if receipt.time.step_s is not None and not request.box.is_cpu_only:
         yield _compared("step", "s", predict_time(request, memory).step_s, receipt.time.step_s)
+
+
+def _has_empty_bucket(request: Request) -> bool:
+    """Whether most of DeepSpeed's bucket is memory that nothing writes to, as on a CPU: a prediction counts used
+    memory."""
+    return request.box.is_cpu_only and bool(request.strategy.zero_stage)
+
+
+def _compare_parts(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow]:
+    """Yield predictions of measured parts, with the names of `study receipt a.json b.json`. They state no error, but
+    for tokens/s."""
+    memory = predict_memory(request)
+    if receipt.memory is not None and not _has_empty_bucket(request):
+        yield from _compare_peaks(receipt.memory, memory)
+    for kind, predicted in sorted(sent_by_collective(request).items()):
+        if (measured := (receipt.traffic or {}).get(kind)) is not None:
+            yield _without_error(f"ring bytes: {kind}", predicted, measured.ring_bytes)
+    if receipt.speed.tokens_per_s is not None and not request.box.is_cpu_only:
+        speed, ranks = predict_time(request, memory).tokens_per_s_per_gpu, receipt.engine.input_ranks
+        low, high = (None if end is None else ranks * end for end in (speed.low, speed.high))
+        all_ranks = Estimate(ranks * speed.value, low, high)
+        yield _compared("tokens/s", "tokens/s", all_ranks, receipt.speed.tokens_per_s)
+
+
+def _compare_peaks(memory: PeakFacts, prediction: MemoryUse) -> Iterator[ForecastRow]:
+    """Yield the parts of the peak if it is predicted at the same moment, and the parts are those of the predictor."""
+    if "logits" not in memory.parts or _PHASES.get(prediction.moment) != memory.moment:
+        return
+    measured = {part: float(count) for part, count in memory.parts.items()}
+    predicted = dict(prediction.device_parts)
+    if not all(_is_similar(measured.get(part, 0), predicted[part], memory.total_bytes) for part in _MOMENT_PARTS):
+        return
+    gathered, buckets = measured.get("gathered", 0), measured.get("buckets", 0)
+    buffers = "buckets" if not gathered else "gathered" if not buckets else "gathered and buckets"
+    for part, predicted_bytes, measured_bytes in (
+        ("gradients", predicted["gradients"], measured.get("gradients", 0)),
+        (buffers, predicted["buffers"], gathered + buckets),
+        ("activations", predicted["activations"] + predicted["attention"], measured.get("activations", 0)),
+        ("logits", predicted["logits"], measured["logits"]),
+    ):
+        if max(predicted_bytes, measured_bytes) >= _SMALL_FRACTION * memory.total_bytes:
+            yield _without_error(f"memory: {part}", predicted_bytes, measured_bytes)
+
+
+def _is_similar(first: float, second: float, peak_bytes: float) -> bool:
+    low, high = sorted((first, second))
+    return high < _SMALL_FRACTION * peak_bytes or high <= _SAME_FACTOR * low
+
+
+def _without_error(figure: str, predicted: float, measured: float) -> ForecastRow:
+    return ForecastRow(figure=figure, unit="bytes", predicted=predicted, measured=measured)
 
 
 def _exact(figure: str, predicted: float, measured: float) -> ForecastRow:

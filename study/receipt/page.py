@@ -108,7 +108,14 @@ def _memory(receipt: ReceiptDocument) -> Iterator[str]:
         count, on_host = memory.parts.get(part, 0), memory.offloaded_bytes(part)
         if on_host or count >= SHOWN_FRACTION * memory.total_bytes:
             host = f"  ({size(on_host)} offloaded)" if on_host else ""
-            yield f"  {NAMES.get(part, part):<16}{size(count):>12}  {_bar(count, largest) if count else ''}{host}"
+            prediction = _prediction_text(receipt, f"memory: {part}")
+            if part == "gathered" and not prediction:
+                # Two parts may have one prediction.
+                prediction = _prediction_text(receipt, "memory: gathered and buckets", " with buckets")
+            bar = _bar(count, largest) if count else ""
+            if prediction:
+                bar = f"{bar:<{_BAR}}{prediction}"
+            yield f"  {NAMES.get(part, part):<16}{size(count):>12}  {bar}{host}"
     where = "" if receipt.engine.device == "cpu" else " of host memory"
     details = [f"process {size(memory.process_peak_bytes)}{where} at its peak"]
     if memory.allocator_peak_bytes is not None:
@@ -148,7 +155,7 @@ def _traffic(receipt: ReceiptDocument) -> Iterator[str]:
     if receipt.traffic is None:
         return
     rows = [
-        f"{kind} {size(row.ring_bytes)} in {row.calls}"
+        f"{kind} {size(row.ring_bytes)} in {row.calls}{_prediction_text(receipt, f'ring bytes: {kind}')}"
         for kind, row in sorted(receipt.traffic.items(), key=lambda item: -item[1].ring_bytes)
         if row.payload_bytes
     ]
@@ -160,7 +167,7 @@ def _speed(receipt: ReceiptDocument) -> Iterator[str]:
     speed = receipt.speed
     parts = []
     if speed.tokens_per_s is not None:
-        parts.append(f"{speed.tokens_per_s:,.0f} tokens/s of all ranks")
+        parts.append(f"{speed.tokens_per_s:,.0f} tokens/s of all ranks{_prediction_text(receipt, 'tokens/s')}")
     if speed.flops_per_step is not None:
         parts.append(f"{speed.flops_per_step / 1e12:,.4g} TFLOP a rank and step")
     if speed.mfu is not None:
@@ -197,8 +204,14 @@ def _forecast(receipt: ReceiptDocument) -> Iterator[str]:
         yield f"no prediction: {forecast.missing}"
     if forecast.comparisons:
         yield "predicted and measured:"
-    for row in forecast.comparisons:
+    for row in (*forecast.comparisons, *(row for row in forecast.parts if row.is_outside)):
         yield f"  {row.figure:<22}{_figure(row, row.predicted):>12} {_figure(row, row.measured):>12}  {_judged(row)}"
+
+
+def _prediction_text(receipt: ReceiptDocument, figure: str, detail: str = "") -> str:
+    """Return the prediction of a part as text behind the measured figure; empty without one."""
+    row = next((row for row in receipt.forecast.parts if row.figure == figure), None)
+    return "" if row is None else f" (predicted {_figure(row, row.predicted)}{detail})"
 
 
 def _judged(row: ForecastRow) -> str:
@@ -211,6 +224,8 @@ def _judged(row: ForecastRow) -> str:
 
 
 def _figure(row: ForecastRow, value: float) -> str:
+    if row.unit == "tokens/s":
+        return f"{value:,.0f}"
     return rounded_seconds(value) if row.unit == "s" else size(value)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -25,10 +26,13 @@ from study.metrics.state import GATHERED, MODEL_BUFFERS, REDUCER_BUCKETS, StateW
 from study.metrics.traffic import TrafficWatch
 from study.receipt.document import MEMORY_PARTS
 from study.receipt.failures import Failures
+from study.receipt.live_engine import find_core, find_groups, find_inner
 from study.receipt.timeline import MemoryLog, Parts
 from study.receipt.timing import PartTimer
 
-Origin = Literal["activations", "other_tensors", "buckets"]
+Origin = Literal["activations", "logits", "other_tensors", "buckets"]
+# Attributes of modules that state a width of their tensors; `nf` and `nx` are those of transformers' Conv1D.
+_WIDTHS = ("in_features", "out_features", "nf", "nx", "embedding_dim")
 # The state is claimed again whenever the bytes in use have grown by this fraction, up to the peak.
 _GROWTH = 0.01
 # gloo's threads free their copies some time after a collective has ended; on busy cores later than this, so a new peak
@@ -91,7 +95,8 @@ class PeakWatch(TorchDispatchMode):
         self.flops_by_dtype: Counter[str] = Counter()
         self.peak_bytes = 0
         self.moment = ""
-        self.parts: Parts = {}
+        self._parts: Parts = {}
+        self._vocabulary: int | None = None
         self.log = MemoryLog()
         self.host_parts: dict[str, int] = {}
         self.slack_bytes: int | None = None
@@ -106,12 +111,19 @@ class PeakWatch(TorchDispatchMode):
         """Bytes of the process's heap that no tensor has, before the step; 0 on a GPU."""
         return self._outside
 
+    @property
+    def parts(self) -> Parts:
+        """Bytes by part at the peak; without logits if other tensors are as wide."""
+        return {part: count for part, count in self._parts.items() if part != "logits" or self._vocabulary is not None}
+
     def _turn_off(self, error: Exception) -> None:
         """Note a failure after which nothing of this step's memory is known."""
         self._failures.note("watching memory", error)
-        self._is_off, self.parts = True, {}
+        self._is_off, self._parts = True, {}
 
     def __enter__(self) -> PeakWatch:
+        with self._failures.caught("looking for the vocabulary"):
+            self._vocabulary = find_vocabulary(self._model)
         try:
             gc.collect()
             claims = claim_model_state(self._model, self._optimizer, self._device).claims
@@ -156,7 +168,8 @@ class PeakWatch(TorchDispatchMode):
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         # A tensor that an operation writes into without having allocated it is a buffer of C++ code.
-        writes = func._schema.is_mutable or func.namespace in ("c10d", "_c10d_functional")
+        is_collective = func.namespace in ("c10d", "_c10d_functional")
+        writes = func._schema.is_mutable or is_collective
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf, "buckets" if writes else "activations")
@@ -165,7 +178,9 @@ class PeakWatch(TorchDispatchMode):
                 count = int(formula(*args, **kwargs, out_val=result))
                 self.flops += count
                 self.flops_by_dtype[str(args[0].dtype).removeprefix("torch.")] += count
-        self._measure()
+        # gloo has a copy of a collective's input until the program has released its handle.
+        if not (self._waits_for_gloo and is_collective):
+            self._measure()
 
     def _see(self, tensor: torch.Tensor, origin: Origin) -> None:
         if isinstance(tensor, FakeTensor) or tensor.device.type != self._device.type or tensor.layout != torch.strided:
@@ -179,7 +194,16 @@ class PeakWatch(TorchDispatchMode):
             return
         key = id(storage)
         if key not in self._known:
+            origin = "logits" if self._is_of_logits(tensor) else origin
             self._known[key] = (weakref.ref(storage, lambda _: self._known.pop(key, None)), origin)
+
+    def _is_of_logits(self, tensor: torch.Tensor) -> bool:
+        """Whether it is logits, their gradient, or a tensor of the loss with the same elements."""
+        vocabulary = self._vocabulary
+        if vocabulary is None or tensor.dim() < 2 or tensor.shape[-1] != vocabulary:
+            return False
+        # Attention scores of a sequence of this length have it, too.
+        return self._timer.sequence_length != vocabulary
 
     def _measure(self) -> None:
         total = self._tensor_bytes()
@@ -191,7 +215,7 @@ class PeakWatch(TorchDispatchMode):
         if total > self.peak_bytes:
             self.peak_bytes = total
             self._split_peak()
-            self.log.add_peak(total, self.parts)
+            self.log.add_peak(total, self._parts)
             self.moment = _MOMENTS[self._timer.phase]
             self._is_new_peak = True
             if self._is_cuda:
@@ -221,7 +245,7 @@ class PeakWatch(TorchDispatchMode):
             elif total >= self.peak_bytes * (1 - _GROWTH):
                 self._split_peak()
                 self.peak_bytes = max(total, self.peak_bytes)
-                self.log.replace_peak(self.peak_bytes, self.parts)
+                self.log.replace_peak(self.peak_bytes, self._parts)
         except Exception as error:
             self._turn_off(error)
 
@@ -231,7 +255,7 @@ class PeakWatch(TorchDispatchMode):
         return sum(self._split_device().values()) if in_use is None else in_use - self._outside
 
     def _split_peak(self) -> None:
-        self.parts, self.host_parts = self._split()
+        self._parts, self.host_parts = self._split()
 
     def _split_device(self) -> Parts:
         return self._split()[0]
@@ -261,6 +285,32 @@ class PeakWatch(TorchDispatchMode):
         # The reducer's buckets are known by their sizes, and may also have been seen.
         parts["buckets"] += max(self._reducer_bytes, seen_buckets)
         return parts, dict(host)
+
+
+def find_vocabulary(model: Any) -> int | None:
+    """Return the width of a language model's logits; None without one, or if another layer is as wide.
+
+    A narrower vocabulary is the width of other tensors as well, such as those of a head of attention. Ranks that divide
+    a layer have a part of the logits.
+    """
+    if find_groups(model).tensor > 1:
+        return None
+    core = find_core(find_inner(model))
+    config: Any = getattr(core, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    find_head = getattr(core, "get_output_embeddings", None)
+    head = find_head() if find_head is not None else None
+    vocabulary = getattr(head, "out_features", None) or getattr(config, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        return None
+    head_ids = {id(module) for module in head.modules()} if isinstance(head, nn.Module) else set()
+    layers = [module for module in core.modules() if id(module) not in head_ids]
+    values = [getattr(module, name, None) for module in layers for name in _WIDTHS]
+    widths = [width for width in values if isinstance(width, int)]
+    if not head_ids and vocabulary in widths:
+        # The head of a model that does not name it.
+        widths.remove(vocabulary)
+    return vocabulary if vocabulary > max(widths, default=0) else None
 
 
 _MOMENTS = {

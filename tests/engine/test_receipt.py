@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,10 +27,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engines import ONE_THREAD, ROOT, printed_json
 from forked import fork_ranks, fork_script
 from study.metrics.inventory import bytes_in_use
-from study.receipt.document import TIME_PARTS, ReceiptDocument, read_receipt
+from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ReceiptDocument, read_receipt
 from study.receipt.failures import Failures
 from study.receipt.page import HEIGHT, WIDTH, receipt_lines
-from study.receipt.peak import PeakWatch
+from study.receipt.peak import PeakWatch, find_vocabulary
 from study.receipt.timing import PartTimer
 
 CPU = torch.device("cpu")
@@ -248,9 +249,73 @@ def test_outputs_that_the_loop_keeps_are_a_fault_of_their_predicted_size(tmp_pat
     assert keeping.memory.total_bytes - taking.memory.total_bytes == pytest.approx(logits, rel=0.01)
     assert "keeps the model's outputs" in next(fault.says for fault in keeping.faults if fault.id == "kept-outputs")
     assert "kept-outputs" not in {fault.id for fault in taking.faults}
+    # The logarithms of the loss's probabilities, their gradient, and that of the logits.
+    assert (keeping.memory.parts["logits"], taking.memory.parts["logits"]) == (4 * logits, 3 * logits)
     for receipt in (keeping, taking):
+        parts = {row.figure: row for row in receipt.forecast.parts}
+        assert parts["memory: logits"].predicted == pytest.approx(parts["memory: logits"].measured, rel=0.05)
         (row,) = (row for row in receipt.forecast.comparisons if row.figure.startswith("peak"))
         assert row.predicted == pytest.approx(row.measured, rel=0.05)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_logits_and_their_gradient_are_a_part_of_the_peak(strategy: str) -> None:
+    receipt = measure(strategy, "--steps", "11", "--vocabulary", str(VOCABULARY))
+    memory, timeline, work = receipt.memory, receipt.timeline, receipt.work
+    assert receipt.failures == ()
+    assert memory is not None
+    assert timeline is not None
+    assert 0.95 <= memory.attributed <= 1
+    logits = 4 * (work.samples or 0) * (work.sequence_length or 0) * VOCABULARY
+    assert logits == 4 * 2 * 64 * VOCABULARY
+    # The logarithms of the loss's probabilities, their gradient, and that of the logits.
+    assert memory.moment == "in the backward pass"
+    assert memory.parts["logits"] == 3 * logits
+    assert {0, 3 * logits} <= set(timeline.parts["logits"])
+    predicted = {row.figure: row.predicted for row in receipt.forecast.parts}
+    if strategy != "zero3":
+        # On a CPU most of DeepSpeed's bucket is untouched memory, which no prediction counts.
+        buffers = "gathered" if strategy == "fsdp2" else "buckets"
+        assert predicted[f"memory: {buffers}"] == memory.parts[buffers]
+        assert predicted["memory: logits"] == memory.parts["logits"]
+        assert predicted["memory: activations"] == pytest.approx(memory.parts["activations"], rel=0.1)
+    assert receipt.traffic is not None
+    for kind, row in receipt.traffic.items():
+        if row.ring_bytes > 1000:
+            assert predicted[f"ring bytes: {kind}"] == pytest.approx(row.ring_bytes, rel=0.01), kind
+
+
+def test_a_vocabulary_that_is_not_the_largest_width_has_no_logits() -> None:
+    """The probe's default is as wide as the model's perceptrons."""
+    memory = measure("ddp").memory
+    assert memory is not None
+    assert set(memory.parts) == set(MEMORY_PARTS) - {"logits"}
+
+
+class NamelessHead(torch.nn.Module):
+    """A language model without functions of transformers."""
+
+    def __init__(self, vocabulary: int, perceptron: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=vocabulary)
+        self.wte = torch.nn.Embedding(vocabulary, 32)
+        self.perceptron = torch.nn.Linear(32, perceptron)
+        self.lm_head = torch.nn.Linear(32, vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("model", "vocabulary"),
+    [
+        (NamelessHead(512, 128), 512),
+        (NamelessHead(512, 512), None),
+        (NamelessHead(128, 512), None),
+        (torch.nn.Linear(4, 512), None),
+        (LlamaForCausalLM(LlamaConfig(vocab_size=512, num_hidden_layers=1, hidden_size=32, intermediate_size=64)), 512),
+        (LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, hidden_size=32, intermediate_size=64)), None),
+    ],
+)
+def test_the_width_of_logits_is_that_of_no_other_layer(model: torch.nn.Module, vocabulary: int | None) -> None:
+    assert find_vocabulary(model) == vocabulary
 
 
 @pytest.mark.long
@@ -262,9 +327,13 @@ def test_state_on_the_host_is_told_from_that_on_the_device() -> None:
     assert receipt.memory.attributed >= 0.95
 
 
-def test_waiting_for_nvme_is_a_part_of_the_time(tmp_path: Path) -> None:
-    receipt = measure("zero3_nvme_optimizer", "--steps", "11", "--width", "512", "--swap_folder", str(tmp_path))
+def test_losses_are_equal_and_waiting_for_nvme_is_a_part_of_the_time(tmp_path: Path) -> None:
+    arguments = ("--twice", "--steps", "11", "--width", "512", "--swap_folder", str(tmp_path))
+    run = run_loop("zero3_nvme_optimizer", *arguments)
+    receipt = run.receipt
     assert receipt.failures == ()
+    assert run.losses == run.losses_without
+    assert len({loss for rank in run.losses for loss in rank}) == 2 * 11
     assert (receipt.engine.offload_optimizer, receipt.engine.offload_param) == ("nvme", None)
     times = receipt.time
     assert set(times.offload) == {"nvme"}
@@ -445,6 +514,46 @@ def test_a_run_that_is_interrupted_prints_its_receipt_too(tmp_path: Path) -> Non
     assert receipt.state == "complete"
     assert receipt.work.steps >= 20
     assert (receipt.failures, receipt.memory is None) == ((), False)
+
+
+def test_two_ranks_of_torchrun_that_are_interrupted_print_one_receipt(tmp_path: Path) -> None:
+    script = (
+        "import signal, torch, study\n"
+        # A background job of a shell inherits that SIGINT is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "receipt = study.Receipt(model, optimizer)\n"
+        "def rows():\n"
+        "    while True: yield torch.ones(8, 64)\n"
+        "for number, row in enumerate(receipt.steps(rows())):\n"
+        "    model(row).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "    if number == 20 and torch.distributed.get_rank() == 0: print('trains', flush=True)\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
+    environment = os.environ | ONE_THREAD | {"PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "trains\n"
+        # As a terminal does: to the launcher's group.
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            printed, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    # Python ends by the signal after an uncaught KeyboardInterrupt, and torchrun names it.
+    assert "[rank0]: KeyboardInterrupt" in errors
+    assert errors.rstrip().endswith(f"Process {process.pid} got signal: {signal.SIGINT.value}")
+    assert printed.count("receipt of ") == printed.count("receipt of DDP, 2 ranks on CPU, float32: Linear") == 1
+    assert [path.name for path in tmp_path.glob("*.json")] == ["receipt.json"]
+    receipt = read_receipt(str(tmp_path))
+    assert (receipt.state, receipt.failures, receipt.memory is None) == ("complete", (), False)
+    assert [row.rank for row in receipt.ranks] == [0, 1]
 
 
 def test_a_run_of_few_steps_says_that_nothing_was_measured(tmp_path: Path) -> None:

@@ -71,6 +71,17 @@ def test_what_the_program_has_made_of_the_model_is_seen() -> None:
     assert offloads["zero1"] == (None, None)
 
 
+@pytest.mark.long
+def test_losses_of_a_model_that_inductor_compiles_are_the_same_to_the_last_bit() -> None:
+    for rank in cases("compiled_into_kernels"):
+        losses = rank["compiled_into_kernels"]["losses"]
+        assert losses == rank["compiled_into_kernels"]["losses_without"]
+        assert len(set(losses)) == len(losses) == 7
+    receipt = read_case("compiled_into_kernels", ("compiled_into_kernels",))
+    assert (receipt.failures, receipt.engine.compiled) == ((), True)
+    assert any(line.startswith("single operations of code that is compiled") for line in receipt.unavailable)
+
+
 def test_host_traffic_that_no_core_can_show_is_named() -> None:
     line = "time of host traffic: on CPU ranks the offloaded state is in the memory that computes"
     assert {case for case in CASES if line in read_case(case).unavailable} == {"zero2_cpu", "zero3_cpu"}

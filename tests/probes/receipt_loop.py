@@ -32,6 +32,8 @@ def parse() -> argparse.Namespace:
     # Wide enough for tensors that DeepSpeed swaps to NVMe: of a MiB and more.
     add("--width", type=int, default=128)
     add("--swap_folder", default="")
+    # Larger than any layer, so that logits are told from activations.
+    add("--vocabulary", type=int, default=VOCABULARY)
     # Functions of the receipt that fail on one rank: MODULE.NAME,MODULE.CLASS.NAME.
     add("--breaks", default="")
     # First without a receipt, then with one.
@@ -40,8 +42,8 @@ def parse() -> argparse.Namespace:
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    def __init__(self, count: int, sleep_s: float) -> None:
-        self.rows = torch.randint(VOCABULARY, (count, LENGTH))
+    def __init__(self, count: int, vocabulary: int, sleep_s: float) -> None:
+        self.rows = torch.randint(vocabulary, (count, LENGTH))
         self.sleep_s = sleep_s
 
     def __len__(self) -> int:
@@ -77,7 +79,13 @@ def make_accelerator(accumulation: int, offloads_parameters: bool, swap_folder: 
 
 def make_model(options: argparse.Namespace) -> Any:
     dropout = {f"{name}_pdrop": options.dropout for name in ("attn", "resid", "embd")}
-    sizes = {"n_layer": 2, "n_embd": options.width, "n_head": 4, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+    sizes = {
+        "vocab_size": options.vocabulary,
+        "n_layer": 2,
+        "n_embd": options.width,
+        "n_head": 4,
+        "n_positions": LENGTH,
+    }
     model: Any = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
     if options.checkpoints:
         model.gradient_checkpointing_enable()
@@ -106,7 +114,8 @@ def train(options: argparse.Namespace, accelerator: Accelerator, path: Path | No
     set_seed(7)
     model: Any = make_model(options)
     optimizer: Any = torch.optim.AdamW([it for it in model.parameters() if it.requires_grad], lr=1e-3)
-    rows = Rows(options.steps * options.accumulation * SAMPLES * accelerator.num_processes, options.sleep_s)
+    count = options.steps * options.accumulation * SAMPLES * accelerator.num_processes
+    rows = Rows(count, options.vocabulary, options.sleep_s)
     loader: Any = torch.utils.data.DataLoader(rows, batch_size=SAMPLES)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()

@@ -19,6 +19,7 @@ from study.receipt.document import (
     CollectiveTraffic,
     EngineFacts,
     Fault,
+    ForecastRow,
     ModelFacts,
     OwnCost,
     PeakFacts,
@@ -240,6 +241,96 @@ def test_a_prediction_stands_beside_what_was_measured_and_a_difference_is_named(
     assert "OUTSIDE of its stated error: measured is 2 times the prediction" in page
 
 
+def make_gpu_receipt(moment: str = "in the backward pass", **parts: int | None) -> ReceiptDocument:
+    """Return the receipt of DDP on an H200 with its activations split as today; None: without this part."""
+    receipt = read_receipt(str(RECEIPTS / "cuda_ddp.json"))
+    assert receipt.memory is not None
+    # Three tensors of logits in fp32, as its prediction has them.
+    logits = 3 * 4 * 8 * 512 * 50257
+    split = receipt.memory.parts | {"activations": receipt.memory.parts["activations"] - logits, "logits": logits}
+    changed = {part: count for part, count in (split | parts).items() if count is not None}
+    memory = receipt.memory.model_copy(update={"moment": moment, "parts": changed})
+    receipt = receipt.model_copy(update={"memory": memory})
+    return receipt.model_copy(update={"forecast": make_forecast(receipt)})
+
+
+def test_a_prediction_of_each_part_stands_beside_it() -> None:
+    receipt = make_gpu_receipt()
+    parts = {row.figure: row for row in receipt.forecast.parts}
+    assert set(parts) == {"memory: buckets", "memory: activations", "memory: logits", "tokens/s"}
+    for figure in ("memory: buckets", "memory: activations", "memory: logits"):
+        assert parts[figure].predicted == pytest.approx(parts[figure].measured, rel=0.03), figure
+    assert (parts["tokens/s"].unit, parts["tokens/s"].is_outside) == ("tokens/s", False)
+    lines = receipt_lines(receipt, "r")
+    logits = next(line for line in lines if line.startswith("  logits"))
+    assert logits.split()[1:3] == ["2.30", "GiB"]
+    assert logits.endswith("(predicted 2.30 GiB)")
+    assert "93,542 tokens/s of all ranks (predicted 112," in " ".join(lines)
+    assert len(lines) <= HEIGHT
+    assert max(map(len, lines)) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moment": "in the optimizer step"},
+        {"moment": "in the forward pass"},
+        # A receipt from before logits were a part, and later moments of the backward pass.
+        {"logits": None},
+        {"logits": 0},
+        {"gradients": 470 * MIB},
+    ],
+)
+def test_a_part_of_another_moment_has_no_prediction(changes: dict[str, Any]) -> None:
+    assert {row.figure for row in make_gpu_receipt(**changes).forecast.parts} == {"tokens/s"}
+
+
+def test_gathered_parameters_and_buckets_have_one_prediction() -> None:
+    receipt = make_gpu_receipt(buckets=173 * MIB, gathered=300 * MIB)
+    row = next(row for row in receipt.forecast.parts if row.figure == "memory: gathered and buckets")
+    assert row.measured == 473 * MIB
+    line = next(line for line in receipt_lines(receipt, "r") if line.startswith("  gathered"))
+    assert line.endswith("(predicted 473.20 MiB with buckets)")
+
+
+def test_bytes_of_each_collective_stand_beside_their_prediction() -> None:
+    traffic = {
+        kind: CollectiveTraffic(calls=3, payload_bytes=1, ring_bytes=2.0 * PARAMETERS)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    }
+    engine = EngineFacts(
+        engine="fsdp2", ranks=2, optimizer="AdamW", compute_dtype="float32", wrapped_groups=14, root_elements=1
+    )
+    receipt = make_receipt(engine=engine, traffic=traffic)
+    receipt = receipt.model_copy(update={"forecast": make_forecast(receipt)})
+    predicted = {row.figure: row.predicted for row in receipt.forecast.parts}
+    # Half of the weights for each pass, and of the gradients; norms have no prediction.
+    assert set(predicted) == {"ring bytes: all_gather", "ring bytes: reduce_scatter"}
+    assert predicted["ring bytes: reduce_scatter"] == pytest.approx(2 * PARAMETERS, rel=0.01)
+    total = next(row for row in receipt.forecast.comparisons if row.figure == "ring bytes of a step")
+    assert sum(predicted.values()) == pytest.approx(total.predicted)
+    page = " ".join(" ".join(receipt_lines(receipt, "r")).split())
+    assert "reduce_scatter 237.35 MiB in 3 (predicted 237.35 MiB)" in page
+
+
+def test_a_receipt_with_everything_fits_one_screen() -> None:
+    receipt = make_gpu_receipt(gathered=300 * MIB, gradients=9 * MIB, other_tensors=100 * MIB)
+    traffic = {
+        kind: CollectiveTraffic(calls=300, payload_bytes=1, ring_bytes=4e11)
+        for kind in ("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter")
+    }
+    parts = dict.fromkeys(("forward", "backward", "communication", "offload", "optimizer", "data", "rest"), 0.1)
+    rows = tuple(ForecastRow(figure=f"ring bytes: {it}", unit="bytes", predicted=4e11, measured=4e11) for it in traffic)
+    forecast = receipt.forecast.model_copy(update={"parts": (*receipt.forecast.parts, *rows)})
+    ranks = tuple(RankFacts(rank=rank, busy_s=0.1 + rank, peak_bytes=rank * MIB) for rank in (1, 2))
+    changes: dict[str, Any] = {"traffic": traffic, "time": TimeFacts(step_s=1.0, steps=9, parts=parts)}
+    changes |= {"forecast": forecast, "ranks": ranks}
+    lines = receipt_lines(receipt.model_copy(update=changes), "receipt.json")
+    assert len(lines) <= HEIGHT
+    assert max(map(len, lines)) <= WIDTH
+    assert "more lines" not in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -399,6 +490,29 @@ def test_the_screen_and_the_table_of_a_gpu_are_those_of_its_receipts() -> None:
     assert screen.splitlines() == receipt_lines(read_receipt(str(REPOSITORY / file)), file)
     assert block_of_docs("table of a GPU").splitlines() == list(gpu_table())
     assert not any(row["equal"] for row in read_gpu_rows().values())
+
+
+def test_the_docs_show_the_logits_of_a_real_run_with_their_prediction() -> None:
+    file = "tests/data/receipts/logits.json"
+    receipt = read_receipt(str(REPOSITORY / file))
+    block = block_of_docs("screen of logits").removeprefix("```text\n").removesuffix("```\n")
+    assert block in "\n".join(receipt_lines(receipt, file))
+    assert make_forecast(receipt) == receipt.forecast
+    assert receipt.memory is not None
+    assert receipt.memory.parts["logits"] == 3 * 4 * 2 * 64 * 8192
+    assert "(predicted 12.00 MiB)" in block
+
+
+def test_the_text_on_the_overhead_has_the_figures_of_its_table() -> None:
+    rows = [line.split("|")[1:-1] for line in block_of_docs("table of the overhead").splitlines()[2:]]
+    assert len(rows) == 4
+    ends = [[float(end) for end in row[3].split(" to ")] for row in rows]
+    assert all(low < 1 < high for low, high in ends)
+    stated = max(float(row[4].strip(" %")) for row in rows)
+    text = " ".join((REPOSITORY / "docs" / "receipt.md").read_text(encoding="utf-8").split())
+    low, high = min(low for low, _ in ends), max(high for _, high in ends)
+    assert f"Each interval includes 1, so no difference is seen; they reach from {low} to {high}." in text
+    assert f"resolves 1 %: it states {stated} % at most." in text
 
 
 def gpu_table() -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,21 @@ from typing import Any
 import pytest
 
 from engines import ROOT
-from study.cli import main
-from study.receipt.contribution import (
+from study.benchmark import command
+from study.benchmark.contributed import (
     FOLDER,
     BenchmarkRow,
+    PredictedRow,
+    contributed_page,
+    predict_contributed,
+    request_of_row,
+)
+from study.cli import main
+from study.config.errors import UserError
+from study.host.memory import GIB
+from study.predictor.memory import predict_memory
+from study.predictor.time import predict_time
+from study.receipt.contribution import (
     check_rows,
     file_name,
     least_state_bytes,
@@ -21,6 +33,7 @@ from study.receipt.contribution import (
     row_text,
 )
 from study.receipt.document import ReceiptDocument, read_receipt, write_receipt
+from study.receipt.forecast import config_case
 
 RECEIPT = "tests/data/receipts/cuda_ddp.json"
 ROWS = sorted((ROOT / FOLDER).iterdir())
@@ -51,6 +64,80 @@ def test_the_rows_of_the_h200_are_those_of_its_receipts(loop: str) -> None:
     name = f"tests/data/receipts/cuda_{loop}.json"
     row = make_row(read_receipt(str(ROOT / name)), name)
     assert (ROOT / FOLDER / file_name(row)).read_text(encoding="utf-8") == row_text(row)
+
+
+@pytest.mark.parametrize("loop", ["plain", "checkpointed", "ddp"])
+def test_a_row_is_predicted_as_its_receipt(loop: str) -> None:
+    name = f"tests/data/receipts/cuda_{loop}.json"
+    receipt = read_receipt(str(ROOT / name))
+    row = make_row(receipt, name)
+    # A row does not have the model's dropout.
+    request = dataclasses.replace(config_case(receipt).request, dropout=False)
+    memory = predict_memory(request)
+    item = next(item for item in predict_contributed() if item.file == file_name(row))
+    assert item.row == row
+    assert item.missing is None
+    assert item.peak_gib == pytest.approx(memory.peak_allocated.value / GIB)
+    assert item.step_s == pytest.approx(predict_time(request, memory).step_s.value)
+    # Peaks of the three rows were predicted within 3 %.
+    assert item.peak_gib == pytest.approx(row.peak_gib, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"strategy": None}, "no strategy of the study has its settings"),
+        ({"strategy": "zero3_tp"}, "no strategy of the study has its settings"),
+        ({"optimizer": "Muon"}, "the predictor does not support Muon"),
+        ({"params": 10**9}, "has no GPT2LMHeadModel of 1,000,000,000 parameters with its sizes"),
+        ({"model_type": None}, "has no GPT2LMHeadModel of 124,046,592 parameters with its sizes"),
+    ],
+)
+def test_a_row_that_is_not_predicted_has_its_reason(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        request_of_row(make_example(**changes))
+
+
+def test_other_models_and_engines_of_rows_are_predicted() -> None:
+    llama = make_example(
+        model_type="llama",
+        layers=2,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        intermediate=128,
+        vocab=256,
+        framework="fsdp1",
+        strategy="fsdp2",
+        gpus=8,
+        weights="bfloat16",
+        params=106816,
+        trained_params=106816,
+    )
+    request = request_of_row(llama)
+    assert (request.shape.parameters, request.shape.tied) == (106816, False)
+    assert (request.precision, request.pure, request.fsdp_version) == ("bf16-engine", True, 1)
+    assert (request.box.ranks, request.box.nodes) == (8, 1)
+    tied = request_of_row(llama.model_copy(update={"params": 90432, "trained_params": 90432, "framework": "fsdp2"}))
+    assert (tied.shape.tied, tied.fsdp_version) == (True, 2)
+
+
+def test_the_benchmark_has_a_table_of_contributed_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "shipped_predictors", lambda _: [])
+    assert main(["benchmark"]) == 0
+    printed = capsys.readouterr().out
+    table = printed[printed.index("contributed ") :].splitlines()
+    assert len([line for line in table if line.startswith("GPT2LMHeadModel 124 M, ")]) == len(ROWS)
+    assert any(line.startswith("GPT2LMHeadModel 124 M, ddp, 8 x 512 x 1  ") for line in table)
+    assert main(["benchmark", "--json"]) == 0
+    contributed = json.loads(capsys.readouterr().out)["contributed"]
+    assert [item["file"] for item in contributed] == [path.name for path in ROWS]
+    assert all(item["predicted_peak_gib"] > 0 and item["row"]["step_s"] > 0 for item in contributed)
+    unknown = PredictedRow("a.json", make_example(), missing="the predictor does not support Muon")
+    assert list(contributed_page([unknown])) == ["a.json is not predicted: the predictor does not support Muon"]
+    assert list(contributed_page([])) == []
 
 
 @pytest.mark.parametrize(
