@@ -504,12 +504,12 @@ def finding_rows(listed: Sequence[Finding]) -> list[tuple[str, str]]:
 
 
 def peak_line(case: ConfigCase) -> str:
-    """Return the peak of a rank, its 90 % bound if peaks are validated there, and its larger parts."""
+    """Return the peak of a rank, its 90 % bound if peaks are validated there, its moment and its larger parts."""
     parts = sorted(case.memory.device_parts.items(), key=lambda part: -part[1])
     peak = ", ".join(f"{part} {rounded(size / GIB)}" for part, size in parts if size > GIB / 20)
     has_bound = (case.memory.process_peak or case.memory.peak_reserved).high is not None
     bound = f" (90 % bound {rounded(device_bytes(case.memory, at_upper=True) / GIB)})" * has_bound
-    return f"peak memory of a rank, {_about(device_bytes(case.memory))}{bound}: {peak}"
+    return f"peak memory of a rank, {_about(device_bytes(case.memory))}{bound}, {case.memory.moment}: {peak}"
 
 
 def cost_rows(setting_costs: Sequence[SettingCost], details: bool) -> list[tuple[str, ...]]:

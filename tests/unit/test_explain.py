@@ -93,7 +93,7 @@ def test_boundaries_of_thresholds_buckets_saving_and_sub_groups(tmp_path: Path) 
         assert [stay in cost.says for cost in costs(case) if cost.key.endswith("offload_optimizer.ratio")] == [True]
 
 
-def test_the_peak_of_a_file_has_the_bound_of_the_same_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_peak_of_a_file_has_the_bound_and_the_moment_of_the_same_request(capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for words in (
         ["explain", str(ROOT / "accelerate_configs/deepspeed/zero2.json")],
@@ -101,8 +101,10 @@ def test_the_peak_of_a_file_has_the_bound_of_the_same_request(capsys: pytest.Cap
     ):
         main([*words, "gpt2-xl", "--hardware", "8xH100", "--precision", "bf16"])
         printed.append(capsys.readouterr().out)
-    ((peak, bound),) = re.findall(r"^peak memory of a rank, (\S+) GiB \(90 % bound (\S+)\): ", printed[0], re.MULTILINE)
+    line = r"^peak memory of a rank, (\S+) GiB \(90 % bound (\S+)\), ([^:]+): "
+    ((peak, bound, moment),) = re.findall(line, printed[0], re.MULTILINE)
     assert f"Fits: {peak} of 78.8 GiB (90 % bound {bound})" in printed[1]
+    assert f"memory of one GPU at its peak, {moment}, GiB" in printed[1]
     assert float(bound) > float(peak)
 
 
