@@ -25,7 +25,7 @@ def fsdp2_facts(model: nn.Module) -> dict[str, Any]:
     ]
     largest = max(groups, key=lambda group: sum(param._orig_size.numel() for param in group.fsdp_params))
     replicas = int(getattr(largest.mesh_info, "replicate_mesh_size", 1))
-    weights = largest.fsdp_params[0].orig_dtype
+    weights = largest.fsdp_params[0].sharded_param.dtype
     casts = largest.mp_policy.param_dtype or weights
     return {
         "strategy": "hsdp" if replicas > 1 else "fsdp2",
