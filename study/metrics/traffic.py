@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +40,8 @@ _KINDS = {
     "send": re.compile(r"^i?send$"),
     "recv": re.compile(r"^i?recv"),
 }
+# Kinds that add up the gradients of the ranks.
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 _BARRIERS = ("c10d::barrier", "c10d::monitored_barrier_")
 # DeepSpeed's operators call collectives that the mode does not see.
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "deepspeed")
@@ -60,6 +62,8 @@ class TrafficWatch(TorchDispatchMode):
         # Ring bytes have the name that they have in records.
         zeros = {"calls": 0, "payload_bytes": 0, "wire_bytes_per_rank": 0.0, "gloo_bytes_per_rank": 0.0}
         self.collectives: defaultdict[str, dict[str, float]] = defaultdict(zeros.copy)
+        # Payload of all reductions by the type of their elements.
+        self.reduced_by_dtype = Counter[str]()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -97,7 +101,12 @@ class TrafficWatch(TorchDispatchMode):
             payload = values[1] if kind in ("reduce_scatter", "all_to_all") else values[0]
         else:
             payload = result if kind == "all_gather" else values[0]
-        count = sum(t.numel() * t.element_size() for t in tree_leaves(payload) if isinstance(t, torch.Tensor))
+        tensors = [leaf for leaf in tree_leaves(payload) if isinstance(leaf, torch.Tensor)]
+        count = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if kind in REDUCTIONS:
+            for tensor in tensors:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                self.reduced_by_dtype[dtype] += tensor.numel() * tensor.element_size()
         counts = self.collectives[kind]
         counts["calls"] += 1
         counts["payload_bytes"] += count

@@ -12,22 +12,26 @@ from typing import Any
 from transformers import TrainerCallback
 
 from study.receipt.session import Receipt
+from study.receipt.wrong_uses import options_of_callback
 
 
 class ReceiptCallback(TrainerCallback):
     """Makes a Receipt when training begins, with these options, and closes it when training ends."""
 
-    def __init__(self, log: Callable[[dict[str, float]], object] | None = None, **options: Any) -> None:
+    def __init__(
+        self, log: Callable[[dict[str, float]], object] | None = None, *arguments: object, **options: Any
+    ) -> None:
         # The Trainer adds its own step.
         self._log = log
-        self._options = options
+        self._arguments, self._options = arguments, options_of_callback(options)
         self.receipt: Receipt | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         log = self._log
-        if log is not None:
-            self._options["log"] = lambda figures, step: log(figures)
-        self.receipt = Receipt(kwargs.get("model"), kwargs.get("optimizer"), **self._options)
+        # The receipt names any other value as a wrong use.
+        wrapped = (lambda figures, step: log(figures)) if callable(log) else log
+        options = {**self._options, "log": wrapped}
+        self.receipt = Receipt(kwargs.get("model"), kwargs.get("optimizer"), *self._arguments, **options)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.receipt is not None:

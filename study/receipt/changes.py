@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from study.advisor.advise import AdviceRequest, candidates
@@ -17,31 +18,59 @@ from study.predictor.calibration import PredictedRun, check_run, make_correction
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request, TrainerSettings
 from study.predictor.time import device_bytes, fits, predict_time
-from study.receipt.document import ReceiptDocument
-from study.receipt.forecast import measured_run
+from study.receipt.document import MeasuredForecast, PredictedChange, PredictedChanges, ReceiptDocument
+from study.receipt.forecast import make_forecast, measured_run
 
 _SHOWN = 3
+_ROUNDING = 1e-6
 
 
-@dataclasses.dataclass(frozen=True)
-class PredictedChange:
-    """One change of a configuration, with its predicted effect."""
+def predict_changes(receipt: ReceiptDocument) -> PredictedChanges:
+    """Return the changes of a receipt, or why there are none."""
+    try:
+        changes = list_changes(receipt)
+    except UserError as refusal:
+        return PredictedChanges(missing=refusal.problem)
+    if changes is None:
+        return PredictedChanges(missing="the time of a step is predicted for GPUs alone")
+    return PredictedChanges(changes=tuple(changes))
 
-    says: str
-    # Over the measured speed, and its interval.
-    speedup: float
-    low: float
-    high: float
-    device_bytes: float
+
+def repeat_prediction(receipt: ReceiptDocument) -> ReceiptDocument:
+    """Return the receipt of a file with the predictions of today's predictor: those in the file may be of an earlier
+    one. They stay if today's needs a package that is not installed."""
+    if receipt.state != "complete":
+        return receipt
+    forecast, stored = make_forecast(receipt), receipt.forecast
+    if forecast.missing is not None and stored.comparisons:
+        return receipt
+    differs = stored != MeasuredForecast() and not _is_same(forecast, stored)
+    changes = predict_changes(receipt) if differs or receipt.changes is None else receipt.changes
+    forecast = forecast.model_copy(update={"differs_from_file": differs})
+    return receipt.model_copy(update={"forecast": forecast, "changes": changes})
+
+
+def _is_same(first: MeasuredForecast, second: MeasuredForecast) -> bool:
+    """Whether two comparisons have the same figures, up to the rounding of another machine."""
+    if len(first.comparisons) != len(second.comparisons):
+        return False
+    return all(
+        row.figure == stored.figure
+        and math.isclose(row.predicted, stored.predicted, rel_tol=_ROUNDING)
+        and math.isclose(row.measured, stored.measured, rel_tol=_ROUNDING)
+        and row.is_outside == stored.is_outside
+        for row, stored in zip(first.comparisons, second.comparisons, strict=True)
+    )
 
 
 def change_lines(receipt: ReceiptDocument) -> Iterator[str]:
-    """Yield the changes as text; nothing if the run cannot be predicted."""
-    try:
-        changes = list_changes(receipt)
-    except UserError:
+    """Yield the changes of a receipt as text."""
+    if receipt.changes is None:
         return
-    if changes is None:
+    changes, missing = receipt.changes.changes, receipt.changes.missing
+    if missing is not None:
+        reason = "there is no prediction" if receipt.forecast.missing is not None else missing
+        yield f"no changes are proposed: {reason}"
         return
     if not changes:
         yield "changes: no other strategy, micro-batch or loss is predicted to be faster beyond its error"
@@ -114,5 +143,9 @@ def _predicted(says: str, request: Request, measured: float) -> PredictedChange 
     if speed.low is None or speed.high is None:
         return None
     return PredictedChange(
-        says, speed.value / measured, speed.low / measured, speed.high / measured, device_bytes(memory)
+        says=says,
+        speedup=speed.value / measured,
+        low=speed.low / measured,
+        high=speed.high / measured,
+        device_bytes=device_bytes(memory),
     )

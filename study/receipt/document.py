@@ -62,12 +62,22 @@ class EngineFacts(Part):
     wrapped_groups: int | None = None
     root_elements: int | None = None
     reshard_after_forward: bool | None = None
+    # FSDP: type of gathered parameters, and of reduced gradients; None: no cast.
+    cast_dtype: str | None = None
+    reduce_dtype: str | None = None
+    # FSDP1: torch's name of its strategy, such as FULL_SHARD; None: another engine, or an older receipt.
+    sharding: str | None = None
+    # FSDP: replicas of the state, each sharded over a part of the ranks.
+    replicas: int = 1
+    # Trained elements by the type of the weights, and the largest such parameter in fp32.
+    trained_elements: dict[str, int] = {}
+    largest_fp32: str | None = None
     # Trained elements that a sharding engine does not shard, and the largest such parameter.
     unsharded_elements: int = 0
     largest_unsharded: str | None = None
     embedding: str | None = None
     embedding_elements: int | None = None
-    # Whether the embedding is in FSDP's outermost group.
+    # Whether the embedding is in FSDP's outermost group, and could be in another.
     embedding_in_root: bool = False
 
     @property
@@ -171,6 +181,14 @@ class StateFacts(Part):
     optimizer: dict[str, int]
 
 
+class HostFacts(Part):
+    """The machine of rank 0."""
+
+    # That this rank may use, and ranks that the launcher has started on the machine.
+    cores: int
+    ranks: int
+
+
 class CollectiveTraffic(Part):
     calls: int
     payload_bytes: int
@@ -233,6 +251,27 @@ class MeasuredForecast(Part):
     parts: tuple[ForecastRow, ...] = ()
     # Why there is no prediction.
     missing: str | None = None
+    # The file has another comparison, of an earlier predictor, which this one replaces.
+    differs_from_file: bool = False
+
+
+class PredictedChange(Part):
+    """One change of a configuration, with its predicted effect."""
+
+    says: str
+    # Over the measured speed, and its interval.
+    speedup: float
+    low: float
+    high: float
+    device_bytes: float
+
+
+class PredictedChanges(Part):
+    """The fastest changes that fit and are faster at both ends of their intervals, calibrated by the run."""
+
+    changes: tuple[PredictedChange, ...] = ()
+    # Why none were predicted.
+    missing: str | None = None
 
 
 class Fault(Part):
@@ -268,9 +307,13 @@ class ReceiptDocument(Part):
     traffic: dict[str, CollectiveTraffic] | None = None
     # Payload of the reductions of gradients in each micro-batch of a step.
     reduced_bytes: tuple[int, ...] = ()
+    # That of all reductions of a step by the type of their elements.
+    reduced_by_dtype: dict[str, int] = {}
     speed: SpeedFacts = SpeedFacts()
     ranks: tuple[RankFacts, ...] = ()
     forecast: MeasuredForecast = MeasuredForecast()
+    # None: a receipt from before they were stored, or without a measured step.
+    changes: PredictedChanges | None = None
     faults: tuple[Fault, ...] = ()
     # Figures that are not measurable here, and failures inside the receipt.
     unavailable: tuple[str, ...] = ()
@@ -278,6 +321,14 @@ class ReceiptDocument(Part):
     cost: OwnCost = OwnCost()
     # None: a receipt from before there were timelines, or no peak was measured.
     timeline: MemoryTimeline | None = None
+    # None: a receipt from before it was read.
+    host: HostFacts | None = None
+
+    @property
+    def counts_bytes_in_use(self) -> bool:
+        """Whether the bytes at the peak were counted: on a CPU before psutil 7.2 they are the sum of the parts."""
+        memory = self.memory
+        return memory is None or self.engine.device != "cpu" or memory.outside_torch_bytes is not None
 
 
 def write_receipt(path: Path, receipt: ReceiptDocument) -> None:

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from study.host.memory import GIB
-from study.receipt.document import MEMORY_PARTS, TIME_PARTS, PeakFacts, ReceiptDocument
+from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ReceiptDocument
+from study.receipt.host_optimizer import read_host_optimizer
 
 _TIME_NAMES = {"data": "data_loading", "communication": "exposed_communication", "offload": "exposed_offload"}
 _NOT_PLAIN = re.compile(r"[^0-9A-Za-z_\-. :/]")
@@ -22,7 +23,14 @@ def list_figures(receipt: ReceiptDocument) -> dict[str, float]:
     """Return the measured figures by name; empty before the measured steps have ended."""
     if receipt.state != "complete":
         return {}
-    rows = (*_memory(receipt.memory), *_time(receipt), *_speed(receipt), *_traffic(receipt))
+    rows = (
+        *_memory(receipt),
+        *_time(receipt),
+        *_speed(receipt),
+        *_traffic(receipt),
+        *_ranks(receipt),
+        *_predicted(receipt),
+    )
     return {name: float(value) for name, value in rows}
 
 
@@ -31,7 +39,8 @@ def plain_names(figures: Mapping[str, float]) -> dict[str, float]:
     return {_NOT_PLAIN.sub("_", name): value for name, value in figures.items()}
 
 
-def _memory(memory: PeakFacts | None) -> Iterator[tuple[str, float]]:
+def _memory(receipt: ReceiptDocument) -> Iterator[tuple[str, float]]:
+    memory = receipt.memory
     if memory is None:
         return
     yield "memory/max_active(GiB)", memory.total_bytes / GIB
@@ -41,7 +50,13 @@ def _memory(memory: PeakFacts | None) -> Iterator[tuple[str, float]]:
         yield "memory/max_allocated (GiB)", memory.allocator_peak_bytes / GIB
     for part in MEMORY_PARTS:
         yield f"memory/{part}(GiB)", memory.parts.get(part, 0) / GIB
-    yield "memory/attributed(%)", 100 * memory.attributed
+        if on_host := memory.offloaded_bytes(part):
+            yield f"memory/offloaded_{part}(GiB)", on_host / GIB
+    if memory.outside_torch_bytes is not None:
+        name = "heap_without_tensors" if receipt.engine.device == "cpu" else "outside_torch"
+        yield f"memory/{name}(GiB)", memory.outside_torch_bytes / GIB
+    if receipt.counts_bytes_in_use:
+        yield "memory/attributed(%)", 100 * memory.attributed
     yield "memory/process_peak(GiB)", memory.process_peak_bytes / GIB
 
 
@@ -50,6 +65,8 @@ def _time(receipt: ReceiptDocument) -> Iterator[tuple[str, float]]:
     if times.step_s is not None:
         yield "time_metrics/end_to_end(s)", times.step_s
     yield from _time_parts(times.parts)
+    if (host := read_host_optimizer(receipt)) is not None:
+        yield "host_optimizer(GB/s)", host.gb_per_s
 
 
 def _time_parts(parts: Mapping[str, float]) -> Iterable[tuple[str, float]]:
@@ -77,3 +94,27 @@ def _traffic(receipt: ReceiptDocument) -> Iterator[tuple[str, float]]:
     for kind, row in sorted((receipt.traffic or {}).items()):
         if row.payload_bytes:
             yield f"communication/{kind}(GiB)", row.ring_bytes / GIB
+
+
+def _ranks(receipt: ReceiptDocument) -> Iterator[tuple[str, float]]:
+    """Yield the slowest and the fullest of several ranks, once all have answered."""
+    if len(receipt.ranks) < max(2, receipt.engine.ranks):
+        return
+    for name, unit, factor, figures in (
+        ("slowest", "busy(s)", 1.0, {row.rank: row.busy_s for row in receipt.ranks}),
+        ("fullest", "peak(GiB)", 1 / GIB, {row.rank: row.peak_bytes for row in receipt.ranks}),
+    ):
+        values = {rank: value for rank, value in figures.items() if value is not None}
+        if values:
+            rank = max(values, key=values.__getitem__)
+            yield f"ranks/{name}", rank
+            yield f"ranks/{name}_{unit}", values[rank] * factor
+
+
+def _predicted(receipt: ReceiptDocument) -> Iterator[tuple[str, float]]:
+    for row in receipt.forecast.comparisons:
+        figure = row.figure.replace(" ", "_")
+        if row.unit == "s":
+            yield f"predicted/{figure}(s)", row.predicted
+        else:
+            yield f"predicted/{figure}(GiB)", row.predicted / GIB

@@ -120,6 +120,7 @@ def config_case(receipt: ReceiptDocument) -> ConfigCase:
     case = resolve(settings_file(engine), shape, engine.ranks, program, _box(engine))
     request = dataclasses.replace(
         case.request,
+        strategy=_with_replicas(case.request.strategy, engine),
         **_precision(engine, case.request),
         **_wrapping(receipt, shape),
         keeps_outputs=bool(receipt.memory is not None and receipt.memory.kept_output_bytes),
@@ -140,8 +141,11 @@ def settings_file(engine: EngineFacts) -> UserFile:
         version = 2 if engine.engine == "fsdp2" else 1
         # Whether layers are wrapped is read from the groups (_wrapping).
         fsdp: dict[str, Any] = {"fsdp_version": version, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        fsdp["fsdp_offload_params"] = engine.offload_param == "cpu"
         if version == 2:
             fsdp["fsdp_reshard_after_forward"] = engine.reshard_after_forward is not False
+        elif engine.sharding is not None:
+            fsdp["fsdp_sharding_strategy"] = engine.sharding
         return UserFile(_FILE, "accelerate", "FSDP", None, (), fsdp=fsdp)
     return UserFile(_FILE, "accelerate", "MULTI_GPU" if engine.engine == "ddp" else "NO", None, ())
 
@@ -172,13 +176,29 @@ def _box(engine: EngineFacts) -> Hardware:
     return box_from_device_name(engine.device, engine.ranks, nodes if engine.ranks % nodes == 0 else 1)
 
 
+def _with_replicas(strategy: Strategy, engine: EngineFacts) -> Strategy:
+    """Return a strategy of FSDP with the replicas of the live engine."""
+    if engine.replicas == 1 or not strategy.is_fsdp:
+        return strategy
+    mesh = (engine.replicas, engine.ranks // engine.replicas)
+    return dataclasses.replace(strategy, mesh=mesh, custom_settings={"mesh": mesh})
+
+
 def _precision(engine: EngineFacts, request: Request) -> dict[str, Any]:
-    """Return the precision of the request: products and weights as they were seen."""
+    """Return the precision of the request: products and weights as they were seen, and FSDP's casts as it has them."""
     computes = PRECISIONS.get(engine.compute_dtype or engine.param_dtype, "fp32")
     weights = PRECISIONS.get(engine.param_dtype, "fp32")
+    casts = PRECISIONS.get(engine.cast_dtype or engine.param_dtype, "fp32")
+    reduces = PRECISIONS.get(engine.reduce_dtype or "", casts)
+    if reduces not in ("fp32", casts) or weights not in ("fp32", casts):
+        problem = f"weights in {weights} that FSDP gathers in {casts} and reduces in {reduces} are not predicted"
+        raise UserError(problem, "give MixedPrecisionPolicy one type")
+    in_fp32 = {"fsdp_reduces_fp32": casts != "fp32" and reduces == "fp32"}
     if weights != "fp32":
-        return {"precision": cast(Precision, f"{weights}-engine"), "pure": engine.engine != "deepspeed"}
-    # Without DeepSpeed, autocast is assumed: FSDP's own casts are not seen.
+        return {"precision": cast(Precision, f"{weights}-engine"), "pure": engine.engine != "deepspeed", **in_fp32}
+    if casts != "fp32":
+        return {"precision": cast(Precision, casts), "pure": False, "autocast": False, **in_fp32}
+    # What FSDP does not cast, autocast does.
     return {"precision": cast(Precision, computes), "pure": False, "autocast": True}
 
 
@@ -209,7 +229,7 @@ def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow
             yield _exact(figure, predicted, measured)
     if receipt.traffic is not None:
         yield _exact("ring bytes of a step", sent_bytes(request), sum(it.ring_bytes for it in receipt.traffic.values()))
-    if receipt.memory is not None and not _has_empty_bucket(request):
+    if receipt.memory is not None and not _measures_other_bytes(request):
         total, other_bytes = receipt.memory.total_bytes, receipt.memory.parts.get("other_tensors", 0)
         if other_bytes < _OTHER_FRACTION * total:
             yield _compared("peak of tensors", "bytes", memory.peak_allocated, total)
@@ -219,17 +239,17 @@ def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow
         yield _compared("step", "s", predict_time(request, memory).step_s, receipt.time.step_s)
 
 
-def _has_empty_bucket(request: Request) -> bool:
-    """Whether most of DeepSpeed's bucket is memory that nothing writes to, as on a CPU: a prediction counts used
-    memory."""
-    return request.box.is_cpu_only and bool(request.strategy.zero_stage)
+def _measures_other_bytes(request: Request) -> bool:
+    """Whether a CPU's measured memory has bytes that a prediction does not count: most of DeepSpeed's bucket, which
+    nothing writes to, or state that FSDP offloads."""
+    return request.box.is_cpu_only and (bool(request.strategy.zero_stage) or request.fsdp_offloads)
 
 
 def _compare_parts(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow]:
     """Yield predictions of measured parts, with the names of `study receipt a.json b.json`. They state no error, but
     for tokens/s."""
     memory = predict_memory(request)
-    if receipt.memory is not None and not _has_empty_bucket(request):
+    if receipt.memory is not None and not _measures_other_bytes(request):
         yield from _compare_peaks(receipt.memory, memory)
     for kind, predicted in sorted(sent_by_collective(request).items()):
         if (measured := (receipt.traffic or {}).get(kind)) is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from study.receipt.failures import print_notice
 from study.receipt.session import Receipt
+from study.receipt.wrong_uses import options_of_callback
 
 
 def _lightning_callback() -> Any:
@@ -23,8 +24,8 @@ class LightningReceiptCallback(_lightning_callback()):  # type: ignore[misc]  # 
     With `log=True` the figures also go to the Trainer's loggers.
     """
 
-    def __init__(self, *, log: bool = False, **options: Any) -> None:
-        self._log, self._options = log, options
+    def __init__(self, *arguments: object, log: bool = False, **options: Any) -> None:
+        self._log, self._arguments, self._options = log, arguments, options_of_callback(options)
         self.receipt: Receipt | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -35,7 +36,7 @@ class LightningReceiptCallback(_lightning_callback()):  # type: ignore[misc]  # 
         # Of DDP, FSDP or DeepSpeed; without one, the LightningModule.
         model = trainer.strategy.model
         optimizer = trainer.optimizers[0] if trainer.optimizers else None
-        self.receipt = Receipt(model, optimizer, **self._options)
+        self.receipt = Receipt(model, optimizer, *self._arguments, **self._options)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.receipt is not None:

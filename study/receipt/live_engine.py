@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from study.engine.audit import dtype_name, read_deepspeed, read_fsdp
-from study.metrics.inventory import dtensor_type, fsdp_groups, fsdp_state_groups
+from study.engine.audit import dtype_name, read_deepspeed
+from study.metrics.inventory import dtensor_type, fsdp_groups
 from study.metrics.state import base_optimizer, find_quant_states, fsdp1_parameters
 from study.receipt.document import Engine, EngineFacts, ModelFacts
+from study.receipt.live_fsdp import fsdp1_facts, fsdp2_facts, is_in_fsdp1_root, is_in_fsdp2_root
 from study.workloads.architecture import find_adapters
 
 # Names of the study's strategies by stage and offloads.
@@ -205,52 +207,35 @@ def read_facts(model: Any, optimizer: Any) -> EngineFacts:
             "strategy": _STRATEGIES.get((live["zero_stage"], *offloads)),
         }
     elif kind == "fsdp2":
-        facts |= _fsdp2_facts(getattr(model, "_orig_mod", model))
+        facts |= fsdp2_facts(getattr(model, "_orig_mod", model))
     elif kind == "fsdp1":
-        flats = fsdp1_parameters(getattr(model, "_orig_mod", model))
-        facts |= {"wrapped_groups": len(flats), "root_elements": _elements_of_flat(flats[0])}
-    facts |= _embedding_facts(inner, kind)
+        facts |= fsdp1_facts(getattr(model, "_orig_mod", model))
+    facts |= _embedding_facts(model, inner, kind) | _types_of_gradients(inner)
     return EngineFacts(**facts)
 
 
-def _fsdp2_facts(model: nn.Module) -> dict[str, Any]:
-    live = read_fsdp(model)
-    groups = list(dict.fromkeys(fsdp_groups(model)))
-    sizes = [param._orig_size.numel() for group in _outermost(model) for param in group.fsdp_params]
-    gathered = {id(getattr(param, "_unsharded_param", None)) for group in groups for param in group.fsdp_params}
-    # Parameters that no call of fully_shard has reached are plain tensors, equal on all ranks at first.
-    plain = [
-        (name, parameter.numel())
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not isinstance(parameter, dtensor_type()) and id(parameter) not in gathered
-    ]
-    return {
-        "wrapped_groups": live.get("fsdp_groups"),
-        "root_elements": sum(sizes) if len(groups) > 1 else None,
-        "reshard_after_forward": live.get("fsdp_reshard_after_forward"),
-        "unsharded_elements": sum(size for _, size in plain),
-        "largest_unsharded": max(plain, key=lambda row: row[1])[0] if plain else None,
-        "gradient_checkpointing": bool(live.get("fsdp_activation_checkpointing")),
-    }
-
-
-def _embedding_facts(inner: nn.Module, kind: Engine) -> dict[str, Any]:
-    """Return the largest embedding, and whether it is in FSDP2's outermost group with others wrapped apart."""
+def _embedding_facts(model: Any, inner: nn.Module, kind: Engine) -> dict[str, Any]:
+    """Return the largest embedding, and whether it is in FSDP's outermost group with others wrapped apart."""
     embeddings = [(name, module) for name, module in inner.named_modules() if isinstance(module, nn.Embedding)]
     if not embeddings:
         return {}
     name, module = max(embeddings, key=lambda row: row[1].num_embeddings * row[1].embedding_dim)
-    facts = {"embedding": name, "embedding_elements": module.num_embeddings * module.embedding_dim}
-    if kind == "fsdp2":
-        modules = {id(param._module_info.module) for group in _outermost(inner) for param in group.fsdp_params}
-        facts["embedding_in_root"] = len(set(fsdp_groups(inner))) > 1 and id(module) in modules
-    return facts
+    is_in_root = {"fsdp1": is_in_fsdp1_root, "fsdp2": is_in_fsdp2_root}.get(kind)
+    return {
+        "embedding": name.replace("_fsdp_wrapped_module.", ""),
+        "embedding_elements": module.num_embeddings * module.embedding_dim,
+        "embedding_in_root": is_in_root is not None and is_in_root(getattr(model, "_orig_mod", model), module),
+    }
 
 
-def _outermost(model: nn.Module) -> list[Any]:
-    """Return FSDP2's groups of the model itself, for parameters that no inner group wraps."""
-    find_state = getattr(model, "_get_fsdp_state", None)
-    return [] if find_state is None else fsdp_state_groups(find_state())
+def _types_of_gradients(inner: nn.Module) -> dict[str, Any]:
+    """Return the trained elements by type, and the largest such parameter in fp32."""
+    trained = [(name, parameter) for name, parameter in inner.named_parameters() if parameter.requires_grad]
+    elements = Counter[str]()
+    for _, parameter in trained:
+        elements[dtype_name(parameter.dtype)] += _elements(parameter)
+    in_fp32 = [(_elements(parameter), name) for name, parameter in trained if parameter.dtype == torch.float32]
+    return {"trained_elements": dict(elements), "largest_fp32": max(in_fp32)[1] if in_fp32 else None}
 
 
 def _whole_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -265,20 +250,21 @@ def _whole_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _elements(parameter: Any) -> int:
     """Return the elements of a whole parameter, whichever part this rank has."""
     if hasattr(parameter, "_unpadded_unsharded_size"):
-        return _elements_of_flat(parameter)
+        return int(parameter._unpadded_unsharded_size.numel())
     if (state := getattr(parameter, "quant_state", None)) is not None:
         # Two of its elements are in one byte.
         return math.prod(state.shape)
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _elements_of_flat(flat: Any) -> int:
-    return int(flat._unpadded_unsharded_size.numel())
-
-
 def _is_checkpointing(model: nn.Module) -> bool:
-    """Whether a layer of transformers recomputes its activations; their own property warns that it is renamed."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    """Whether a layer recomputes its activations, by transformers' flag or by torch's wrapper; transformers' own
+    property warns that it is renamed."""
+    return any(getattr(module, "gradient_checkpointing", False) or _is_wrapper(module) for module in model.modules())
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return any(kind.__name__ == "ActivationWrapper" for kind in type(module).__mro__)
 
 
 def _class_name(model: nn.Module) -> str:

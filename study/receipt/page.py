@@ -9,6 +9,7 @@ from study.config.text import rounded_seconds
 from study.receipt.changes import change_lines
 from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ForecastRow, ReceiptDocument
 from study.receipt.failures import WRONG_USE
+from study.receipt.host_optimizer import read_host_optimizer
 
 WIDTH, HEIGHT = 100, 40
 _BAR = 30
@@ -51,6 +52,7 @@ def _lines(receipt: ReceiptDocument, name: str) -> Iterator[str]:
     yield from _speed(receipt)
     yield from _ranks(receipt)
     yield from _forecast(receipt)
+    yield from _host_optimizer(receipt)
     yield from change_lines(receipt)
     if receipt.unavailable:
         yield f"not available: {'; '.join(receipt.unavailable)}"
@@ -99,10 +101,8 @@ def _memory(receipt: ReceiptDocument) -> Iterator[str]:
     memory = receipt.memory
     if memory is None:
         return
-    yield (
-        f"peak memory of rank 0, {memory.moment}: {size(memory.total_bytes)} of tensors,"
-        f" {memory.attributed:.1%} attributed"
-    )
+    attributed = f", {memory.attributed:.1%} attributed" if receipt.counts_bytes_in_use else ""
+    yield f"peak memory of rank 0, {memory.moment}: {size(memory.total_bytes)} of tensors{attributed}"
     largest = max(memory.parts.values(), default=0)
     for part in MEMORY_PARTS:
         count, on_host = memory.parts.get(part, 0), memory.offloaded_bytes(part)
@@ -203,7 +203,8 @@ def _forecast(receipt: ReceiptDocument) -> Iterator[str]:
     if forecast.missing is not None:
         yield f"no prediction: {forecast.missing}"
     if forecast.comparisons:
-        yield "predicted and measured:"
+        repeated = " again (the file has an earlier prediction)" if forecast.differs_from_file else ""
+        yield f"predicted{repeated} and measured:"
     for row in (*forecast.comparisons, *(row for row in forecast.parts if row.is_outside)):
         yield f"  {row.figure:<22}{_figure(row, row.predicted):>12} {_figure(row, row.measured):>12}  {_judged(row)}"
 
@@ -227,6 +228,13 @@ def _figure(row: ForecastRow, value: float) -> str:
     if row.unit == "tokens/s":
         return f"{value:,.0f}"
     return rounded_seconds(value) if row.unit == "s" else size(value)
+
+
+def _host_optimizer(receipt: ReceiptDocument) -> Iterator[str]:
+    host = read_host_optimizer(receipt)
+    if host is not None:
+        rate = f"{size(host.moved_bytes)} in {rounded_seconds(host.step_s)}, {host.gb_per_s:.3g} GB/s"
+        yield f"Adam on the host: {rate}; this machine has {host.cores} cores for {host.ranks} ranks"
 
 
 def _cost(receipt: ReceiptDocument) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from study.metrics.inventory import bytes_in_use, dtensor_type, live_tensors
 from study.metrics.state import GATHERED, MODEL_BUFFERS, REDUCER_BUCKETS, StateWatch, claim_model_state
-from study.metrics.traffic import TrafficWatch
+from study.metrics.traffic import REDUCTIONS, TrafficWatch
 from study.receipt.document import MEMORY_PARTS
 from study.receipt.failures import Failures
 from study.receipt.live_engine import find_core, find_groups, find_inner
@@ -40,7 +40,6 @@ _GROWTH = 0.01
 _SETTLED_AFTER_S = 0.02
 _UNOWNED_FRACTION, _UNOWNED_BYTES = 0.03, 2**18
 _MAX_WAITS = 50
-_REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
 class GuardedTraffic(TrafficWatch):
@@ -57,7 +56,7 @@ class GuardedTraffic(TrafficWatch):
     @property
     def reduced_bytes(self) -> int:
         """Payload of the reductions so far; the norm of gradients and a loss are a few bytes."""
-        return int(sum(self.collectives[kind]["payload_bytes"] for kind in _REDUCTIONS if kind in self.collectives))
+        return int(sum(self.collectives[kind]["payload_bytes"] for kind in REDUCTIONS if kind in self.collectives))
 
 
 class GuardedState(StateWatch):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
 import resource
 import statistics
 import sys
@@ -22,20 +23,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from study import __version__
 from study.host.folders import resolve_path
+from study.host.memory import available_cores
 from study.host.stacks import package_version
 from study.metrics.clock import StepClock, nvml_handle
+from study.metrics.inventory import bytes_in_use
 from study.metrics.state import base_optimizer
 from study.predictor.hardware import mfu
 from study.receipt import live_engine
+from study.receipt.changes import predict_changes
 from study.receipt.document import (
     PRECISIONS,
     CollectiveTime,
     CollectiveTraffic,
     EngineFacts,
+    HostFacts,
+    MeasuredForecast,
     ModelFacts,
     OwnCost,
     PeakFacts,
@@ -50,7 +57,7 @@ from study.receipt.document import (
 from study.receipt.exchange import Exchange
 from study.receipt.exposure import OFFLOAD_KINDS, Exposure, ExposureProfiler
 from study.receipt.failures import Failures, WrongUse, print_notice
-from study.receipt.faults import find_faults
+from study.receipt.faults import find_faults, matrix_gap
 from study.receipt.figures import list_figures
 from study.receipt.forecast import make_forecast
 from study.receipt.mine_record import is_recording
@@ -63,6 +70,7 @@ from study.receipt.wrong_uses import (
     ModuleWatch,
     check_engine,
     check_optimizer,
+    check_options,
     describe_error,
     error_of_the_program,
     has_receipt,
@@ -79,6 +87,8 @@ _FLUSH_EVERY = 256
 # Disturbed steps that are measured again.
 _MAX_EXTRA_STEPS = 20
 _WAIT_FOR_RANKS_S = 5.0
+# Before the figures of rank 0 are logged: the others end the same step.
+_WAIT_FOR_LOG_S = 1.0
 # Steps after the measured ones at which rank 0 looks for the figures of other ranks, and at each power of two after it.
 _FIRST_LOOK = 16
 _PACKAGES = ("torch", "deepspeed", "accelerate", "transformers", "peft", "trl")
@@ -96,16 +106,19 @@ class Receipt:
 
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         optimizer: Any = None,
-        *,
+        *arguments: object,
         path: str | Path = "receipt.json",
         after: int = 5,
         steps: int = 5,
         quiet: bool = False,
         log: Callable[..., object] | None = None,
+        **unknown: object,
     ) -> None:
         self._failures = Failures()
+        # A TypeError of Python would end the program.
+        self._wrong_options = (*map(repr, arguments), *unknown)
         self._log = log
         self._last_figures: dict[str, float] = {}
         # In the program of `study verify --mine` it compares steps with plain training, and measures nothing.
@@ -166,6 +179,9 @@ class Receipt:
     def _prepare(self, model: Any, optimizer: Any) -> None:
         # First, since rank 0 alone writes, wrong uses included.
         self._exchange = Exchange()
+        check_options(self._wrong_options)
+        if self._log is not None and not callable(self._log):
+            raise WrongUse(f"log is {self._log!r}; give it a function, such as accelerator.log")
         if not isinstance(model, nn.Module):
             raise WrongUse(f"the model is a {type(model).__name__}; give Receipt the model that is trained")
         if optimizer is not None and not hasattr(optimizer, "step"):
@@ -445,7 +461,7 @@ class Receipt:
         with self._failures.caught("publishing to rank 0"):
             assert self._exchange is not None
             self._exchange.publish(self._rank_facts().model_dump(mode="json"))
-        self._collect()
+        self._collect(_WAIT_FOR_LOG_S if self._log is not None else 0.0)
         if self._is_first:
             with self._failures.caught("writing the receipt"):
                 self._write(self.document(judges=False))
@@ -457,7 +473,16 @@ class Receipt:
         """Return the figures for a tracker by name; empty before the measured steps have ended."""
         if self._is_closed or self._state_of_run != "complete":
             return dict(self._last_figures)
-        return list_figures(self.document(judges=False))
+        receipt = self.document(judges=False)
+        if self._is_first:
+            receipt = receipt.model_copy(update={"forecast": self._forecast(receipt)})
+        return list_figures(receipt)
+
+    def _forecast(self, receipt: ReceiptDocument) -> MeasuredForecast:
+        """Return the predicted figures next to the measured ones."""
+        with self._failures.caught("asking the predictor"):
+            return make_forecast(receipt)
+        return MeasuredForecast()
 
     def _collect(self, wait_s: float = 0.0) -> None:
         if self._exchange is not None and self._is_first:
@@ -537,7 +562,8 @@ class Receipt:
         peak = self._peak
         if peak is None or not peak.parts:
             return None
-        outside: int | None = peak.outside_bytes
+        # Without a meter of the heap the total is the sum of the parts.
+        outside = peak.outside_bytes if bytes_in_use(self._device) is not None else None
         allocator_peak = None
         if self._device.type == "cuda":
             outside = _outside_torch(self._device)
@@ -610,11 +636,13 @@ class Receipt:
             update["memory"] = self._memory()
             if self._peak is not None and self._peak.parts:
                 update["timeline"] = self._peak.log.timeline
+            update["host"] = HostFacts(cores=available_cores(), ranks=_ranks_of_this_machine())
             if self._state is not None and self._state.report is not None:
                 update["model_state"] = StateFacts(**self._state.report["state_bytes"])
         with self._failures.caught("reading communication"):
             if self._traffic is not None and self._traffic.world_size > 1:
                 update["traffic"] = self._traffic_facts()
+                update["reduced_by_dtype"] = dict(self._traffic.reduced_by_dtype)
                 ends = [0, *self._reduced]
                 update["reduced_bytes"] = tuple(end - begin for begin, end in itertools.pairwise(ends))
         with self._failures.caught("computing the speed"):
@@ -625,8 +653,9 @@ class Receipt:
         receipt = receipt.model_copy(update=update)
         receipt = receipt.model_copy(update={"unavailable": tuple(self._unavailable(receipt))})
         if judges and self._state_of_run == "complete":
-            with self._failures.caught("asking the predictor"):
-                receipt = receipt.model_copy(update={"forecast": make_forecast(receipt)})
+            receipt = receipt.model_copy(update={"forecast": self._forecast(receipt)})
+            with self._failures.caught("predicting changes"):
+                receipt = receipt.model_copy(update={"changes": predict_changes(receipt)})
             with self._failures.caught("looking for faults"):
                 receipt = receipt.model_copy(update={"faults": tuple(find_faults(receipt))})
         return receipt.model_copy(update={"failures": tuple(self._failures.texts)})
@@ -636,6 +665,8 @@ class Receipt:
         if receipt.state != "complete":
             yield f"memory, communication and parts of time: {self._cause_of_end}"
             return
+        if not receipt.counts_bytes_in_use:
+            yield "bytes that no part has: psutil before 7.2 counts no heap, and the peak is the sum of its parts"
         if receipt.engine.device == "cpu":
             yield "the allocator's slack: malloc's free blocks are not counted on a CPU"
         elif receipt.memory is not None and receipt.memory.outside_torch_bytes is None:
@@ -644,6 +675,8 @@ class Receipt:
             yield "time of host traffic: on CPU ranks the offloaded state is in the memory that computes"
         if receipt.engine.compiled:
             yield "single operations of code that is compiled into one kernel: its activations and FLOPs"
+        if (gap := matrix_gap(receipt.engine)) is not None:
+            yield f"its own row in the matrix of releases: {gap} is not in it; faults of the stage are looked for"
         if receipt.work.micro_batches is None:
             yield "micro-batches and tokens: no forward pass of the model was seen"
         if missing := receipt.engine.ranks - len(receipt.ranks):
@@ -702,7 +735,7 @@ class Receipt:
             # In a program's `finally`.
             self._left_by = describe_error(error)
         with self._failures.caught("keeping the figures"):
-            self._last_figures = self.figures()
+            self._last_figures = list_figures(self.document(judges=False))
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
         is_complete = self._state_of_run == "complete"
@@ -730,6 +763,7 @@ class Receipt:
             except KeyboardInterrupt:
                 # A second Ctrl-C: without the prediction, which may trace a model.
                 receipt = self.document(judges=False)
+            self._last_figures = list_figures(receipt)
             if not self._quiet:
                 print("\n".join(receipt_lines(receipt, str(self._path))), flush=True)
             self._write(receipt)
@@ -740,6 +774,12 @@ class Receipt:
 def _process_peak() -> int:
     """Return the peak of the process's resident memory since it began."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _ranks_of_this_machine() -> int:
+    """Return the number of ranks that the launcher has started here; without one, that of all ranks."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
 
 
 def _outside_torch(device: torch.device) -> int | None:

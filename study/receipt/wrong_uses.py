@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from study.config.errors import first_line, replace_unprintable
+from study.config.errors import did_you_mean, first_line, replace_unprintable
 from study.metrics.state import base_optimizer
 from study.receipt.document import Engine
-from study.receipt.failures import WrongUse
+from study.receipt.failures import WRONG_USE, WrongUse, print_notice
 from study.receipt.live_engine import find_engine, find_inner, find_kind
 
 # Models with a receipt that is not closed.
@@ -19,6 +20,27 @@ _measured: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 NESTED = "step() is inside of steps() or of another step(): the inner one counts; remove the other"
 TWICE = "another receipt measures this model, and has its figures: close() it before you make a second one"
+
+
+OPTIONS = ("path", "after", "steps", "quiet", "log")
+# A trainer gives these to its callback.
+_OF_THE_TRAINER = ("model", "optimizer")
+
+
+def check_options(wrong: Sequence[str]) -> None:
+    """Raise WrongUse if a receipt has got options that it does not have."""
+    if wrong:
+        guess = did_you_mean(wrong[0], OPTIONS)
+        raise WrongUse(f"a receipt has no option {wrong[0][:60]}: {guess}its options are {', '.join(OPTIONS)}")
+
+
+def options_of_callback(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a callback without model and optimizer, which have no effect; a notice names them."""
+    for name in _OF_THE_TRAINER:
+        if name in options:
+            cause = f"the callback takes the {name} of its trainer: leave {name} out"
+            print_notice(f"{WRONG_USE}: {cause}; training goes on")
+    return {name: value for name, value in options.items() if name not in _OF_THE_TRAINER}
 
 
 def has_receipt(model: Any) -> bool:

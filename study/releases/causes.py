@@ -133,12 +133,12 @@ def find_races(
     )
 
 
-def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause]:
-    """Return the causes that affect a stack with AdamW, without those that a GPU hides if `on_gpu`."""
+def known_faults(versions: Mapping[str, str | None], on_gpu: bool, optimizer: str = "adamw") -> list[Cause]:
+    """Return the causes that affect a stack, without those that a GPU hides if `on_gpu`; with Muon also its own."""
     return [
         cause
         for cause in read_causes()
-        if cause.optimizer == "adamw" and cause.is_in(versions) and not (on_gpu and cause.gpu == "hidden")
+        if cause.optimizer in ("adamw", optimizer) and cause.is_in(versions) and not (on_gpu and cause.gpu == "hidden")
     ]
 
 

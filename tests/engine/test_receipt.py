@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 import torch.utils._python_dispatch
@@ -29,6 +30,7 @@ from forked import fork_ranks, fork_script
 from study.metrics.inventory import bytes_in_use
 from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ReceiptDocument, read_receipt
 from study.receipt.failures import Failures
+from study.receipt.figures import list_figures
 from study.receipt.page import HEIGHT, WIDTH, receipt_lines
 from study.receipt.peak import PeakWatch, find_vocabulary
 from study.receipt.timing import PartTimer
@@ -413,6 +415,25 @@ def test_a_failure_inside_is_listed_and_training_goes_on(
     assert (torch.autograd.backward, _BaseDataLoaderIter.__next__) == (backward, load)
 
 
+def test_a_peak_that_is_the_sum_of_its_parts_is_not_called_attributed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause = "bytes that no part has: psutil before 7.2"
+    if bytes_in_use(CPU) is not None:
+        train_in_process(tmp_path / "counted.json")
+        counted = read_receipt(str(tmp_path / "counted.json"))
+        assert "% attributed" in "\n".join(receipt_lines(counted, "r"))
+        assert not any(line.startswith(cause) for line in counted.unavailable)
+    monkeypatch.delattr(psutil, "heap_info", raising=False)
+    train_in_process(tmp_path / "summed.json")
+    summed = read_receipt(str(tmp_path / "summed.json"))
+    assert summed.memory is not None
+    assert summed.memory.total_bytes == sum(summed.memory.parts.values())
+    assert any(line.startswith(cause) for line in summed.unavailable)
+    assert "% attributed" not in "\n".join(receipt_lines(summed, "r"))
+    assert "memory/attributed(%)" not in list_figures(summed)
+
+
 @pytest.fixture
 def single_rank(tmp_path: Path) -> Iterator[None]:
     """Make this process the only rank of a group over gloo."""
@@ -572,6 +593,7 @@ def wrapped(*ways: str) -> dict[str, ReceiptDocument]:
 
 
 WAYS = ("whole", "root", "outside", "fsdp1")
+WAYS_OF_FSDP1 = ("fsdp1", "fsdp1_whole", "fsdp1_tied")
 
 
 def test_a_loop_without_accelerate_is_measured_under_both_versions_of_fsdp() -> None:
@@ -596,6 +618,21 @@ def test_an_embedding_outside_of_wrapping_is_named() -> None:
     assert {"embedding-outside-wrapping", "outside-wrapping"}.isdisjoint(faults["whole"])
 
 
+def test_an_embedding_that_fsdp1_could_wrap_apart_is_named() -> None:
+    receipts = wrapped(*WAYS_OF_FSDP1)
+    faults = {way: {fault.id: fault for fault in receipts[way].faults} for way in WAYS_OF_FSDP1}
+    fault = faults["fsdp1"]["embedding-outside-wrapping"]
+    assert fault.says.startswith("wte has 28% of the parameters and has no separate group")
+    assert "auto_wrap_policy" in fault.fix
+    # The head, and on FSDP1 the embedding with it.
+    assert receipts["fsdp1"].engine.root_elements == 2 * 1000 * 64
+    assert receipts["fsdp1_whole"].engine.root_elements == 1000 * 64
+    # A flat parameter has all layers that share a weight.
+    for way in ("fsdp1_whole", "fsdp1_tied"):
+        assert "embedding-outside-wrapping" not in faults[way]
+        assert receipts[way].failures == ()
+
+
 def test_gradients_reduced_in_every_micro_batch_and_a_slow_loader_are_named() -> None:
     receipt = measure("ddp", "--steps", "11", "--accumulation", "3", "--forgets_no_sync", "--sleep_s", "0.05")
     faults = {fault.id: fault.says for fault in receipt.faults}
@@ -608,6 +645,20 @@ def test_gradients_reduced_in_every_micro_batch_and_a_slow_loader_are_named() ->
     sound = measure("ddp")
     assert sound.reduced_bytes == (0, gradients)
     assert "forgotten-no-sync" not in {fault.id for fault in sound.faults}
+
+
+def test_accumulation_on_a_release_with_wrong_gradients_is_named_by_the_live_loop() -> None:
+    arguments = ("--steps", "11", "--accumulation", "2")
+    run = run_loop("zero1", *arguments, "--deepspeed_release", "0.19.5")
+    assert run.receipt.packages["deepspeed"] == "0.19.5"
+    assert (run.receipt.engine.strategy, run.receipt.work.micro_batches) == ("zero1", 2)
+    warning = (
+        "FAULT deepspeed 0.19.5 computes other gradients than DDP here: the gradient is divided by the accumulation"
+        " steps twice. To fix it: Use DeepSpeed 0.19.6 or later, or let the model return the loss alone."
+    )
+    assert warning in " ".join(run.printed.split())
+    # The release that is installed is sound.
+    assert "wrong-gradients" not in {fault.id for fault in measure("zero1", *arguments).faults}
 
 
 @pytest.mark.long
@@ -635,12 +686,13 @@ def test_a_wrong_use_ends_in_one_line_and_the_loop_goes_on(
         "wrong use: the model is a str; give Receipt the model that is trained",
     )
     layer = torch.nn.Linear(2, 2)
-    for wrong in ({"after": "five"}, {"path": tmp_path / "receipt.json" / "inside_a_file"}):
+    for wrong in ({"after": "five"}, {"log": 5}, {"path": tmp_path / "receipt.json" / "inside_a_file"}):
         options: Any = wrong
         receipt = Receipt(layer, torch.optim.SGD(layer.parameters()), **options)
         assert list(receipt.steps([1])) == [1]
         receipt.close()
-    assert "receipt: " in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "receipt: wrong use: log is 5; give it a function" in printed.err
 
 
 def test_the_package_is_imported_without_torch_and_names_what_it_has() -> None:

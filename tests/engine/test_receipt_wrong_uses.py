@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from engines import printed_json
 from forked import fork_ranks
@@ -14,10 +18,14 @@ from study.receipt.page import receipt_lines
 
 STOPS = "; training goes on, and nothing more is measured"
 TOO_EARLY = "the receipt was made before accelerator.prepare, deepspeed.initialize or fully_shard: make it after"
+UNKNOWN = "a receipt has no option aftr: did you mean after? its options are path, after, steps, quiet, log"
 # The one line on standard error of each rank.
 NOTICES = {
     "optimizer_of_another_model": "the optimizer (SGD) has no parameter of this model: give Receipt the one that trains"
     f" it, made after fully_shard{STOPS}",
+    "unknown_option": UNKNOWN + STOPS,
+    "unknown_option_of_the_callback": UNKNOWN + STOPS,
+    "model_of_the_callback": "the callback takes the model of its trainer: leave model out; training goes on",
     "two_receipts": "another receipt measures this model, and has its figures: close() it before you make a second one;"
     " training goes on",
     "before_ddp": TOO_EARLY + STOPS,
@@ -72,6 +80,36 @@ def test_of_two_receipts_the_first_has_the_figures_and_its_file() -> None:
     receipt = read_use("two_receipts")
     assert (receipt.state, receipt.failures, receipt.work.steps) == ("complete", (), 14)
     assert uses()[0]["two_receipts"]["screen"].count("receipt of DDP") == 1
+
+
+def test_a_callback_measures_the_model_of_its_trainer_whatever_its_options() -> None:
+    receipt = read_use("model_of_the_callback")
+    assert (receipt.state, receipt.failures, receipt.model.name) == ("complete", (), "LossOfRows")
+
+
+def test_an_option_of_lightnings_callback_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lightning")
+    monkeypatch.chdir(tmp_path)
+    from study import LightningReceiptCallback
+
+    layer = nn.Linear(2, 2)
+    trainer: Any = SimpleNamespace(
+        optimizers=[torch.optim.SGD(layer.parameters(), lr=0.1)], strategy=SimpleNamespace(model=layer), loggers=[]
+    )
+    for callback, cause in (
+        (LightningReceiptCallback(aftr=3, quiet=True), UNKNOWN),
+        (LightningReceiptCallback("receipt.json", quiet=True), "a receipt has no option 'receipt.json'"),
+    ):
+        callback.on_train_start(trainer, layer)
+        assert callback.receipt is not None
+        callback.on_train_batch_start(trainer, layer, None, 0)
+        callback.on_train_batch_end(trainer, layer, None, None, 0)
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"receipt: wrong use: {cause}")
+        assert printed.count("\n") == 1
+        callback.on_train_end(trainer, layer)
 
 
 def test_nested_steps_count_once() -> None:

@@ -36,6 +36,8 @@ def parse() -> argparse.Namespace:
     add("--vocabulary", type=int, default=VOCABULARY)
     # Functions of the receipt that fail on one rank: MODULE.NAME,MODULE.CLASS.NAME.
     add("--breaks", default="")
+    # Release of DeepSpeed that the receipt has in its packages.
+    add("--deepspeed_release", default="")
     # First without a receipt, then with one.
     add("--twice", action="store_true")
     return parser.parse_args()
@@ -109,6 +111,15 @@ def break_receipt(target: str) -> None:
     setattr(owner, name, fail)
 
 
+def name_release(release: str) -> None:
+    """Make the receipt read a release of DeepSpeed that is not installed."""
+    from study.host.stacks import package_version
+    from study.receipt import session
+
+    versions = {"deepspeed": release}
+    session.package_version = lambda name: versions.get(name) or package_version(name)  # type: ignore[attr-defined]
+
+
 def train(options: argparse.Namespace, accelerator: Accelerator, path: Path | None) -> list[str]:
     """Return the losses of a training, with a receipt at a path or without one."""
     set_seed(7)
@@ -126,6 +137,8 @@ def train(options: argparse.Namespace, accelerator: Accelerator, path: Path | No
                 break_receipt(target)
         from study import Receipt
 
+        if options.deepspeed_release:
+            name_release(options.deepspeed_release)
         receipt = Receipt(model, optimizer, path=path)
         batches = receipt.steps(loader)
     losses = []

@@ -51,9 +51,12 @@ class NanoGpt(nn.Module):
 
 
 def wrap(model: NanoGpt, way: str) -> Any:
-    if way == "fsdp1":
+    if way.startswith("fsdp1"):
         device = torch.device("cpu")
-        return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device)
+        kinds = {Block, nn.Embedding} if way == "fsdp1_whole" else {Block}
+        if way == "fsdp1_tied":
+            model.head.weight = model.wte.weight
+        return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy(kinds), device_id=device)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

@@ -21,11 +21,22 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from study import Receipt
+from study import Receipt, ReceiptCallback
 
 STEPS, ROWS, WIDTH = 14, 4, 16
 # Within the measured steps, 6 to 10.
 CHANGED_STEP = 7
+
+
+class LossOfRows(nn.Module):
+    """A model in the form that transformers' Trainer takes."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layers(rows).square().mean()}
 
 
 class Loop:
@@ -43,9 +54,9 @@ class Loop:
         self.add_receipt(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
         self.model, self.optimizer = make_engine(plain)
 
-    def add_receipt(self, model: Any, optimizer: Any) -> None:
+    def add_receipt(self, model: Any, optimizer: Any, **options: Any) -> None:
         if self.path is not None:
-            self.receipts.append(Receipt(model, optimizer, path=self.path))
+            self.receipts.append(Receipt(model, optimizer, path=self.path, **options))
 
     def batches(self, count: int = STEPS) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -74,6 +85,46 @@ def optimizer_of_another_model(path: Path | None) -> tuple[Loop, list[str]]:
     other = copy.deepcopy(loop.model.module)
     loop.add_receipt(loop.model, torch.optim.SGD(other.parameters(), lr=0.1))
     return loop, [loop.train_step(rows) for rows in loop.steps(loop.batches())]
+
+
+def unknown_option(path: Path | None) -> tuple[Loop, list[str]]:
+    loop = Loop(path)
+    loop.add_receipt(loop.model, loop.optimizer, aftr=3)
+    return loop, [loop.train_step(rows) for rows in loop.steps(loop.batches())]
+
+
+def train_with_trainer(path: Path | None, **options: Any) -> tuple[Loop, list[str]]:
+    """Train with transformers' Trainer, whose callback makes the receipt."""
+    from transformers import Trainer, TrainingArguments
+
+    loop = Loop(None)
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    rows = [{"rows": row} for batch in loop.batches() for row in batch]
+    trainer = Trainer(LossOfRows(loop.model.module), arguments, train_dataset=rows)
+    if path is not None:
+        callback = ReceiptCallback(path=path, **options)
+        trainer.add_callback(callback)
+    trainer.train()
+    if path is not None and callback.receipt is not None:
+        loop.receipts.append(callback.receipt)
+    return loop, [repr(row["loss"]) for row in trainer.state.log_history if "loss" in row]
+
+
+def unknown_option_of_the_callback(path: Path | None) -> tuple[Loop, list[str]]:
+    return train_with_trainer(path, aftr=3)
+
+
+def model_of_the_callback(path: Path | None) -> tuple[Loop, list[str]]:
+    return train_with_trainer(path, model=nn.Linear(1, 1))
 
 
 def two_receipts(path: Path | None) -> tuple[Loop, list[str]]:
