@@ -93,7 +93,7 @@ def test_boundaries_of_thresholds_buckets_saving_and_sub_groups(tmp_path: Path) 
         assert [stay in cost.says for cost in costs(case) if cost.key.endswith("offload_optimizer.ratio")] == [True]
 
 
-def test_the_peak_of_a_file_has_the_bound_and_the_moment_of_the_same_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_peak_of_a_file_has_bound_and_moment_of_the_same_request(capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for words in (
         ["explain", str(ROOT / "accelerate_configs/deepspeed/zero2.json")],
