@@ -123,6 +123,9 @@ class ConfigCase:
 def _box(file: UserFile, ranks: int, hardware: Hardware | None) -> Hardware:
     """Return the part of the hardware with this number of ranks, or any device, on which bytes do not depend."""
     if hardware is None:
+        machines = file.num_machines or 1
+        if machines > 1 and ranks % machines == 0:
+            return Hardware("any", ANY_DEVICE, ranks // machines, machines)
         return box_of_ranks("any", ANY_DEVICE, ranks)
     nodes = _nodes(file, ranks, hardware)
     if (ranks, nodes) == (hardware.ranks, hardware.nodes):
