@@ -243,7 +243,9 @@ class PeakWatch(TorchDispatchMode):
                 self._measure()
             elif total >= self.peak_bytes * (1 - _GROWTH):
                 self._split_peak()
-                self.peak_bytes = max(total, self.peak_bytes)
+                is_counted = bytes_in_use(self._device) is not None
+                # Without a count of the heap the total is the sum of the parts.
+                self.peak_bytes = max(total, self.peak_bytes) if is_counted else sum(self._parts.values())
                 self.log.replace_peak(self.peak_bytes, self._parts)
         except Exception as error:
             self._turn_off(error)

@@ -117,7 +117,7 @@ def test_a_change_that_breaks_files_or_readers_is_named(change: Callable[[dict[s
 def test_a_new_optional_field_a_new_part_and_a_new_value_need_no_new_version() -> None:
     schema = make_schema()
     changed = copy.deepcopy(schema)
-    changed["properties"]["changes"] = {"type": "array", "items": {"$ref": "#/$defs/Change"}, "default": []}
+    changed["properties"]["remarks"] = {"type": "array", "items": {"$ref": "#/$defs/Change"}, "default": []}
     changed["$defs"]["Change"] = {"type": "object", "properties": {}, "required": ["says"]}
     changed["$defs"]["EngineFacts"]["properties"]["engine"]["enum"].append("megatron")
     changed["properties"]["made_at"]["description"] = "another text"
