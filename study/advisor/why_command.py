@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import bisect
 import dataclasses
 import functools
 import re
@@ -24,7 +25,8 @@ first, since later ones are often its consequences. Exit status 3: no message is
 # The end of a longer log has the error.
 _MAX_LOG_BYTES = 20_000_000
 NOT_KNOWN = 3
-_MAX_PATH = 255
+# Of a GPU that is out of memory.
+_MAX_MESSAGE_BYTES = 20_000
 # Letters of a message in one line.
 _MAX_SHOWN = 160
 
@@ -45,9 +47,9 @@ class Message:
     place: str = ""
 
     @functools.cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Its words, in any case and with any spaces between them."""
-        return re.compile("|".join(r"\s+".join(map(re.escape, text.split())) for text in self.text), re.IGNORECASE)
+    def patterns(self) -> tuple[re.Pattern[bytes], ...]:
+        """Each of its texts in lower case, with any spaces between the words."""
+        return tuple(re.compile(rb"\s+".join(map(re.escape, text.lower().encode().split()))) for text in self.text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +93,7 @@ def read_text(words: list[str]) -> str:
     if words == ["-"]:
         return sys.stdin.read(_MAX_LOG_BYTES)
     path = resolve_path(words[0])
-    # A pasted message is often longer than a file's name may be, which is an error of Python.
-    if len(words) > 1 or len(words[0]) > _MAX_PATH or not path.is_file():
+    if len(words) > 1 or not _is_file(path):
         if len(words) == 1 and re.fullmatch(r"\S+\.(log|txt|out|err)", words[0]):
             raise UserError(f"there is no file {words[0]}", "name a log, or give the message in quotes")
         return " ".join(words)
@@ -104,19 +105,33 @@ def read_text(words: list[str]) -> str:
         raise UserError(f"{words[0]} is not readable ({first_line(error)})", "name a log") from None
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        # A pasted message is often longer than a file's name may be.
+        return False
+
+
 def find_messages(text: str) -> list[FoundMessage]:
     """Return the known messages of a text, the first one first."""
     results = []
+    data = text.encode("utf-8", errors="replace")
+    # Of bytes: a pattern that ignores case takes ten times as long, and the lower case of other letters is longer.
+    lower = data.lower()
+    # A log may have a message ten thousand times.
+    ends = [match.start() for match in re.finditer(b"\n", data)]
     for message in read_messages():
-        places = [match.start() for match in message.pattern.finditer(text)]
+        places = sorted(match.start() for pattern in message.patterns for match in pattern.finditer(lower))
         if places:
-            start = text.rfind("\n", 0, places[0]) + 1
             # Two names of one error are often in one line.
-            lines = {text.count("\n", 0, place) for place in places}
-            end = text.find("\n", places[0])
-            line = text[start : len(text) if end < 0 else end].strip()
-            memory = read_full_gpu(text[places[0] :]) if message.id == "out-of-memory" else None
-            results.append(FoundMessage(message, min(lines) + 1, len(lines), line, memory))
+            lines = {bisect.bisect_left(ends, place) for place in places}
+            first = min(lines)
+            begin = ends[first - 1] + 1 if first else 0
+            line = data[begin : ends[first] if first < len(ends) else None].decode().strip()
+            rest = data[places[0] : places[0] + _MAX_MESSAGE_BYTES].decode(errors="replace")
+            memory = read_full_gpu(rest) if message.id == "out-of-memory" else None
+            results.append(FoundMessage(message, first + 1, len(lines), line, memory))
     return sorted(results, key=lambda found_message: found_message.line)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -78,6 +79,21 @@ def test_an_unknown_message_ends_with_3_and_a_missing_log_with_2(capsys: pytest.
         read_text(["train.log"])
     assert main(["why", "Attempting", "to", "unscale", "FP16", "gradients."]) == 0
     assert "do:  load the model in fp32" in " ".join(capsys.readouterr().out.split("\n"))
+
+
+def test_a_message_that_no_file_name_can_have_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    # 255 bytes are the most, and these are 300 letters of three.
+    assert main(["why", "内" * 300 + " CUDA out of memory"]) == 0
+    assert "why: the peak of a rank exceeds the GPU" in capsys.readouterr().out
+
+
+def test_a_log_with_a_message_in_each_of_many_lines_is_read_in_seconds() -> None:
+    text = "".join(f"step {step} {'.' * 60}\nOVERFLOW! Rank 0 Skipping step.\n" for step in range(100_000))
+    began = time.process_time()
+    (message,) = find_messages(text)
+    assert (message.line, message.count) == (2, 100_000)
+    # Minutes, if each line were counted from the beginning.
+    assert time.process_time() - began < 5
 
 
 def test_what_a_log_has_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
