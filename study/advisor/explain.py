@@ -26,7 +26,7 @@ from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_number, rounded, rounded_seconds
 from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
-from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, sent_bytes
+from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, leaving_bytes, sent_bytes
 from study.predictor.constants import FITTED
 from study.predictor.hardware import ANY_DEVICE, Hardware, HardwareFlags, parse_int
 from study.predictor.memory import predict_memory
@@ -734,6 +734,8 @@ def _expert_tokens_bytes(request: Request) -> float:
 def _time_text(case: ConfigCase) -> tuple[StepTime, str]:
     time, sent = predict_time(case.request), sent_bytes(case.request)
     sends = f" and {rounded(sent / 1e9)} GB sent by a rank" if sent else ""
+    if sent and case.request.box.nodes > 1:
+        sends += f" ({rounded(leaving_bytes(case.request) / 1e9)} leave each node)"
     return time, f"{rounded_seconds(time.step_s.value)}{sends}"
 
 

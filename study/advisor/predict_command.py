@@ -22,7 +22,7 @@ from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_parameters, rounded, rounded_seconds
 from study.host.memory import GIB
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
-from study.predictor.communication import predict_payload, sent_bytes
+from study.predictor.communication import leaving_bytes, predict_payload, sent_bytes
 from study.predictor.hardware import BOX_NAMES, Hardware, HardwareFlags, parse_int
 from study.predictor.losses import LossKernel
 from study.predictor.memory import predict_memory
@@ -391,8 +391,17 @@ def _document(
         "time": dataclasses.asdict(time),
         "measured": [run_document(run) for run in runs],
         "sent_bytes_per_step": dataclasses.asdict(estimate("sent", sent_bytes(request))),
+        "leaving_machine_bytes_per_step": leaving_bytes(request),
         "payload_bytes": predict_payload(request),
     }
+
+
+def _leaving_row(request: Request) -> Iterator[tuple[str, str]]:
+    """Yield the bytes that leave a machine, of several."""
+    if request.box.nodes > 1:
+        by_all = request.box.gpus_per_node * sent_bytes(request)
+        figures = f"{rounded(leaving_bytes(request) / 1e9)} of the {rounded(by_all / 1e9)} GB that its ranks send"
+        yield "network traffic of one node per step", figures
 
 
 def fitting_need(request: Request) -> str | None:
@@ -493,6 +502,7 @@ def _page(
                 if sent
                 else "none",
             ),
+            *_leaving_row(request),
             (
                 "time of one step",
                 ", ".join(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -313,24 +313,63 @@ def sent_bytes(request: Request) -> float:
 
 
 def sent_by_collective(request: Request) -> dict[str, float]:
-    """Return ring bytes per step and rank by collective. hsdp gathers within a replica group, and all-reduces over
-    groups."""
-    ranks, replica, payload = request.box.ranks, request.ranks_per_replica, predict_payload(request)
-    if ranks == 1:
-        return {}
-    gathering, summing, intra_node_bytes = ranks, ranks, 0.0
-    if replica is not None and request.strategy.is_fsdp:
-        gathering, summing = replica, ranks // replica
-    elif replica is not None:
-        # With hpz the first gather of a tensor in a step is over all ranks, later ones are within a machine. A frozen
-        # parameter keeps its secondary shard; persistent parameters are not gathered from it.
-        persistent = persistent_params(request)
-        frozen = [param for param in persistent if not param.trained]
-        first = shard_elements(request, [*request.shape.trained_params, *frozen])
-        regathered = payload["all_gather"] - first * ranks * request.weight_bytes
-        payload["all_gather"] -= regathered
-        intra_node_bytes = regathered * (replica - 1) / replica
-    gather_factor = (gathering - 1) / gathering
-    factor = {"all_reduce": 2 * (summing - 1) / summing, "reduce": 1.0, "broadcast": 1.0}
-    sent = {name: size * factor.get(name, gather_factor) for name, size in payload.items()}
-    return sent | {"all_gather": sent["all_gather"] + intra_node_bytes} if intra_node_bytes else sent
+    """Return ring bytes per step and rank by collective."""
+    sent = dict[str, float]()
+    for part in _ring_parts(request):
+        sent[part.collective] = sent.get(part.collective, 0.0) + part.ring_bytes
+    return sent
+
+
+def leaving_bytes(request: Request) -> float:
+    """Return ring bytes per step that the ranks of a machine send to other machines."""
+    return sum(part.ring_bytes * part.rings_between_machines for part in _ring_parts(request))
+
+
+@dataclasses.dataclass(frozen=True)
+class _RingPart:
+    """Ring bytes that a rank sends per step in one collective of one group."""
+
+    collective: str
+    ring_bytes: float
+    # Rings that leave a machine: a ring over adjacent ranks leaves each machine once, and those over the same rank of
+    # each replica group once for each such rank.
+    rings_between_machines: int
+
+
+def _ring_parts(request: Request) -> Iterator[_RingPart]:
+    """Yield the bytes of a rank by group: hsdp gathers within a replica group, and all-reduces over groups."""
+    box, replica, payload = request.box, request.ranks_per_replica, predict_payload(request)
+    ranks = box.ranks
+    spans_machines = int(box.nodes > 1)
+    if replica is None:
+        for name, size in payload.items():
+            yield _RingPart(name, size * _ring_factor(name, ranks), spans_machines)
+        return
+    replica_spans_machines = int(replica > box.gpus_per_node)
+    if request.strategy.is_fsdp:
+        for name, size in payload.items():
+            if name == "all_reduce":
+                rings = spans_machines * min(replica, box.gpus_per_node)
+                yield _RingPart(name, size * _ring_factor(name, ranks // replica), rings)
+            else:
+                yield _RingPart(name, size * _ring_factor(name, replica), replica_spans_machines)
+        return
+    # With hpz the first gather of a tensor in a step is over all ranks, later ones are within a machine. A frozen
+    # parameter keeps its secondary shard; persistent parameters are not gathered from it.
+    persistent = persistent_params(request)
+    frozen = [param for param in persistent if not param.trained]
+    first = shard_elements(request, [*request.shape.trained_params, *frozen])
+    first_bytes = first * ranks * request.weight_bytes
+    for name, size in payload.items():
+        over_all = size if name != "all_gather" else first_bytes
+        yield _RingPart(name, over_all * _ring_factor(name, ranks), spans_machines)
+        if name == "all_gather":
+            regathered = size - first_bytes
+            yield _RingPart(name, regathered * _ring_factor(name, replica), replica_spans_machines)
+
+
+def _ring_factor(collective: str, ranks: int) -> float:
+    """Return the share of its payload that a rank sends in a ring."""
+    if collective in ("reduce", "broadcast"):
+        return 1.0
+    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks

@@ -310,6 +310,22 @@ def test_this_study_s_fsdp_gathers_twice_the_bytes_and_keeps_16_bit_copies(capsy
     assert activations[1] - activations[0] > 0.9 * 2 * document["parameters"]
 
 
+def test_the_network_traffic_of_a_node_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "predict llama-3.1-8b --hardware 4x8xH100 --strategy hsdp"
+    assert main([*command.split(), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    leaving, sent = document["leaving_machine_bytes_per_step"], document["sent_bytes_per_step"]["value"]
+    # A node's eight ranks all-reduce their eighth of the fp32 gradients over four nodes; nothing else leaves it.
+    assert leaving == pytest.approx(2 * 3 / 4 * 2 * document["parameters"], rel=1e-3)
+    assert main(command.split()) == 0
+    line = (
+        f"network traffic of one node per step  {leaving / 1e9:.1f} of the {8 * sent / 1e9:.0f} GB that its ranks send"
+    )
+    assert line in capsys.readouterr().out
+    assert main(["predict", "llama-3.1-8b", "--hardware", "8xH100", "--strategy", "hsdp"]) == 0
+    assert "network traffic" not in capsys.readouterr().out
+
+
 def test_a_config_sets_stretched_positions_and_refuses_values_that_are_not_modelled(tmp_path: Path) -> None:
     # Without the names of other families.
     sizes = {name: size for name, size in GROUPED.items() if not name.startswith(("n_", "num_layers"))}

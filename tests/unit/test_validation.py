@@ -14,6 +14,7 @@ import yaml
 from study.config.places import REPOSITORY
 from study.host.memory import GIB
 from study.predictor import recorded_runs, run_predictions, time
+from study.predictor.communication import leaving_bytes
 from study.predictor.constants import FITTED
 from study.predictor.memory import kept_for_backward
 from study.predictor.nearest import describe_nearest
@@ -114,6 +115,20 @@ def test_a_forward_pass_keeps_and_gathers_what_the_prediction_says() -> None:
         if request.strategy.zero_stage == 3 and run.engine_override == "[]":
             gathered = simulate_gathers(request).live_at_end * request.gathered_bytes
             assert gathered == pytest.approx(run.forward_gathers_bytes, rel=1e-6), run.run
+
+
+def test_the_bytes_that_leave_a_machine_are_those_of_every_record() -> None:
+    strategies = set()
+    for run, request in run_predictions.ended_runs():
+        across = run.across_machines_bytes_per_step
+        if request.box.nodes == 1 or pd.isna(across):
+            continue
+        # A ring over all ranks leaves a machine once, and hsdp has one ring for each rank of a machine.
+        rings = request.box.gpus_per_node if run.strategy == "hsdp" else 1
+        # Small reductions, such as those of a norm, are not predicted.
+        assert leaving_bytes(request) == pytest.approx(across * rings, rel=0.006), run.run
+        strategies.add(run.strategy)
+    assert {"ddp", "zero1", "zero2", "zero3", "zero3_hpz", "fsdp2", "hsdp"} <= strategies
 
 
 def test_the_stated_error_of_host_memory_is_of_the_committed_runs() -> None:
