@@ -33,6 +33,7 @@ FLAGS = {
     "--bus_gb_per_s": ("0.8", "20"),
     "--price_per_gpu_hour": ("0.4", "2.5"),
     "--with_reference": ("",),
+    "--compile": ("",),
     "--peft lora --lora_rank": ("8", "16"),
     "--peft lora --lora_targets": ("all-linear", "q_proj,v_proj"),
     "--peft lora --quantization": ("4bit", "8bit"),

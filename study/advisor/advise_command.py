@@ -314,6 +314,7 @@ def _document(
         "sequence_length": question.sequence_length,
         "precision": question.precision,
         "chunked_loss": question.trainer.loss_kernel == "liger",
+        "compiled": question.trainer.compiled,
         "recommended": best and best.name,
         "runner_up": runner_up and runner_up.name,
         "how_sure": advise.explain_best(advice),
@@ -367,7 +368,7 @@ def _page(
 ) -> Iterator[str | TextTable]:
     question, best = advice.question, advice.best
     shape, box = question.shape, question.box
-    loss = predict_command.loss_text(question.trainer.loss_kernel, question.trainer.keeps_outputs)
+    program = predict_command.program_text(question.trainer)
     yield _verdict(advice)
     if best is not None:
         # Before the table: a screen may cut the last lines.
@@ -380,7 +381,7 @@ def _page(
     yield (
         f"{shape.name} ({count} parameters{lora_text(shape)}) on {box.name}:"
         f" {box.ranks} x {box.device.name}, global batch {question.global_batch}, {question.sequence_length} tokens per"
-        f" sample, {question.precision}{loss}{predict_command.optimizer_text(question.optimizer)}\n"
+        f" sample, {question.precision}{program}{predict_command.optimizer_text(question.optimizer)}\n"
     )
     listed = [option for option in advice.options if option.fits or details or best is None]
     rows = _rows(listed, best, plain)
@@ -665,8 +666,8 @@ def _named(option: Option) -> str:
 def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterator[str]:
     yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
     # Settings that the prediction assumes and that no file contains.
-    loss = predict_command.loss_text(request.loss_kernel, request.keeps_outputs)
-    yield f"  {files.command}    ({predict_command.workload_text(request)}{loss})"
+    program = predict_command.program_text(request)
+    yield f"  {files.command}    ({predict_command.workload_text(request)}{program})"
     yield f"  with the Trainer: {_trainer_arguments(request)}"
     if files.of_study is not None:
         yield f"  {files.of_study}"
@@ -676,6 +677,13 @@ def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterat
         yield f"  nvme_path is {nvme_path} in the folder of the launch; --nvme_path DIR names a folder on NVMe"
     if files.of_study is None and request.fsdp_gathers_16_bits and not request.pure:
         yield "  study/train.py does not train this: under FSDP it gathers fp32 weights (study predict --autocast)"
+
+
+def _kernel_arguments(request: Request) -> dict[str, bool]:
+    """Return the arguments of fused kernels; those of Liger have its loss, too."""
+    if request.loss_kernel == "liger":
+        return {"use_liger_kernel": True}
+    return {"torch_compile": True} if request.compiled else {}
 
 
 def _trainer_arguments(request: Request) -> str:
@@ -688,6 +696,7 @@ def _trainer_arguments(request: Request) -> str:
         "gradient_checkpointing": request.gradient_checkpointing,
         **({precision: True} if precision != "fp32" else {}),
         **({"optim": optimizer} if optimizer != "adamw" else {}),
+        **_kernel_arguments(request),
         **({"accelerator_config": _SYNCS_IN_TRAINER} if request.sync_each_batch else {}),
     }
     return f"TrainingArguments({', '.join(f'{name}={value!r}' for name, value in values.items())})"
@@ -826,6 +835,7 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     # The model's dropout stores masks, which the prediction does not include.
     flags += ["--attn_implementation", request.attention, "--dropout", "0"]
     flags += ["--gradient_checkpointing"] * request.gradient_checkpointing
+    flags += ["--torch_compile"] * request.compiled
     if request.shape.lora_rank:
         flags += ["--peft", "lora", "--lora_rank", str(request.shape.lora_rank)]
     return shlex.join([*launch, "study/train.py", *flags])

@@ -463,6 +463,7 @@ def subject_lines(case: ConfigCase) -> Iterator[str]:
     yield (
         f"{case.shape.name}: {case.shape.parameters:,} parameters{lora_text(case.shape)}, micro-batch"
         f" {request.micro_batch} x accumulation {request.accumulation}, {request.sequence_length} tokens per sample"
+        f"{predict_command.program_text(request)}"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )
 

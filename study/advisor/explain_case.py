@@ -198,7 +198,7 @@ def resolve(
         fsdp_version=1 if strategy.is_fsdp and file.sharding else 2,
         reference_model=work.reference_model,
         quantized=work.quantized,
-        **vars(work.trainer),
+        **vars(dataclasses.replace(work.trainer, compiled=work.trainer.compiled or file.compiled)),
     )
     return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
 

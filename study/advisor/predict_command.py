@@ -24,10 +24,9 @@ from study.host.memory import GIB
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
 from study.predictor.communication import leaving_bytes, predict_payload, sent_bytes
 from study.predictor.hardware import BOX_NAMES, Hardware, HardwareFlags, parse_int
-from study.predictor.losses import LossKernel
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
-from study.predictor.request import Estimate, MemoryUse, OptimizerName, Request, StepTime
+from study.predictor.request import Estimate, MemoryUse, OptimizerName, Request, StepTime, TrainerSettings
 from study.predictor.shape import ModelShape, lora_text, resolve_length
 from study.predictor.state import checkpoint_bytes, engine_refusal, quantization_refusal
 from study.predictor.time import device_bytes, estimate, fits, offload_range, predict_time, usable_bytes, why
@@ -210,9 +209,17 @@ def strategy_text(request: Request) -> str:
     return f"{request.strategy.name} as FSDP{version}" if version != Request.fsdp_version else request.strategy.name
 
 
-def loss_text(kernel: LossKernel, keeps_outputs: bool) -> str:
-    """Return a loss with a leading comma, and whether logits outlive it; empty for transformers' own, which do not."""
-    return f", loss: {kernel}" * (kernel != "transformers") + ", keeps outputs" * keeps_outputs
+def program_text(settings: Request | TrainerSettings) -> str:
+    """Return the loss with a leading comma, whether logits outlive it, and whether the model is compiled; empty for
+    transformers' loss of a model that is not."""
+    texts = []
+    if settings.loss_kernel != "transformers":
+        texts.append(f"loss: {settings.loss_kernel}")
+    if settings.keeps_outputs:
+        texts.append("keeps outputs")
+    if settings.compiled:
+        texts.append("compiled")
+    return "".join(f", {text}" for text in texts)
 
 
 def optimizer_text(optimizer: OptimizerName) -> str:
@@ -383,6 +390,7 @@ def _document(
         "chunked_loss": request.loss_kernel == "liger",
         "loss_kernel": request.loss_kernel,
         "keeps_outputs": request.keeps_outputs,
+        "compiled": request.compiled,
         "fits": None if memory.missing else fits(memory, request.box),
         "missing": memory.missing,
         "device_bytes": device_bytes(memory),
@@ -475,12 +483,12 @@ def _page(
     yield from calibration_lines(runs)
     yield from pair_notes(request)
     yield ""
-    loss = loss_text(request.loss_kernel, request.keeps_outputs)
+    program = program_text(request)
     yield (
         f"{shape.name} ({format_parameters(shape.parameters)}{lora_text(shape)}), {strategy_text(request)} on"
         f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
-        f"{loss}{', resharded after forward' * request.strategy.is_fsdp}"
+        f"{program}{', resharded after forward' * request.strategy.is_fsdp}"
     )
     kind = "rank" if request.box.is_cpu_only else "GPU"
     yield f"\nmemory of one {kind} at its peak, {memory.moment}, GiB"

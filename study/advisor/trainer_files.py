@@ -302,6 +302,7 @@ def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, r
     parts += ["gradient checkpointing"] if values.get("gradient_checkpointing") else []
     parts += [values[name] for name in ("optimizer", "attn_implementation") if name in values]
     parts += [f"loss: {values['loss_kernel']}"] if "loss_kernel" in values else []
+    parts += [f"compiled ({file.keys['compile']})"] if values.get("compile") else []
     parts += [values["objective"].upper()] if values.get("objective") in ("dpo", "grpo") else []
     lines = [f"read from {file.name} ({file.trainer.name}): {', '.join(parts)}"]
     assumed = {**file.trainer.defaults, **(file.trainer.lora_defaults if values.get("peft") == "lora" else {})}

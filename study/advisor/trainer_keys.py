@@ -230,7 +230,6 @@ _PACKED = "samples fill the whole length, as they are counted; attention within 
 _DORA = "DoRA's magnitudes, and the norms of its weights"
 _SAVED = "these modules are trained in full, next to the adapters"
 _PARALLEL = "ranks share samples"
-_COMPILED = "torch.compile fuses operations"
 _FP8 = "products in fp8"
 _RESUMED = "adapters of an earlier run: rank and targets are those of its adapter_config.json"
 _OFFLOADED = "activations go to the host"
@@ -279,15 +278,26 @@ REMOVED_HF_KEYS = {
 # Keys of TrainingArguments.
 _SIMILAR = frozenset(
     {
-        *("per_device_eval_batch_size", "eval_accumulation_steps", "torch_compile_mode"),
+        *("per_device_eval_batch_size", "eval_accumulation_steps"),
         *("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
     }
 )
 
 
 def _shared(**effects: str) -> dict[str, str]:
-    return {"torch_compile": _COMPILED, "auto_find_batch_size": _SELF_SIZED, **effects}
+    return {"auto_find_batch_size": _SELF_SIZED, **effects}
 
+
+def to_compiled(value: Any) -> bool | None:
+    """Return whether a mode or a backend, which turns torch_compile on, is one that fuses operations."""
+    return to_text(value).lower() not in ("eager", "aot_eager") or None
+
+
+_COMPILE = (
+    Key("torch_compile", "compile", to_switch),
+    Key("torch_compile_backend", "compile", to_compiled),
+    Key("torch_compile_mode", "compile", to_compiled),
+)
 
 # src/axolotl/utils/schemas/ (config.py, training.py, peft.py, model.py, fsdp.py), axolotl at 067b021c. Weights are
 # loaded in torch_dtype, bf16 by default (utils/config/__init__.py, resolve_dtype), and 4-bit ones with double
@@ -322,6 +332,9 @@ AXOLOTL = Trainer(
         Key("eager_attention", "attn_implementation", when_on("eager")),
         Key("liger_fused_linear_cross_entropy", "loss_kernel", when_on("liger")),
         Key("cut_cross_entropy", "loss_kernel", when_on("cut")),
+        Key("liger_glu_activation", "compile", to_switch),
+        Key("torch_compile", "compile", when_on(True, "auto")),
+        *_COMPILE[1:],
         Key("plugins", "loss_kernel", by_plugins),
         Key("precompute_ref_log_probs", "objective", when_on("pairs")),
         Key(
@@ -434,6 +447,8 @@ LLAMA_FACTORY = Trainer(
             ),
         ),
         Key("enable_liger_kernel", "loss_kernel", when_on("liger")),
+        Key("enable_liger_kernel", "compile", to_switch),
+        *_COMPILE,
         Key(
             "freeze_vision_tower",
             "",
@@ -517,6 +532,10 @@ _HF_KEYS = (
     Key("fp16", "precision", when_on("fp16")),
     Key("use_liger_kernel", "loss_kernel", when_on("liger")),
     Key("use_liger", "loss_kernel", when_on("liger")),
+    # Its kernels of norms, rotary positions and gate are on by default, too.
+    Key("use_liger_kernel", "compile", to_switch),
+    Key("use_liger", "compile", to_switch),
+    *_COMPILE,
     Key("dtype", "loaded", to_loaded),
     Key("torch_dtype", "loaded", to_loaded),
     Key("attn_implementation", "attn_implementation", to_attention),

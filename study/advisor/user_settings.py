@@ -126,6 +126,8 @@ class UserFile:
     group_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # The deepspeed_config of an Accelerate file.
     plugin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Accelerate compiles the model with inductor.
+    compiled: bool = False
 
     @property
     def sharding(self) -> str | None:
@@ -474,10 +476,7 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tr
     _read_processes(document, findings)
     findings += _wrong_values("", document, section_entries("accelerate"))
     findings += _wrong_launch(document)
-    if document.get("distributed_type") != "DEEPSPEED":
-        old_form = {key: value for key, value in document.items() if key == "dynamo_backend"}
-        dynamo = {**_section(document, "dynamo_config", findings), **old_form}
-        findings += _wrong_values("", dynamo, section_entries("dynamo"))
+    backend = _dynamo_backend(document, findings)
     if document.get("megatron_lm_config"):
         findings.append(Finding("noted", "megatron_lm_config", NOT_MODELLED))
     kind = document.get("distributed_type") or _type_by_sections(document)
@@ -494,7 +493,29 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tr
     file.mesh_ranks, file.group_sizes = mesh_ranks, _group_sizes(sizes)
     machines = document.get("num_machines")
     file.num_machines = machines if type(machines) is int and machines > 0 else None
+    file.compiled = backend == "inductor"
     return file
+
+
+def _dynamo_backend(document: Mapping[str, Any], findings: list[Finding]) -> str:
+    """Return the backend with which Accelerate compiles the model, "no" without one.
+
+    Its launcher passes none to DeepSpeed's processes (prepare_deepspeed_cmd_env in utils/launch.py).
+    """
+    old_form = {key: value for key, value in document.items() if key == "dynamo_backend"}
+    dynamo = {**_section(document, "dynamo_config", findings), **old_form}
+    # The launcher takes its names without the prefix, too.
+    value = dynamo.get("dynamo_backend", dynamo.get("backend"))
+    backend = str(value).lower() if value else "no"
+    if document.get("distributed_type") != "DEEPSPEED":
+        findings += _wrong_values("", dynamo, section_entries("dynamo"))
+        return backend
+    if backend != "no":
+        key = "dynamo_backend" if old_form else "dynamo_config"
+        text = "accelerate launch does not pass it to DeepSpeed's processes, so that the model is not compiled"
+        fix = "compile it in the program: torch.compile, or torch_compile of the TrainingArguments"
+        findings.append(Finding("ineffective", key, f"{text}: {fix}"))
+    return "no"
 
 
 def _check_distributed_type(name: str, document: Mapping[str, Any], findings: list[Finding]) -> None:

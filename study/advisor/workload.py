@@ -71,6 +71,12 @@ class Workload:
         False,
         action="store_true",
     )
+    compile: bool = flag(
+        "torch.compile, or fused kernels of norms, rotary positions and gate (Liger's): less memory traffic and, of"
+        " models like Llama, fewer activations",
+        False,
+        action="store_true",
+    )
     fsdp_version: int | None = flag(
         "of FSDP; by default 2, and for study explain that of the file, where Accelerate's default is 1",
         type=int,
@@ -199,6 +205,7 @@ class Workload:
             quantized_on_host=self.quantized_on_host,
             loss_kernel=kernel,
             keeps_outputs=self.keeps_outputs,
+            compiled=self.compile,
             sync_each_batch=self.sync_each_batch,
             in_8_bits=self.quantization == "8bit",
         )

@@ -143,6 +143,7 @@ class TrainerSettings:
     quantized_on_host: bool = False
     loss_kernel: LossKernel = "transformers"
     keeps_outputs: bool = False
+    compiled: bool = False
     sync_each_batch: bool = False
     in_8_bits: bool = False
 

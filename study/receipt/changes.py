@@ -129,7 +129,7 @@ def _question(now: Request) -> AdviceRequest:
         attention=now.attention,
         reference_model=now.reference_model,
         quantized=now.quantized,
-        trainer=TrainerSettings(loss_kernel=now.loss_kernel, keeps_outputs=now.keeps_outputs),
+        trainer=TrainerSettings(loss_kernel=now.loss_kernel, keeps_outputs=now.keeps_outputs, compiled=now.compiled),
         correction=now.correction,
     )
 

@@ -124,6 +124,7 @@ def config_case(receipt: ReceiptDocument) -> ConfigCase:
         **_precision(engine, case.request),
         **_wrapping(receipt, shape),
         keeps_outputs=bool(receipt.memory is not None and receipt.memory.kept_output_bytes),
+        compiled=engine.compiled,
         quantized=receipt.model.quantized,
         double_quantized=receipt.model.double_quantized,
     )

@@ -56,7 +56,7 @@ FORM_ORDER = (
     *("bus_gb_per_s", "network_gb_per_s", "price_per_gpu_hour"),
     *("global_batch_size", "micro_batch", "accumulation", "optimizer", "precision"),
     *("peft", "lora_rank", "lora_targets", "with_reference"),
-    *("gradient_checkpointing", "attn_implementation", "loss_kernel"),
+    *("gradient_checkpointing", "attn_implementation", "compile", "loss_kernel"),
 )
 # A model of one's own.
 OWN = {
@@ -583,7 +583,7 @@ def test_each_list_of_the_page_has_the_choices_of_the_command() -> None:
     # These are filled by Python.
     assert lists.pop(("form", "device")) == []
     assert lists.pop(("releases-form", "strategy")) == [""]
-    assert lists.pop(("form", "with_reference")) == ["", "yes"]
+    assert lists.pop(("form", "with_reference")) == lists.pop(("form", "compile")) == ["", "yes"]
     # One list for two flags.
     trained = lists.pop(("form", "peft"))
     script = (ROOT / "study/advisor/page/page.js").read_text(encoding="utf-8")
@@ -1790,6 +1790,7 @@ def enter_thread(page: Page, words: list[str], folder: Path) -> None:
         "peft": "qlora" if options.quantization == "4bit" else options.peft.replace("none", ""),
         "lora_targets": ",".join(options.lora_targets or ()),
         "with_reference": "yes" if options.with_reference else "",
+        "compile": "yes" if options.compile else "",
         "gradient_checkpointing": "on" if options.gradient_checkpointing else "auto",
         **{name: getattr(options, name) for name in ("seq_length", "optimizer", "host_gb_per_s", "bus_gb_per_s")},
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 import torch
 import transformers
 import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations import is_fsdp_enabled
@@ -645,6 +649,34 @@ def test_a_question_is_answered_in_bytes(settings, model, ranks, about, answered
     answer = next(answer for answer in answers if about in answer.question)
     assert answer.short.startswith(answered)
     assert least < answer.figures[figures[0]] / answer.figures[figures[1]] < most
+
+
+@pytest.mark.parametrize("form", ["dynamo_config:\n  dynamo_backend: INDUCTOR", "dynamo_backend: inductor"])
+@pytest.mark.parametrize(
+    ("engine", "environment"),
+    [
+        ("FSDP", prepare_multi_gpu_env),
+        ("MULTI_GPU", prepare_multi_gpu_env),
+        ("DEEPSPEED", lambda options: prepare_deepspeed_cmd_env(options)[1]),
+    ],
+)
+def test_a_model_counts_as_compiled_where_the_launcher_tells_its_processes(
+    engine: str, environment: Callable[[argparse.Namespace], dict[str, str]], form: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "launch.yaml"
+    sections = {"FSDP": "fsdp_config:\n  fsdp_version: 2\n", "DEEPSPEED": "deepspeed_config:\n  zero_stage: 2\n"}
+    top = f"compute_environment: LOCAL_MACHINE\ndistributed_type: {engine}\nmixed_precision: bf16\nnum_machines: 1\n"
+    file.write_text(f"{top}num_processes: 2\n{form}\n{sections.get(engine, '')}")
+    options = launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+    options, *_ = _validate_launch_command(options)
+    # As deepspeed_launcher sets it.
+    options.deepspeed_fields_from_accelerate_config = ""
+    is_told = environment(options).get("ACCELERATE_DYNAMO_BACKEND") == "INDUCTOR"
+    case = resolve(read_user_file(str(file)), model_shape(LLAMA_8B), 2, ProgramSettings(), to_box("2xH100"))
+    assert case.request.compiled == is_told
+    lost = [finding.key for finding in findings(case) if "dynamo" in finding.key]
+    assert lost == ([] if is_told else [form.partition(":")[0]])
+    assert is_told == (engine != "DEEPSPEED")
 
 
 def test_an_offload_that_a_stage_ignores_takes_no_time_and_no_memory(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ KINDS: tuple[tuple[str, ...], ...] = (
         "--loss_kernel flash --keeps_outputs",
         "--loss_kernel cut",
         "--keeps_outputs",
+        "--compile",
     ),
     ("--attn_implementation eager", "--attn_implementation flash_attention_2"),
     ("--host_memory 512", "--host_memory 64"),

@@ -36,6 +36,7 @@ CHANGES = {
     "chunked_loss": None,
     "loss_kernel": "liger",
     "keeps_outputs": None,
+    "compile": None,
     "fsdp_version": "1",
     "sync_each_batch": None,
     "reentrant_units": None,

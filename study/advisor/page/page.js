@@ -60,6 +60,7 @@ function flags(names) {
   const quantization = { qlora: "4bit", lora8: "8bit" }[value("peft")];
   if (quantization) found.push("--quantization", quantization);
   if (value("with_reference")) found.push("--with_reference");
+  if (value("compile")) found.push("--compile");
   return found;
 }
 
