@@ -16,7 +16,7 @@ from typing import Any
 from study.advisor import predict_command, trainer_files
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
-from study.advisor.explain_combinations import ENDS_WITH_ERROR, group_keys, untested_line
+from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT, group_keys, untested_line
 from study.advisor.explain_findings import findings
 from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
@@ -74,6 +74,8 @@ _MIN_GAIN = 0.1
 _FALLS_TO = 2 / 3
 # The peak falls with more ranks if twice as many have less than this fraction of it.
 _FALLS = 0.95
+# Rules of settings that DeepSpeed's reader accepts and with which a run ends all the same.
+_LATE_ERRORS = (WRONG_ARGUMENT, ENDS_WITH_ERROR)
 # Flags with a default, which a trainer's file replaces.
 _WITH_DEFAULT = ("peft", "optimizer", "quantization", "attn_implementation", "loss_kernel")
 
@@ -429,11 +431,10 @@ def first_line(case: ConfigCase) -> str:
     left_out += [item.key for item in case.findings if item.rule == trainer_files.WITHOUT]
     if left_out:
         verdict = f"Without {', '.join(left_out)} (not modelled): {verdict[0].lower()}{verdict[1:]}"
-    refusals = [item for item in case.findings if item.kind == "refused" and item.rule != ENDS_WITH_ERROR]
+    refusals = [item for item in case.findings if item.kind == "refused" and item.rule not in _LATE_ERRORS]
     refused = [item.key for item in refusals if item.rule != trainer_files.BY_TRAINER]
     refused_by_trainer = [item.key for item in refusals if item.rule == trainer_files.BY_TRAINER]
-    # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler, or fails in a step.
-    late_errors = [item.key for item in case.findings if item.rule in ("wrong-argument", ENDS_WITH_ERROR)]
+    late_errors = [item.key for item in case.findings if item.rule in _LATE_ERRORS]
     wrong_training = [item.key for item in case.findings if item.rule == "wrong-training" and item.kind == "conflict"]
     for problem, keys in (
         ("Refused by the engine", refused),
@@ -490,7 +491,7 @@ def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
         yield f"\nmemory of a rank by setting (- none{legend}{'' if details else '; --details has the reasons'})"
         yield TextTable(("device", "host", "NVMe", ""), cost_rows(setting_costs, details), indent=2)
     yield peak_line(case)
-    yield from (f"  {note}" for note in memory.notes if details)
+    yield from (f"  {note}" for note in (memory.notes if details else case.shape.notes()))
     for answer in find_answers(case):
         yield f"\n{answer.question}\n  {answer.short}" if details else f"{answer.question} {answer.short}"
         yield from (f"  - {line}" for line in answer.because if details)

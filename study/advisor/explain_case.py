@@ -176,7 +176,7 @@ def resolve(
         strategy = _strategy(file, file.deepspeed, zero)
     micro_batch, accumulation = _batch(file, ranks, work)
     checkpoints, offloads = (
-        strategy.is_fsdp and _is_set(file, name) for name in ("fsdp_activation_checkpointing", "fsdp_offload_params")
+        strategy.is_fsdp and file.is_on(name) for name in ("fsdp_activation_checkpointing", "fsdp_offload_params")
     )
     request = Request(
         shape=shape,
@@ -247,11 +247,6 @@ def _strategy_without_engine(file: UserFile, box: Hardware, work: ProgramSetting
     mixed_precision = work.mixed_precision or file.mixed_precision
     precisions: dict[str | None, Precision] = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}
     return strategy, precisions.get(mixed_precision, "fp32")
-
-
-def _is_set(file: UserFile, name: str) -> bool:
-    """Whether a key of FSDP is true, as Accelerate reads the variables that its launcher sets."""
-    return str((file.fsdp or {}).get(name, False)).lower() in ("true", "1", "yes", "y", "on", "t")
 
 
 def _keeps_gathered(file: UserFile) -> bool:

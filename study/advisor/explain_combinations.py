@@ -43,6 +43,7 @@ _BY_MPU = "the program passes an mpu, as ALST does"
 # Rules of combinations that were tried, and that no reader of settings refuses.
 WRONG_TRAINING = "wrong-training"
 ENDS_WITH_ERROR = "ends-with-error"
+WRONG_ARGUMENT = "wrong-argument"
 # A note that holds under more conditions of the program concerns few of a file's users.
 _MAX_CONDITIONS = 1
 # Boolean settings of ZeRO that are features, with the value other than the default.

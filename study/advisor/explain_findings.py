@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
-from study.advisor.explain_combinations import ENDS_WITH_ERROR, combination_findings, whole_number
+from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT, combination_findings, whole_number
+from study.advisor.fitted import usual_weights
 from study.advisor.request_notes import holding_rules, is_met, request_facts, request_findings
 from study.advisor.user_settings import (
     AUTO_VALUE,
@@ -40,6 +41,8 @@ _SAME_NAME = 0.8
 NO_UNITS = "no-units"
 # Less memory than this, in bytes, decides nothing.
 _WORTH_NOTING = 2 * GIB
+# Names of torch.
+_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def findings(case: ConfigCase) -> list[Finding]:
@@ -172,11 +175,31 @@ def _loaded_weights(request: Request) -> Iterator[Finding]:
 
 def _frozen_in_fp32(request: Request) -> Iterator[Finding]:
     """Yield the bytes that frozen weights in fp32 take, and 16 bits would save."""
-    wide = request.stored.frozen_parameters * FP32_BYTES / (request.fsdp_ranks if request.strategy.is_fsdp else 1)
-    if request.quantized or request.in_8_bits or wide < _WORTH_NOTING:
+    if request.quantized or request.in_8_bits:
+        yield from _computes_in_fp32(request)
         return
-    name = {"bf16": "bfloat16", "fp16": "float16"}[request.precision]
+    wide = request.stored.frozen_parameters * FP32_BYTES / (request.fsdp_ranks if request.strategy.is_fsdp else 1)
+    if wide < _WORTH_NOTING:
+        return
+    name = _TYPES[request.precision]
     message = f"frozen weights are loaded in fp32, {rounded(wide / GIB)} GiB a rank; {name} takes half"
+    yield Finding("noted", "weights", message, f"set dtype: {name}", rule="fp32-weights")
+
+
+def _computes_in_fp32(request: Request) -> Iterator[Finding]:
+    """Yield the peaks of quantized weights whose other tensors are loaded in fp32, and in 16 bits."""
+    precision, is_pure = usual_weights(request.shape, request.strategy, request.precision)
+    wide, narrow = (
+        device_bytes(predict_memory(variant))
+        for variant in (request, dataclasses.replace(request, precision=precision, pure=is_pure, autocast=False))
+    )
+    if wide - narrow < _WORTH_NOTING:
+        return
+    name = _TYPES[request.precision]
+    message = (
+        "tensors that are not quantized are loaded in fp32, which autocast leaves to norms and residuals: a peak"
+        f" of {rounded(wide / GIB)} GiB, {rounded(narrow / GIB)} in {name}"
+    )
     yield Finding("noted", "weights", message, f"set dtype: {name}", rule="fp32-weights")
 
 
@@ -219,11 +242,15 @@ def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
 
 
 def _arguments(case: ConfigCase) -> Iterator[Finding]:
-    """Yield arguments that an optimizer or scheduler does not take or lacks; DeepSpeed's reader does not check them."""
+    """Yield arguments that an optimizer or scheduler does not take or lacks.
+
+    DeepSpeed's reader does not check them, and its engine does not create the optimizer or the scheduler, or fails in a
+    step.
+    """
     clipping = case.top.get("gradient_clipping", 1.0)
     if clipping != "auto" and type(clipping) not in (int, float, bool):
         message = f"is {clip(clipping)}, with which no step succeeds"
-        yield Finding("conflict", "gradient_clipping", message, "write a number without quotes", "wrong-argument")
+        yield Finding("refused", "gradient_clipping", message, "write a number without quotes", WRONG_ARGUMENT)
     for name, classes in known_settings()["arguments"].items():
         section = case.top.get(name) or {}
         kind, params = section.get("type"), section.get("params") or {}
@@ -236,11 +263,11 @@ def _arguments(case: ConfigCase) -> Iterator[Finding]:
             if key not in signature:
                 message = f"{kind} takes no such argument: the run ends with an error"
                 fix = "set gradient_clipping" if key == "max_grad_norm" else did_you_mean(str(key), signature).strip()
-                yield Finding("conflict", f"{name}.params.{key}", message, fix, "wrong-argument")
+                yield Finding("refused", f"{name}.params.{key}", message, fix, WRONG_ARGUMENT)
         missing = [key for key, need in signature.items() if need == "required" and key not in params]
         if missing:
             message = f"{kind} needs {' and '.join(missing)}: without it the run ends with an error"
-            yield Finding("conflict", f"{name}.params", message, rule="wrong-argument")
+            yield Finding("refused", f"{name}.params", message, rule=WRONG_ARGUMENT)
 
 
 def _argument_values(case: ConfigCase, place: str, params: Mapping[str, Any]) -> Iterator[Finding]:
@@ -256,17 +283,17 @@ def _argument_values(case: ConfigCase, place: str, params: Mapping[str, Any]) ->
                 message = "auto: the Trainer fills it in; deepspeed.initialize alone ends with an error"
                 yield Finding("noted", key, message, rule=AUTO_VALUE)
             else:
-                yield Finding("conflict", key, "auto: nothing fills it in", "set a value", "wrong-argument")
+                yield Finding("refused", key, "auto: nothing fills it in", "set a value", WRONG_ARGUMENT)
         elif argument == "betas" and not _are_betas(value):
             message = f"is {clip(value)}, with which no step succeeds"
-            yield Finding("conflict", key, message, "write two numbers from 0 to below 1", "wrong-argument")
+            yield Finding("refused", key, message, "write two numbers from 0 to below 1", WRONG_ARGUMENT)
         elif argument in reference["argument_numbers"]:
             least = reference["argument_numbers"][argument]
             is_whole = argument == "warmup_num_steps"
             if not isinstance(value, int if is_whole else int | float) or value < least:
                 message = f"is {clip(value)}, with which no step succeeds"
                 fix = f"write a {'whole ' * is_whole}number from {least} up, without quotes"
-                yield Finding("conflict", key, message, fix, "wrong-argument")
+                yield Finding("refused", key, message, fix, WRONG_ARGUMENT)
 
 
 def _are_betas(value: Any) -> bool:

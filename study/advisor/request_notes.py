@@ -47,11 +47,13 @@ def request_facts(request: Request) -> dict[str, Any]:
     if shape.family == "sequence-classification" and shape.document:
         (architecture,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
     unreduced = accumulated_bytes(replace(request, sync_each_batch=False)) / GIB
+    reduced = reduced_bytes(replace(request, sync_each_batch=True, fsdp_offloads=False)) / GIB
     return {
         "gathered": f"{format_number(request.stored.parameters * request.gathered_bytes / GIB)} GiB",
         "unreduced": f"{rounded(unreduced)} GiB" if strategy.is_fsdp else "none",
         # Reduced within a replica alone, to the type of the shards.
-        "reduced": f"{rounded(reduced_bytes(replace(request, sync_each_batch=True, fsdp_offloads=False)) / GIB)} GiB",
+        "reduced": f"{rounded(reduced)} GiB",
+        "sync_saves": reduced < unreduced,
         "sync_each_batch": request.sync_each_batch,
         "replicas": request.box.ranks // request.fsdp_ranks,
         "ranks": request.box.ranks,

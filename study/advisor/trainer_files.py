@@ -83,6 +83,12 @@ class TrainerFile:
     keys: Mapping[str, str]
     findings: tuple[Finding, ...]
 
+    @property
+    def recomputes_by_hf(self) -> bool:
+        """Whether gradient checkpointing is on by a key of TrainingArguments, or by a trainer's default of it."""
+        has_key = any(key.theirs == "gradient_checkpointing" for key in self.trainer.keys)
+        return self.trainer.has_hf_keys and has_key and bool(self.values.get("gradient_checkpointing"))
+
     def noted(self, key: str, message: str, rule: str = "not-modelled") -> Finding:
         return self._finding("noted", key, message, "", rule)
 
@@ -377,6 +383,9 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
     if engine.deepspeed is None and values.get("peft") != "lora" and [values.get(key) for key in types] == ["fp16"] * 2:
         message = "the run ends with an error, Attempting to unscale FP16 gradients"
         yield file.refused(file.keys["loaded"], message, "set float32, or use DeepSpeed or adapters")
+    if file.recomputes_by_hf and engine.is_on("fsdp_activation_checkpointing"):
+        message = "the trainer ends with an error: FSDP's own activation checkpointing is on, too"
+        yield file.refused(file.keys.get("gradient_checkpointing", "fsdp_config"), message, "leave one of them out")
     for refusal in file.trainer.refusals:
         value = file.document.get(refusal.key)
         if value is not None and refusal.engine in names and refusal.values(value):

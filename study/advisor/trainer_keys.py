@@ -557,13 +557,49 @@ GRPO_LENGTHS = {"max_prompt_length": 512, "max_completion_length": 512}
 TRAINING_ARGUMENTS = Trainer(
     name="TrainingArguments",
     marks=frozenset({"per_device_train_batch_size", "model_name_or_path", "num_train_epochs"}),
-    keys=(*_HF_KEYS, Key("max_length", "seq_length", to_count), Key("block_size", "seq_length", to_count)),
+    keys=(*_HF_KEYS, Key("max_length", "seq_length", to_count)),
     defaults={"micro_batch": 8, "accumulation": 1},
     lora_defaults={},
     not_modelled=_HF_NOT_MODELLED,
     similar=_SIMILAR,
     refuses_unknown=True,
     has_hf_keys=True,
+)
+
+
+def _example(script: str, length: int, *marks: str) -> Trainer:
+    """Return the reader of the file of an example script of transformers, whose samples have `length` tokens by default
+    (examples/pytorch at 00d481d1)."""
+    return dataclasses.replace(
+        TRAINING_ARGUMENTS,
+        name=f"transformers' {script}",
+        marks=frozenset(marks),
+        keys=(
+            *_HF_KEYS,
+            *(Key(name, "seq_length", to_count) for name in ("block_size", "max_seq_length", "max_source_length")),
+            Key("max_target_length", "", lambda _: Counted(None, "the decoder is counted with the encoder's tokens")),
+        ),
+        defaults={**TRAINING_ARGUMENTS.defaults, "seq_length": length},
+        similar=TRAINING_ARGUMENTS.similar | {"val_max_target_length", "max_answer_length"},
+    )
+
+
+# Their names of a dataset are TRL's, too, so that the first keys that TRL does not have tell them.
+_EXAMPLES = (
+    _example("run_glue.py", 128, "task_name"),
+    _example("run_qa.py", 384, "doc_stride", "n_best_size", "version_2_with_negative"),
+    _example(
+        "run_translation.py",
+        1024,
+        *("max_source_length", "max_target_length", "source_prefix", "source_lang", "target_lang", "summary_column"),
+    ),
+    _example("run_mlm.py", 1024, "mlm_probability", "line_by_line"),
+    _example(
+        "run_clm.py",
+        1024,
+        *("block_size", "config_overrides", "dataset_config_name", "validation_split_percentage", "train_file"),
+        *("validation_file", "pad_to_max_length"),
+    ),
 )
 
 # trl/trainer/model_config.py, base_config.py, sft_config.py and dpo_config.py, TRL at f2cd5771; recipes of
@@ -616,4 +652,4 @@ TRL = Trainer(
 )
 
 # The first whose mark a file has.
-TRAINERS = (AXOLOTL, LLAMA_FACTORY, TRL, TRAINING_ARGUMENTS)
+TRAINERS = (AXOLOTL, LLAMA_FACTORY, *_EXAMPLES, TRL, TRAINING_ARGUMENTS)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
+from study.advisor.other_programs import check_program
 from study.config.errors import UserError, clip, did_you_mean, first_line, replace_unprintable
 from study.config.registry import REGISTRY
 from study.config.strategies import STRATEGY_DIRECTORY
@@ -129,6 +130,10 @@ class UserFile:
     # Accelerate compiles the model with inductor.
     compiled: bool = False
 
+    def is_on(self, name: str) -> bool:
+        """Whether a key of FSDP is true, as Accelerate reads the variables that its launcher sets."""
+        return str((self.fsdp or {}).get(name, False)).lower() in ("true", "1", "yes", "y", "on", "t")
+
     @property
     def sharding(self) -> str | None:
         """The sharding strategy of FSDP version 1, whose numbers are those of torch; None for version 2."""
@@ -189,12 +194,16 @@ def read_user_file(name: str, findings: list[Finding] | None = None, tree: Path 
     if "peft_type" in document or "model_type" in document:
         kind = "adapters" if "peft_type" in document else "a model"
         raise UserError(f"{name} is the config of {kind}, not of an engine", f"{_EITHER}, and then the model")
+    check_program(name, document)
     if "version" in document and "services" in document:
         raise UserError(f"{name} has no settings of an engine", _EITHER)
     if document and all(f"fsdp_{key}" in section_entries("fsdp") or "xla" in key for key in document):
         fix = "write an Accelerate YAML with distributed_type: FSDP, and these settings under its fsdp_config"
         raise UserError(f"{name} is an fsdp_config of TrainingArguments, whose other half is --fsdp", fix)
-    return deepspeed_file(name, document, findings)
+    file = deepspeed_file(name, document, findings)
+    if document and tree is None and has_no_setting(file):
+        raise UserError(f"{name} has no setting of DeepSpeed or Accelerate", _EITHER)
+    return file
 
 
 def deepspeed_file(name: str, settings: dict[str, Any], findings: list[Finding]) -> UserFile:
@@ -257,6 +266,8 @@ def read_mapping(name: str, findings: list[Finding], tree: Path | None) -> dict[
     if tree is not None and not is_inside(name, tree):
         raise UserError(f"{name} {_IS_OUTSIDE}", _INSIDE)
     path = resolve_path(name)
+    if path.suffix == ".toml":
+        raise UserError(f"{name} is TOML, as torchtitan's files are, which are not read", _EITHER)
     text = _read_text(name, path)
     if is_json(path, text):
         # The reader of a Python in a browser does not come back from deep nesting.
@@ -482,7 +493,9 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tr
     kind = document.get("distributed_type") or _type_by_sections(document)
     sizes = _mesh_sizes(document, findings)
     mesh, mesh_ranks = _mesh(sizes, kind, findings)
-    precision, processes = document.get("mixed_precision"), document.get("num_processes")
+    # Files of 2021 have this key, which Accelerate drops next to the newer one.
+    old_precision = "fp16" if document.get("fp16") else None
+    precision, processes = document.get("mixed_precision", old_precision), document.get("num_processes")
     if kind == "DEEPSPEED":
         file = _accelerate_deepspeed(name, document, precision, processes, findings, tree)
     else:

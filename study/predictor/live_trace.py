@@ -303,7 +303,7 @@ def build_model(
 ) -> Any:
     """Create the model; UserError if transformers does not support the config. No code of the model runs."""
     try:
-        model_class, is_language_model = _head(document)
+        model_class, _ = _head(document)
         config = _config(document, model_class, attention, dropout)
         # Weights without data cannot be drawn.
         with no_init_weights():
@@ -324,7 +324,9 @@ def build_model(
         problem = f"transformers {transformers.__version__} does not build this {document['model_type']!s:.40}"
         raise UserError(f"{problem} ({describe_cause(error)})", "correct config.json") from error
     if rank is not None:
-        add_fake_adapters(model, rank, is_language_model, targets, lora_dropout)
+        # The head of a classifier is new, and that of any other model is frozen, as peft leaves it.
+        has_new_head = model_class.__name__.endswith("Classification")
+        add_fake_adapters(model, rank, has_new_head, targets, lora_dropout)
     return model
 
 
@@ -358,13 +360,13 @@ def _create(model_class: Any, config: Any) -> Any:
 
 
 def add_fake_adapters(
-    model: Any, rank: int, is_language_model: bool, targets: Sequence[str] = (), dropout: float = 0.0
+    model: Any, rank: int, has_new_head: bool, targets: Sequence[str] = (), dropout: float = 0.0
 ) -> None:
     """Add LoRA's adapters. peft moves them to the device of the model, but fake tensors cannot move."""
     moves = torch.nn.Module.to
     torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
     try:
-        task = "gpt-wikitext" if is_language_model else "bert-imdb"
+        task = "bert-imdb" if has_new_head else "gpt-wikitext"
         config = RunConfig(task=task, peft="lora", lora_rank=rank)  # type: ignore[arg-type]
         add_adapters(model, config, targets, dropout)
     finally:

@@ -179,11 +179,11 @@ def test_the_findings_on_releases_match_the_records() -> None:
             and cell.precision == "fp32"
             and cell.micro_steps > 1
         }
-        for name in ("zero0", "zero1", "zero2", "zero3")
+        for name in ("zero0", "zero1", "zero2", "zero2_cpu", "zero3")
     }
     assert wrong_at.pop("zero3") == set()
     first = {name: min(wrong, key=release_key) for name, wrong in wrong_at.items()}
-    assert first["zero0"] == first["zero1"]
+    earliest = min(first.values(), key=release_key)
     right = releases[len(struck) :]
     assert f"**{right[0]} to {right[-1]}: no fault in the strategies below**" in unwrapped("README.md")
     # Later ones were not tested.
@@ -191,8 +191,8 @@ def test_the_findings_on_releases_match_the_records() -> None:
     muon = json.loads(read("study/releases/grid.json"))["muon"]
     assert [release for release in reversed(right) if muon[release] == "no fault"] == right[-1:]
     headline = (
-        f"**With accumulation DeepSpeed {first['zero0']} to {struck[-1]} computes wrong gradients at stages 0 to 2"
-        f" (2: from {first['zero2']}). Use {right[-1]}.**"
+        f"**With accumulation DeepSpeed {earliest} to {struck[-1]} computes wrong gradients at one or more of"
+        f" stages 0 to 2. Use {right[-1]}.**"
     )
     # In one line of the first ten.
     assert headline in read("README.md").splitlines()[:10]

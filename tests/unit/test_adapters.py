@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
+from peft import LoraConfig, get_peft_model
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from transformers import Gemma3Config, LlamaConfig, LlavaConfig, T5Config, WhisperConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from study.advisor import predict_command
@@ -25,6 +28,7 @@ from study.predictor.buckets import gradient_snapshots
 from study.predictor.communication import predict_payload
 from study.predictor.constants import FITTED
 from study.predictor.hardware import ANY_DEVICE, CPU_CORE, Hardware, box_of_ranks, to_box
+from study.predictor.live_trace import build_model
 from study.predictor.lora_targets import DEFAULT_TARGETS
 from study.predictor.losses import LossKernel, logit_bytes
 from study.predictor.memory import device_snapshots, predict_memory
@@ -260,6 +264,29 @@ def test_targets_have_the_adapters_that_peft_makes(model_type: str, targets: tup
     tensors = [(tensor.numel(), tensor.shape[0], tensor.requires_grad) for tensor in model.parameters()]
     assert [(param.elements, param.rows, param.trained) for param in shape.params] == tensors
     assert any(param.trained for param in shape.params)
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "targets"),
+    [
+        (T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4), "T5ForConditionalGeneration", ("q", "v")),
+        (WhisperConfig(), "WhisperForConditionalGeneration", ("q_proj", "v_proj")),
+        (Gemma3Config(), "Gemma3ForConditionalGeneration", ("q_proj", "v_proj")),
+        (Gemma3Config(), "Gemma3ForConditionalGeneration", ()),
+        (LlavaConfig(), "LlavaForConditionalGeneration", ()),
+        (LlamaConfig(num_hidden_layers=2), "LlamaForCausalLM", ()),
+    ],
+)
+def test_adapters_alone_are_trained_in_a_model_that_generates(
+    config: Any, architecture: str, targets: tuple[str, ...]
+) -> None:
+    document = {**config.to_dict(), "architectures": [architecture]}
+    with torch.device("meta"):
+        model = build_model(document, 4, "sdpa", dropout=False, targets=targets)
+        plain = getattr(transformers, architecture)(config)
+        adapted = get_peft_model(plain, LoraConfig(r=4, target_modules=list(targets) or "all-linear"))
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert trained == adapted.get_nb_trainable_parameters()[0]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "gemma"])

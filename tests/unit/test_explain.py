@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
@@ -29,6 +30,7 @@ from study.advisor import explain_findings
 from study.advisor.explain import bucket_bytes, costs, find_answers
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import is_config
+from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, known_settings, read_user_file, section_entries
 from study.cli import main
@@ -272,7 +274,9 @@ def test_explain_refuses_the_values_and_keys_that_deepspeed_refuses(place: str, 
         refusals = [
             finding.text
             for finding in findings(case)
-            if finding.kind == "refused" and (finding.key not in later or error is not None)
+            if finding.kind == "refused"
+            and finding.rule != WRONG_ARGUMENT
+            and (finding.key not in later or error is not None)
         ]
         assert bool(refusals) == (error is not None), (key, value, error, refusals)
 
@@ -677,6 +681,43 @@ def test_a_model_counts_as_compiled_where_the_launcher_tells_its_processes(
     lost = [finding.key for finding in findings(case) if "dynamo" in finding.key]
     assert lost == ([] if is_told else [form.partition(":")[0]])
     assert is_told == (engine != "DEEPSPEED")
+
+
+def test_muon_at_stage_3_is_refused_with_the_default_reduce_scatter_as_the_engine_does(tmp_path: Path) -> None:
+    from deepspeed.runtime.zero import stage3
+
+    error = 'if self.use_muon and self.reduce_scatter:\n            raise ValueError("Muon and reduce scatter cannot'
+    assert error in inspect.getsource(stage3)
+    for stage, settings, is_refused in ((3, {}, True), (3, {"reduce_scatter": False}, False), (2, {}, False)):
+        document = {**PLAIN, "optimizer": {"type": "Muon"}, ZERO: {"stage": stage, **settings}}
+        refusals = [finding for finding in findings(make_case(tmp_path, document)) if finding.kind == "refused"]
+        assert [(finding.key, finding.rule) for finding in refusals] == [
+            ("reduce_scatter", ENDS_WITH_ERROR)
+        ] * is_refused
+
+
+def test_an_argument_that_ends_a_run_is_an_error_of_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    optimizer = {"type": "Adam", "params": {"lr": 3e-5, "max_grad_norm": 1.0}}
+    file.write_text(json.dumps({**PLAIN, "optimizer": optimizer, ZERO: {"stage": 1}}))
+    assert main(["explain", str(file), "gpt2", "--world_size", "2"]) == 1
+    assert capsys.readouterr().out.startswith("Ends with an error: optimizer.params.max_grad_norm.")
+    assert main(["explain", "--strict", str(file)]) == 1
+    assert "errors: 1, warnings: 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", ["MULTI_GPU", "DEEPSPEED"])
+def test_an_accelerate_file_of_2021_has_its_precision(engine: str, tmp_path: Path) -> None:
+    file = tmp_path / "old.yaml"
+    sections = {"deepspeed_config": {"zero_stage": 2}} if engine == "DEEPSPEED" else {}
+    for keys, precision in (({"fp16": True}, "fp16"), ({"fp16": True, "mixed_precision": "bf16"}, "bf16")):
+        document = {"distributed_type": engine, "num_processes": 2, **keys, **sections}
+        file.write_text(yaml.safe_dump(document))
+        assert load_config_from_file(str(file)).mixed_precision == precision
+        case = resolve(read_user_file(str(file)), model_shape("gpt2"), 2, ProgramSettings())
+        assert case.request.precision.removesuffix("-engine") == precision
 
 
 def test_an_offload_that_a_stage_ignores_takes_no_time_and_no_memory(tmp_path: Path) -> None:

@@ -334,6 +334,18 @@ def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
             {"loss_kernel": "cut"},
         ),
         (AXOLOTL | {"liger_fused_linear_cross_entropy": True}, {"loss_kernel": "liger", "compiled": False}),
+        (
+            ARGUMENTS | {"dataset_name": "wikitext", "block_size": 300},
+            {"sequence_length": 300, "gradient_checkpointing": False},
+        ),
+        (ARGUMENTS | {"task_name": "mrpc"}, {"sequence_length": 128, "gradient_checkpointing": False, "pure": False}),
+        (ARGUMENTS | {"task_name": "mrpc", "max_seq_length": 64}, {"sequence_length": 64}),
+        (ARGUMENTS | {"dataset_config_name": "wikitext-2-raw-v1"}, {"sequence_length": 1024}),
+        (ARGUMENTS | {"max_source_length": 400, "max_target_length": 64}, {"sequence_length": 400}),
+        (ARGUMENTS | {"mlm_probability": 0.15, "line_by_line": True}, {"sequence_length": 1024}),
+        (ARGUMENTS | {"version_2_with_negative": True}, {"sequence_length": 384}),
+        # TRL's own.
+        (ARGUMENTS | {"dataset_name": "a/b"}, {"sequence_length": 1024, "gradient_checkpointing": True}),
         (AXOLOTL | {"liger_glu_activation": True}, {"loss_kernel": "transformers", "compiled": True}),
         (AXOLOTL | {"torch_compile": "auto"}, {"compiled": True}),
         (ARGUMENTS | {"torch_compile": True}, {"compiled": True}),
