@@ -1,4 +1,4 @@
-"""Files of programs whose settings `study explain` does not read, told by their keys, and the question to ask instead."""
+"""Files of programs whose settings `study explain` does not read, told by their keys, and what to ask instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from study.config.errors import UserError
 
 # Lightning's names of strategies (lightning/pytorch/strategies/deepspeed.py, fsdp.py and ddp.py), and this project's.
-_OF_LIGHTNING = {
+OF_LIGHTNING = {
     "ddp": "ddp",
     "fsdp": "fsdp2 --fsdp_version 1",
     "deepspeed": "zero2",
@@ -55,7 +55,7 @@ def _lightning_strategy(document: Mapping[str, Any]) -> str:
     strategy = document["trainer"].get("strategy")
     if isinstance(strategy, Mapping) and str(strategy.get("class_path")).endswith("DeepSpeedStrategy"):
         return _with_settings(strategy.get("init_args") or {})
-    return _OF_LIGHTNING.get(str(strategy), "STRATEGY")
+    return OF_LIGHTNING.get(str(strategy), "STRATEGY")
 
 
 def _with_settings(settings: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, Pr
 from study.advisor.explain_check import is_config
 from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT
 from study.advisor.explain_findings import findings
+from study.advisor.other_programs import OF_LIGHTNING
 from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, known_settings, read_user_file, section_entries
 from study.cli import main
 from study.config.errors import UserError
@@ -718,6 +719,57 @@ def test_an_accelerate_file_of_2021_has_its_precision(engine: str, tmp_path: Pat
         assert load_config_from_file(str(file)).mixed_precision == precision
         case = resolve(read_user_file(str(file)), model_shape("gpt2"), 2, ProgramSettings())
         assert case.request.precision.removesuffix("-engine") == precision
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "program", "strategy"),
+    [
+        (
+            "a.yaml",
+            "trainer: {devices: 4, strategy: deepspeed_stage_2_offload}\nmodel: {x: 1}",
+            "Lightning",
+            "zero2_cpu",
+        ),
+        (
+            "a.yaml",
+            "trainer: {strategy: {class_path: a.DeepSpeedStrategy, init_args: {stage: 3, offload_optimizer: true}}}",
+            "Lightning",
+            "zero3_cpu_optimizer",
+        ),
+        ("a.yaml", "trainer: {strategy: fsdp, precision: bf16-mixed}", "Lightning", "fsdp2 --fsdp_version 1"),
+        ("a.yaml", "optimizer: {_component_: torch.optim.AdamW, lr: 2e-5}\nbatch_size: 2", "torchtune", "fsdp2"),
+        ("a.json", '{"optimizer": {"_target_": "torch.optim.Adam"}}', "NeMo or another program of Hydra", "fsdp2"),
+        ("a.yaml", "device_train_microbatch_size: 1\nfsdp_config: {mixed_precision: PURE}", "Composer", "fsdp2"),
+    ],
+)
+def test_a_file_of_another_program_is_not_explained(
+    name: str, text: str, program: str, strategy: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(UserError, match=f"is a file of {program}, which is not read") as refused:
+        read_user_file(str(file))
+    assert f"--strategy {strategy} --hardware BOX" in refused.value.fix
+
+
+@pytest.mark.parametrize(("name", "says"), [("a.toml", "is TOML"), ("a.yaml", "has no setting of DeepSpeed")])
+def test_a_file_without_a_setting_is_refused(name: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("seed_everything = 42" if name.endswith("toml") else "seed_everything: 42")
+    with pytest.raises(UserError, match=says):
+        read_user_file(str(tmp_path / name))
+
+
+def test_strategies_of_lightning_are_those_that_it_registers() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    names = {name for name in StrategyRegistry.available_strategies() if name.startswith("deepspeed")}
+    assert names == {name for name in OF_LIGHTNING if name.startswith("deepspeed")}
+
+
+def test_reducing_in_each_micro_batch_is_named_where_it_saves_memory(tmp_path: Path) -> None:
+    for ranks, is_named in ((2, False), (8, True)):
+        case = make_case(tmp_path, fsdp(fsdp_version=2), LLAMA_8B, ranks, accumulation=8)
+        assert ("whole-gradients" in {finding.rule for finding in findings(case)}) == is_named
 
 
 def test_an_offload_that_a_stage_ignores_takes_no_time_and_no_memory(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import inspect
 import json
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from transformers import TrainingArguments
 
@@ -28,6 +30,8 @@ from study.advisor.workload import Workload
 from study.cli import main
 from study.config.errors import UserError, did_you_mean
 from study.config.flags import Parser
+from study.config.text import rounded
+from study.host.memory import GIB
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
 from study.predictor.time import device_bytes, predict_time
@@ -399,6 +403,8 @@ def test_a_key_is_read_as_the_trainer_does(document: dict[str, Any], values: dic
 def test_what_is_not_modelled_is_noted_by_name(trainer: Any, key: str, tmp_path: Path) -> None:
     documents = {"axolotl": AXOLOTL, "LLaMA-Factory": FACTORY, "TRL": ARGUMENTS | {"max_length": 512}}
     document = documents.get(trainer.name, ARGUMENTS)
+    if "run_" in trainer.name:
+        document = ARGUMENTS | {min(trainer.marks): 1}
     for value, count in ((False, 0), (2, 1)):
         file = write(tmp_path, document | {key: value})
         read_file = read_trainer_file(str(file))
@@ -698,6 +704,33 @@ def test_gradients_in_fp16_cannot_be_unscaled(tmp_path: Path) -> None:
     for settings, is_refused in cases:
         case = read(write(tmp_path, settings), *BOX)
         assert any(item.key == "dtype" and item.kind == "refused" for item in case.findings) == is_refused
+
+
+def test_two_kinds_of_checkpointing_are_refused_as_by_the_trainer(tmp_path: Path) -> None:
+    source = inspect.getsource(transformers.Trainer)
+    assert "fsdp_plugin.activation_checkpointing and self.args.activation_checkpointing:" in source
+    engine = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2, "activation_checkpointing": True}}
+    # It is TRL's default.
+    trl = ARGUMENTS | {"max_length": 512}
+    for document, key in (
+        (ARGUMENTS | {"gradient_checkpointing": True}, "gradient_checkpointing"),
+        (trl, "fsdp_config"),
+    ):
+        case = read(write(tmp_path, document | engine), *BOX)
+        assert [item.key for item in case.findings if item.kind == "refused"] == [key]
+    case = read(write(tmp_path, ARGUMENTS | engine), *BOX)
+    assert [item.key for item in case.findings if item.kind == "refused"] == []
+    assert case.request.gradient_checkpointing
+
+
+def test_what_fp32_tensors_next_to_quantized_weights_take_is_named(tmp_path: Path) -> None:
+    document = ARGUMENTS | {"model_name_or_path": "qwen3-14b", "use_peft": True, "load_in_4bit": True}
+    case = read(write(tmp_path, document), *BOX)
+    (noted,) = [item for item in case.findings if item.rule == "fp32-weights"]
+    narrow = read(write(tmp_path, document | {"dtype": "bfloat16"}), *BOX)
+    peaks = [rounded(device_bytes(predict_memory(it.request)) / GIB) for it in (case, narrow)]
+    assert f"a peak of {peaks[0]} GiB, {peaks[1]} in bfloat16" in noted.message
+    assert "fp32-weights" not in {item.rule for item in narrow.findings}
 
 
 def test_removed_keys_are_none_of_training_arguments(tmp_path: Path) -> None:
