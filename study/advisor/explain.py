@@ -63,7 +63,6 @@ _FINDINGS = {
 }
 # --details prints the others, too, and those below this fraction of the largest.
 _MAX_COST_ROWS, _MIN_COST = 5, 0.001
-_COMPARED = ", without offload_param"
 _COUNT = functools.partial(parse_int, most=1_000_000, what="number")
 _MAX_RANKS = 1024
 _STATES = {"optimizer": "optimizer state", "parameters": "weights"}
@@ -792,6 +791,15 @@ def _at_stage(case: ConfigCase, stage: int, ranks: int | None = None, **zero: An
     return case.at(ranks, stage=stage, **zero)
 
 
+def _compared_text(case: ConfigCase) -> str:
+    """Return the settings of the file that a comparison of stages leaves out, with a leading comma."""
+    optimizer = case.offload("offload_optimizer")
+    texts = ["without offload_param"] if case.offload("offload_param") is not None else []
+    if optimizer and optimizer.get("ratio", 1.0) != 1.0:
+        texts.append("with offload_optimizer.ratio=1")
+    return "".join(f", {text}" for text in texts)
+
+
 def _compare_stages(case: ConfigCase, lower: int, higher: int) -> Explanation:
     at_lower, at_higher = (_at_stage(case, stage, case.ranks).memory for stage in (lower, higher))
     before, after = device_bytes(at_lower), device_bytes(at_higher)
@@ -799,7 +807,7 @@ def _compare_stages(case: ConfigCase, lower: int, higher: int) -> Explanation:
         short = f"as much: {_about(after)}"
     else:
         short = f"{'yes' if after > before else 'no'}: {_about(after)}, stage {lower} {_about(before)}"
-    short += _COMPARED * (case.offload("offload_param") is not None)
+    short += _compared_text(case)
     figures: dict[str, float] = {f"stage_{lower}": before, f"stage_{higher}": after}
     count = case.ranks
     while after >= before and count < _MAX_RANKS and "less_from_ranks" not in figures:
@@ -885,7 +893,7 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
         "pinned memory is allocated in powers of two, so a tensor just above one needs twice as much",
         f"state alone is {gib(at_2.host_parts['state'])} and {gib(at_3.host_parts['state'])} on a node",
     )
-    compared = _COMPARED if case.offload("offload_param") else " on a node"
+    compared = _compared_text(case) or " on a node"
     short = f"{'yes' if peaks[0] > peaks[1] else 'no'}: {gib(peaks[0])} and {gib(peaks[1])}{compared}"
     question = "Does offload need more host memory with stage 2 than with stage 3?"
     return Explanation(question, short, because, {"stage_2": peaks[0], "stage_3": peaks[1]})

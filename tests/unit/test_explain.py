@@ -721,6 +721,19 @@ def test_an_accelerate_file_of_2021_has_its_precision(engine: str, tmp_path: Pat
         assert case.request.precision.removesuffix("-engine") == precision
 
 
+def test_a_comparison_of_stages_names_what_it_leaves_out(tmp_path: Path) -> None:
+    cpu: dict[str, Any] = {"device": "cpu"}
+    for offloads, text in (
+        ({"offload_optimizer": cpu}, ""),
+        ({"offload_optimizer": cpu | {"ratio": 0.5}}, ", with offload_optimizer.ratio=1"),
+        ({"offload_optimizer": cpu, "offload_param": cpu}, ", without offload_param"),
+    ):
+        answers = find_answers(make_case(tmp_path, zero(3, **offloads), LLAMA_8B, 8))
+        (short,) = [answer.short for answer in answers if "more memory than stage 2" in answer.question]
+        assert short.endswith(text)
+        assert ("offload" in short) == bool(text)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "program", "strategy"),
     [
