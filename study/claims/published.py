@@ -16,7 +16,7 @@ from study.config.strategies import STRATEGY_NAMES
 from study.host.memory import GIB
 from study.predictor.hardware import known_devices
 from study.predictor.models import model_shape
-from study.workloads.presets import find_preset
+from study.workloads.presets import find_base, find_preset
 
 Plausibility = Literal["impossible", "suspicious", "possible"]
 # Names of columns in published tables, lower case and letters only.
@@ -183,7 +183,8 @@ def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -
 
 
 def _parameters(text: str, place: str) -> float:
-    if (preset := find_preset(text)) is not None:
+    # Also by the name that people write: Llama-2-7B, Llama 2 7B.
+    if (preset := find_preset(text) or find_base(text)) is not None:
         return float(model_shape(preset.name).parameters)
     size = re.search(r"(?<![\w.])(\d{1,15}(?:\.\d+)?)\s*([MBT])(?![a-z])", text, re.IGNORECASE)
     if size is None or not float(size[1]):
@@ -199,7 +200,12 @@ def _strategy(text: str, place: str) -> str:
     stage = re.search(r"(?:zero|stage)[ _-]*([0-3])(?!\d)", plain)
     if stage is None and re.search(r"\bddp\b|baseline|no zero|data.parallel", plain):
         return "ddp"
+    if stage is None and re.search(r"\bfsdp", plain):
+        return "fsdp2"
     name = f"zero{stage[1]}" if stage else ""
+    if not name and re.search(r"zero[ _-]*offload", plain):
+        # The paper's is of stage 2.
+        name = "zero2"
     if "nvme" in plain:
         name += "_nvme"
     elif "cpu" in plain or "offload" in plain:

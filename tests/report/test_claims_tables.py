@@ -48,9 +48,19 @@ def test_strategies_are_found_under_the_names_that_tables_use(tmp_path: Path) ->
         "ZeRO-3 + NVMe Offload": "zero3_nvme",
         "fsdp2": "fsdp2",
         "ZeRO-2 with optimizer offload": "zero2_cpu",
+        # The paper's is of stage 2.
+        "ZeRO-Offload": "zero2_cpu",
+        "FSDP (full shard)": "fsdp2",
     }
     rows = read_table(table(tmp_path, "\n".join(f"7B,8,{label},100," for label in strategies)))
     assert [row.strategy for row in rows] == list(strategies.values())
+
+
+def test_a_preset_has_its_parameters_under_the_name_that_people_write(tmp_path: Path) -> None:
+    names = ("llama-2-7b", "Llama-2-7B", "Llama 2 7B", "meta-llama/Llama-2-7b-hf")
+    rows = read_table(table(tmp_path, "\n".join(f"{name},4,zero3,27," for name in names)))
+    # Not 7 B.
+    assert [row.parameters for row in rows] == [6_738_415_616] * len(names)
 
 
 WRONG_TABLES = yaml.safe_load((REPOSITORY / "tests" / "data" / "wrong_tables.yaml").read_text())
