@@ -1,4 +1,4 @@
-"""Files of programs whose settings `study explain` does not read, told by their keys, and what to ask instead."""
+"""Files of programs whose settings `study explain` does not read, by their keys, and the question to ask instead."""
 
 from __future__ import annotations
 

@@ -584,7 +584,7 @@ def _example(script: str, length: int, *marks: str) -> Trainer:
     )
 
 
-# Their names of a dataset are TRL's, too, so that the first keys that TRL does not have tell them.
+# Their names of a dataset are TRL's, too, so keys that TRL does not have decide.
 _EXAMPLES = (
     _example("run_glue.py", 128, "task_name"),
     _example("run_qa.py", 384, "doc_stride", "n_best_size", "version_2_with_negative"),
