@@ -6,6 +6,7 @@ import io
 import re
 import textwrap
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from string import ascii_lowercase
 from typing import Any, NamedTuple
 
@@ -208,9 +209,27 @@ def _fix_layout(figure: Figure) -> None:
         return
     usual = figure.dpi
     figure.dpi = _DOTS_PER_INCH
-    engine.execute(figure)
+    with _without_arrows(figure):
+        engine.execute(figure)
     figure.dpi = usual
     figure.set_layout_engine(None)
+
+
+@contextmanager
+def _without_arrows(figure: Figure) -> Iterator[None]:
+    """Take the arrows from the labels of ends during a layout.
+
+    An arrow goes from its label to a point of the axes, so it needs no further space, and to clip it at its ends took
+    a third of the layout.
+    """
+    arrows = {note: (note.arrowprops, note.arrow_patch) for note in figure.findobj(Annotation)}
+    for note in arrows:
+        note.arrowprops = note.arrow_patch = None
+    try:
+        yield
+    finally:
+        for note, (properties, patch) in arrows.items():
+            note.arrowprops, note.arrow_patch = properties, patch
 
 
 def as_svg(figure: Figure) -> str:
@@ -469,7 +488,8 @@ def _spread_labels(figure: Figure, axes: Axes) -> None:
     assert engine is not None
     # Twice, because the labels shrink the axes, which moves the points.
     for _ in range(2 if notes else 0):
-        engine.execute(figure)
+        with _without_arrows(figure):
+            engine.execute(figure)
         heights = axes.transData.transform([note.xy for note in notes])[:, 1] * 72 / figure.dpi
         # The places closest to the points that are in their order, each with its space.
         order, places = np.argsort(heights, kind="stable"), heights.copy()

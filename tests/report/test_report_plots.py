@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.text import Text
+from matplotlib.patches import FancyArrowPatch
+from matplotlib.text import Annotation, Text
 
 from report_folders import drawn, figures, laptop
 from study.config.places import REPOSITORY
@@ -109,6 +110,23 @@ def test_labels_of_points_do_not_overlap_and_of_many_points_only_the_best_have_o
         assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].shrunk(0.9, 0.8).overlaps(pair[1])]
         counts.append(len(texts))
     assert counts[0] == labels
+
+
+def test_a_layout_clips_no_arrow_and_leaves_each_with_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_arrow: FancyArrowPatch, *_: object) -> None:
+        raise AssertionError("an arrow needs no space in a layout")
+
+    figure, (axes,) = canvas.sheet(3)
+    axes.plot([0, 1], [0, 1])
+    canvas.label_ends(axes, [canvas.EndLabel(1, 1, "one", "#000000"), canvas.EndLabel(1, 0.99, "two", "#000000")])
+    notes = [text for text in axes.texts if isinstance(text, Annotation)]
+    arrows = [(note.arrowprops, note.arrow_patch) for note in notes]
+    monkeypatch.setattr(FancyArrowPatch, "get_window_extent", refuse)
+    canvas.finish(figure, "A title", "a subject", "", "words")
+    canvas.as_png(figure)
+    assert [(note.arrowprops, note.arrow_patch) for note in notes] == arrows
+    # Both labels were moved from their points.
+    assert [isinstance(arrow, FancyArrowPatch) and arrow.get_visible() for _, arrow in arrows] == [True, True]
 
 
 def test_a_strategy_with_groups_has_their_ranks_in_the_figure_and_in_the_table():
