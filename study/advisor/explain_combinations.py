@@ -16,7 +16,7 @@ from study.compositions.answers import (
     look_up_answer,
     newest_tested_stack,
     read_known_findings,
-    read_stack_of,
+    read_releases,
     stored_evidence,
     stored_files,
 )
@@ -111,7 +111,7 @@ def _is_tested(stack: Mapping[str, str | None], packages: Iterable[str] = _PACKA
 
 def _tested_file(stack: Mapping[str, str | None], packages: Iterable[str]) -> Path | None:
     """Return the stored matrix of a stack's releases of these packages."""
-    return next((file for file in stored_files() if has_same_releases(read_stack_of(file), stack, packages)), None)
+    return next((file for file in stored_files() if has_same_releases(read_releases(file), stack, packages)), None)
 
 
 def _releases_text(stack: Mapping[str, str | None]) -> str:

@@ -125,11 +125,11 @@ class CombinationAnswer:
 @functools.cache
 def newest_tested_stack() -> dict[str, str | None]:
     """Return the releases of the newest stored matrix."""
-    return read_stack_of(_files_of_results()[0])
+    return read_releases(_files_of_results()[0])
 
 
 @functools.cache
-def read_stack_of(file: Path) -> dict[str, str | None]:
+def read_releases(file: Path) -> dict[str, str | None]:
     """Return the releases of a stored matrix, whose runs take ten times as long to read."""
     stack: dict[str, str | None] = json.loads(file.read_text(encoding="utf-8"))["stack"]
     return stack
@@ -155,7 +155,7 @@ def _files_of_results() -> list[Path]:
     from study.host.stacks import release_key
 
     def release(file: Path) -> tuple[int, ...]:
-        return release_key(read_stack_of(file)["deepspeed"] or "0")
+        return release_key(read_releases(file)["deepspeed"] or "0")
 
     return sorted(RESULTS.glob("*.json"), key=release, reverse=True)
 
