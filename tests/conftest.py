@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import re
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from rank_servers import one_server
 
 from runs import get_run
 from study.config.errors import UserError
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from study.claims.scoreboard import Scoreboard
 
-__all__ = ["get_run"]
+__all__ = ["get_run", "one_server"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +79,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for test in tests:
             if test.get_closest_marker("engine") and "nvme" in test.name + inspect.getsource(test.function):
                 test.add_marker(why)
+
+
+def pytest_collection_finish() -> None:
+    # Later collections do not visit the million objects of the imports.
+    gc.collect()
+    gc.freeze()
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -27,9 +27,17 @@ from study.sweep import fork_server
 
 
 def fork_ranks(
-    strategy: str, script: str | Path, *args: str, ranks: int = 2, timeout: float = 180
+    strategy: str,
+    script: str | Path,
+    *args: str,
+    ranks: int = 2,
+    timeout: float = 180,
+    grace_s: float = fork_server.GRACE_S,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script as engines.launch does, with the same result; no process survives this call."""
+    """Run the script as engines.launch does, with the same result; no process survives this call.
+
+    After one rank has failed the others have `grace_s` to end. One that waits for it in a collective takes all of it.
+    """
     # The ranks rendezvous there, as in the launcher's store.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     # An absolute path stays as it is.
@@ -43,6 +51,7 @@ def fork_ranks(
         ranks=ranks,
         port=store.port,
         agent_store=True,
+        grace_s=grace_s,
         folder=str(ROOT),
         environment=os.environ | ONE_THREAD,
     )

@@ -141,13 +141,13 @@ def list_ranks(runs: Path) -> list[psutil.Process]:
     return ranks
 
 
-def wait_until(holds: Callable[[], Any], seconds: float = 120) -> Any:
-    """Return the first true result of the function; AssertionError after the timeout."""
+def wait_until(holds: Callable[[], Any], seconds: float = 120, pause: float = 0.05) -> Any:
+    """Return the first true result of the function, asked again after each pause; AssertionError after the timeout."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := holds():
             return result
-        time.sleep(0.05)
+        time.sleep(pause)
     raise AssertionError(f"not within {seconds} s: {holds}")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from study.advisor.explain_case import ConfigCase
@@ -15,9 +16,9 @@ from study.compositions.answers import (
     look_up_answer,
     newest_tested_stack,
     read_known_findings,
-    read_matrices,
-    read_other_matrices,
+    read_releases,
     stored_evidence,
+    stored_files,
 )
 from study.compositions.features import Combination, make_combination
 from study.compositions.matrix import Matrix
@@ -88,8 +89,14 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
 def read_stack(case: ConfigCase) -> dict[str, str | None]:
     """Return the releases of a case's run, else the installed ones; the newest tested ones of missing packages."""
     newest = newest_tested_stack()
-    find_release = package_version if case.releases is None else case.releases.get
-    return {name: find_release(name) or newest[name] for name in _PACKAGES}
+    releases = _find_releases(package_version) if case.releases is None else case.releases
+    return {name: releases.get(name) or newest[name] for name in _PACKAGES}
+
+
+@functools.cache
+def _find_releases(find_release: Callable[[str], str | None]) -> dict[str, str | None]:
+    """Return the installed releases, whose files take longer to read than a config to judge."""
+    return {name: find_release(name) for name in _PACKAGES}
 
 
 def _is_in(entry: KnownFinding, stack: Mapping[str, str | None]) -> bool:
@@ -100,16 +107,20 @@ def _is_in(entry: KnownFinding, stack: Mapping[str, str | None]) -> bool:
 
 
 def _is_tested(stack: Mapping[str, str | None], packages: Iterable[str] = _PACKAGES) -> bool:
-    return _tested_matrix(stack, packages) is not None
+    return _tested_file(stack, packages) is not None
 
 
-def _tested_matrix(stack: Mapping[str, str | None], packages: Iterable[str]) -> Matrix | None:
-    matrices = itertools.chain(read_matrices(), read_other_matrices())
-    return next((matrix for matrix in matrices if has_same_releases(matrix.stack, stack, packages)), None)
+def _tested_file(stack: Mapping[str, str | None], packages: Iterable[str]) -> Path | None:
+    """Return the stored matrix of a stack's releases of these packages."""
+    return next((file for file in stored_files() if has_same_releases(read_releases(file), stack, packages)), None)
 
 
 def _releases_text(stack: Mapping[str, str | None]) -> str:
     return f"DeepSpeed {stack['deepspeed']}, Accelerate {stack['accelerate']}"
+
+
+# Every file of a check asks the same one.
+_read_matrix = functools.cache(Matrix.read)
 
 
 def untested_line(case: ConfigCase, *, details: bool = False) -> str | None:
@@ -121,8 +132,8 @@ def untested_line(case: ConfigCase, *, details: bool = False) -> str | None:
     if combination is None or combination.has(*_OF_GPUS) or any(_wrong_or_refused(case)):
         return None
     stack = read_stack(case)
-    matrix = _tested_matrix(stack, combination.packages)
-    kind = "untested" if matrix is None else look_up_answer(combination, matrix).kind
+    file = _tested_file(stack, combination.packages)
+    kind = "untested" if file is None else look_up_answer(combination, _read_matrix(file)).kind
     if kind != "untested" and not (details and kind == "pairs"):
         return None
     together = "each pair of these features is tested, and not all together" * (kind == "pairs")

@@ -125,26 +125,46 @@ class CombinationAnswer:
 @functools.cache
 def newest_tested_stack() -> dict[str, str | None]:
     """Return the releases of the newest stored matrix."""
-    from study.host.stacks import release_key
+    return read_releases(_files_of_results()[0])
 
-    stacks = [json.loads(file.read_text(encoding="utf-8"))["stack"] for file in RESULTS.glob("*.json")]
-    return max(stacks, key=lambda stack: release_key(stack["deepspeed"] or "0"))
+
+@functools.cache
+def read_releases(file: Path) -> dict[str, str | None]:
+    """Return the releases of a stored matrix, whose runs take ten times as long to read."""
+    stack: dict[str, str | None] = json.loads(file.read_text(encoding="utf-8"))["stack"]
+    return stack
+
+
+def stored_files() -> Iterator[Path]:
+    """Yield the files of read_matrices, then those of read_other_matrices."""
+    yield from _files_of_results()
+    yield from _files_of_other_results()
 
 
 def read_matrices() -> Iterator[Matrix]:
     """Yield the stored matrices, that of the newest DeepSpeed first."""
-    from study.host.stacks import release_key
-
-    matrices = [Matrix.read(file) for file in RESULTS.glob("*.json")]
-    yield from sorted(matrices, key=lambda matrix: release_key(matrix.stack["deepspeed"] or "0"), reverse=True)
+    yield from map(Matrix.read, _files_of_results())
 
 
 def read_other_matrices() -> Iterator[Matrix]:
     """Yield the matrices of other releases of torch and Accelerate, each package's newest release first."""
+    yield from map(Matrix.read, _files_of_other_results())
+
+
+def _files_of_results() -> list[Path]:
+    from study.host.stacks import release_key
+
+    def release(file: Path) -> tuple[int, ...]:
+        return release_key(read_releases(file)["deepspeed"] or "0")
+
+    return sorted(RESULTS.glob("*.json"), key=release, reverse=True)
+
+
+def _files_of_other_results() -> list[Path]:
     from study.host.stacks import release_key
 
     files = sorted(OTHER_RESULTS.glob("*.json"), key=lambda file: release_key(file.stem), reverse=True)
-    yield from map(Matrix.read, sorted(files, key=lambda file: file.stem.partition("-")[0], reverse=True))
+    return sorted(files, key=lambda file: file.stem.partition("-")[0], reverse=True)
 
 
 # The oldest and the newest release of each package whose runs show an entry.

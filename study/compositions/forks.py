@@ -30,6 +30,7 @@ from study.config.errors import Unsupported
 from study.config.strategies import read_strategy
 from study.host.folders import cache_directory
 from study.host.operators import build_operators
+from study.host.stacks import without_gc
 
 TIME_LIMIT_S = 60.0
 _ENGINES = ("deepspeed", "accelerate", "torch", "peft", "transformers")
@@ -60,16 +61,18 @@ def serve(folder: Path) -> None:
 
 
 def answer_requests(
-    answer: Callable[[dict[str, Any]], dict[str, Any]], strategies: Sequence[str] = _STRATEGIES_WITH_OPERATORS
+    answer: Callable[[dict[str, Any]], dict[str, Any]],
+    strategies: Sequence[str] = _STRATEGIES_WITH_OPERATORS,
+    imported: Sequence[str] = (),
 ) -> None:
     """Import the engines, then answer each line of standard input by one of standard output, until it closes.
 
-    The operators of some strategies are compiled first.
+    Other modules that the answers need are imported with them, and the operators of some strategies compiled.
     """
     # What imports print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    _import_engines(strategies)
+    _import_engines(strategies, imported)
     for line in sys.stdin:
         started = time.monotonic()
         document = answer(json.loads(line))
@@ -78,15 +81,14 @@ def answer_requests(
         answers.flush()
 
 
-def _import_engines(strategies: Sequence[str]) -> None:
+def _import_engines(strategies: Sequence[str], imported: Sequence[str]) -> None:
     # Read at import. Functions that DeepSpeed decorates with torch.compile run uncompiled.
     os.environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    for name in _IMPORTED:
-        try:
-            importlib.import_module(name)
-        except ImportError:
+    with without_gc():
+        for name in (*_IMPORTED, *imported):
             # Older releases lack some; a combination that needs one fails with the message of its import.
-            continue
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
     for name in strategies:
         # In this process, so that no fork compiles or waits for another's compilation.
         with contextlib.suppress(Unsupported, ImportError):

@@ -22,6 +22,7 @@ SIZE = DecoderSize(
 )
 # Of the measured combinations: none has NVMe.
 _STRATEGIES_WITH_OPERATORS = ("zero2", "zero2_cpu")
+_METERS = ("study.receipt.failures", "study.receipt.live_engine", "study.receipt.peak", "study.receipt.timing")
 # Steps before the timed ones: the engines allocate, and stage 3 traces the order of its modules.
 _FIRST_STEPS, _TIMED_STEPS = 3, 6
 
@@ -29,7 +30,9 @@ _FIRST_STEPS, _TIMED_STEPS = 3, 6
 def serve(folder: Path) -> None:
     """Answer requests until standard input closes."""
     answer_requests(
-        lambda request: _measure(make_combination(request["features"]), folder / "run"), _STRATEGIES_WITH_OPERATORS
+        lambda request: _measure(make_combination(request["features"]), folder / "run"),
+        _STRATEGIES_WITH_OPERATORS,
+        _METERS,
     )
 
 

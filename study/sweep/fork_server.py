@@ -237,7 +237,8 @@ def _lead(connection: socket.socket) -> None:
             if ended:
                 ranks.remove(process)
                 if wait_status and not status:
-                    status, deadline = os.waitstatus_to_exitcode(wait_status), time.monotonic() + GRACE_S
+                    status = os.waitstatus_to_exitcode(wait_status)
+                    deadline = time.monotonic() + request.get("grace_s", GRACE_S)
                     _signal(ranks, signal.SIGTERM)
     with contextlib.suppress(BrokenPipeError):
         connection.sendall(json.dumps(status).encode())

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from study.compositions.changes import changes_page, find_changes, repeat
 from study.compositions.matrix import Matrix
 from study.compositions.session import CombinationSession
 from study.config.places import REPOSITORY
-from unit.test_composition_changes import make_matrix, outcome, watch
+from tools import watch
+from unit.test_composition_changes import make_matrix, outcome
 
+pytestmark = pytest.mark.usefixtures("one_server")
 FAULTS_FILE = REPOSITORY / "tests" / "probes" / "replanted.py"
 
 
@@ -37,9 +41,9 @@ def test_a_release_that_brings_a_fault_back_is_reported_with_the_smallest_combin
         assert repeat(stored, Matrix.read(file), session, minutes=5, report=lines.append)
 
 
-def test_equal_runs_are_repeated_whatever_the_releases(tmp_path: Path) -> None:
-    status, out, _ = watch("--runs_dir", str(tmp_path), "--equal_with", "bf16", "--minutes", "0.001")
-    assert status == 3
+def test_equal_runs_are_repeated_whatever_the_releases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert watch.main(["--runs_dir", str(tmp_path), "--equal_with", "bf16", "--minutes", "0.001"]) == 3
+    out = capsys.readouterr().out
     assert "newer than the stored matrix: nothing" in out
     assert ": equal\n" in out
     page = (tmp_path / "changes.md").read_text()
@@ -47,12 +51,14 @@ def test_equal_runs_are_repeated_whatever_the_releases(tmp_path: Path) -> None:
     assert "were not run: the time was over" in page
 
 
-def test_a_pretended_release_is_run_until_the_time_is_over(tmp_path: Path) -> None:
-    status, out, _ = watch("--runs_dir", str(tmp_path), "--pretend", "deepspeed=99.0", "--minutes", "0.001")
-    assert status == 3
-    assert "newer than the stored matrix: deepspeed 99.0" in out
+def test_a_pretended_release_is_run_until_the_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def pretend(release: str) -> int:
+        return watch.main(["--runs_dir", str(tmp_path), "--pretend", f"deepspeed={release}", "--minutes", "0.001"])
+
+    assert pretend("99.0") == 3
+    assert "newer than the stored matrix: deepspeed 99.0" in capsys.readouterr().out
     assert "were not run: the time was over" in (tmp_path / "changes.md").read_text()
     assert (tmp_path / "newer.txt").read_text() == "deepspeed 99.0\n"
-    status, _, error = watch("--runs_dir", str(tmp_path), "--pretend", "deepspeed=99.1", "--minutes", "0.001")
-    assert status == 2
-    assert "has runs of another stack" in error
+    with pytest.raises(SystemExit, match="2"):
+        pretend("99.1")
+    assert "has runs of another stack" in capsys.readouterr().err

@@ -14,12 +14,13 @@ from study.compositions.matrix import Matrix, fill
 from study.compositions.session import CombinationSession
 from study.config.places import REPOSITORY
 
+pytestmark = pytest.mark.usefixtures("one_server")
 FAULTS_FILE = REPOSITORY / "tests" / "probes" / "replanted.py"
 REPLANTED = json.loads((REPOSITORY / "reports" / "compositions" / "replanted.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[CombinationSession]:
+def session(one_server: None) -> Iterator[CombinationSession]:
     with CombinationSession() as running:
         yield running
 
@@ -87,6 +88,13 @@ def test_locate_compares_one_strategy_with_and_without_accumulation(capsys: pyte
         ("equal", name) for name in names
     ]
     assert "[2/2] zero1,accelerate,accumulation: equal" in captured.err
+
+
+def test_sessions_of_these_tests_have_one_process_and_each_its_own_memory(session: CombinationSession) -> None:
+    with CombinationSession() as second:
+        assert second._process is session._process
+        assert not second._known
+    assert session._process.poll() is None
 
 
 def test_a_combination_is_reduced_to_what_it_takes(session: CombinationSession) -> None:

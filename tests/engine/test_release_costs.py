@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from study import cli
-from study.compositions.features import make_combination
+from study.compositions.features import Combination, make_combination
+from study.compositions.session import RankServer
 from study.config.errors import UserError
+from study.releases import costs
 from study.releases.costs import changed_figures, measure_costs, read_costs
 
+pytestmark = pytest.mark.usefixtures("one_server", "each_measured_once")
 TABLE = read_costs()
 NEWEST = TABLE.names[-1]
+
+
+@pytest.fixture(scope="module")
+def each_measured_once() -> Iterator[None]:
+    """Give a combination that an earlier test has measured the answers of then: DDP is the unit of every test."""
+    measure, answers = costs._ask_repeatedly, dict[Combination, list[dict[str, Any]]]()
+
+    def ask(combination: Combination, server: RankServer) -> list[dict[str, Any]]:
+        if combination not in answers:
+            answers[combination] = measure(combination, server)
+        return answers[combination]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "_ask_repeatedly", ask)
+        yield
 
 
 def test_the_installed_release_costs_what_is_stored() -> None:

@@ -169,7 +169,7 @@ def test_a_folder_in_use_is_refused_to_every_rank_of_another_launch(tmp_path):
     flags = ("--output_dir", str(folder), "--overwrite_output_dir")
     with lock_run_directory(folder, "it"):
         before = contents(folder)
-        alone, launched = train_alone(*flags), fork_ranks("ddp", "study/train.py", *FLAGS, *flags)
+        alone, launched = train_alone(*flags), fork_ranks("ddp", "study/train.py", *FLAGS, *flags, grace_s=5)
         says = f"another run is active in --output_dir {folder}: pid {os.getpid()} on"
         assert_is_one_line(alone.stderr, (says,), f"wait for it, end it (kill {os.getpid()})")
         # The other rank prints and writes nothing.

@@ -73,13 +73,29 @@ def served() -> Iterator[serve.Server]:
         server.shutdown()
 
 
-@pytest.fixture
-def fresh_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[serve.Server]:
-    """Serve the page without any trace made before."""
-    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
-    live.answer.cache_clear()
+@pytest.fixture(scope="module")
+def tracing() -> Iterator[serve.Server]:
+    """Serve the page with one process of traces for several tests: its imports take seconds."""
     with served() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture
+def tracing_server(tracing: serve.Server, traces: Path, monkeypatch: pytest.MonkeyPatch) -> serve.Server:
+    """Serve the page without the traces of this user: each test has a model that no other test traces."""
+    monkeypatch.setenv("ZERO_STUDY_CACHE", str(traces))
+    live.answer.cache_clear()
+    return tracing
+
+
+def with_vocabulary(size: int) -> str:
+    """Return the config of a model that differs from the others in its vocabulary."""
+    return json.dumps({**TRACED, "vocab_size": size})
 
 
 @contextlib.contextmanager
@@ -317,10 +333,10 @@ def test_a_slow_answer_keeps_no_other_request_waiting(server: serve.Server) -> N
 
 
 def test_a_preset_is_answered_while_a_model_is_traced(
-    fresh_server: serve.Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    tracing_server: serve.Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    server, place, answers = fresh_server, Path.cwd(), list[Any]()
-    folder = ask(server, "keep_config", "traced", json.dumps(TRACED))["folder"]
+    server, place, answers = tracing_server, Path.cwd(), list[Any]()
+    folder = ask(server, "keep_config", "traced", with_vocabulary(1400))["folder"]
     words = json.dumps([folder, "--hardware", "2x4090"])
     thread = threading.Thread(target=lambda: answers.append(ask(server, "ask", words)))
     thread.start()
@@ -335,30 +351,30 @@ def test_a_preset_is_answered_while_a_model_is_traced(
     thread.join(120)
     assert answers[0]["names"] == about["names"]
     assert Path.cwd() == place
-    (tmp_path / "config.json").write_text(json.dumps(TRACED))
+    (tmp_path / "config.json").write_text(with_vocabulary(1400))
     row = ask(server, "best", "zero2")
     theirs = printed(capsys, "advise", str(tmp_path), "--hardware", "2x4090")["strategies"]
     assert {name: row[name] for name in theirs[0]} == next(entry for entry in theirs if entry["strategy"] == "zero2")
 
 
-def test_a_page_shows_how_many_traces_are_before_its_own(browser: Browser, fresh_server: serve.Server) -> None:
-    server, answers = fresh_server, list[Any]()
-    folder = ask(server, "keep_config", "first", json.dumps(TRACED), page="first")["folder"]
+def test_a_page_shows_how_many_traces_are_before_its_own(browser: Browser, tracing_server: serve.Server) -> None:
+    server, answers = tracing_server, list[Any]()
+    page = browser.new_page()
+    page.set_default_timeout(240_000)
+    folder = ask(server, "keep_config", "first", with_vocabulary(1100), page="first")["folder"]
     words = json.dumps([folder, "--hardware", "2x4090"])
     thread = threading.Thread(target=lambda: answers.append(ask(server, "ask", words, page="first")))
     thread.start()
-    page = browser.new_page()
-    page.set_default_timeout(240_000)
     with paused_trace(server):
         assert ask(server, "traces_ahead", page="first") == {"ahead": 0}
         page.goto(f"{server.url}#gpus=2&device=4090&model=gpt2")
         page.wait_for_selector("body[data-done='1']")
         page.evaluate("document.querySelector('#form details').open = true")
-        page.fill("[name=config]", json.dumps({**TRACED, "vocab_size": 2000}))
+        page.fill("[name=config]", with_vocabulary(2000))
         page.click("#form button")
         page.wait_for_selector("#status:has-text('waiting for 1 earlier trace: models are traced one at a time')")
         # The newest question counts all earlier ones, also those of its page.
-        page.fill("[name=config]", json.dumps({**TRACED, "vocab_size": 3000}))
+        page.fill("[name=config]", with_vocabulary(3000))
         page.click("#form button")
         page.wait_for_selector("#status:has-text('waiting for 2 earlier traces: models are traced one at a time')")
         assert not answers
@@ -371,19 +387,19 @@ def test_a_page_shows_how_many_traces_are_before_its_own(browser: Browser, fresh
 
 
 def test_two_traced_files_are_explained_at_a_time(
-    fresh_server: serve.Server, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tracing_server: serve.Server, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = dict[str, Any]()
 
     def explain(page: str, config: str, text: str) -> None:
-        folder = ask(fresh_server, "keep_config", "models", config, page=page)["folder"]
+        folder = ask(tracing_server, "keep_config", "models", config, page=page)["folder"]
         words = ["mine.json", folder, "--hardware", "2x4090"]
         contents = {"mine.json": base64.b64encode(text.encode()).decode()}
-        answers[page] = ask(fresh_server, "explain", json.dumps(words), json.dumps(contents), page=page)
+        answers[page] = ask(tracing_server, "explain", json.dumps(words), json.dumps(contents), page=page)
 
     # Both files have the same name, in the folders of their pages.
     texts = [json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}) for stage in (2, 3)]
-    configs = [json.dumps({**TRACED, "vocab_size": size}) for size in (2000, 3000)]
+    configs = [with_vocabulary(size) for size in (2100, 3100)]
     threads = [threading.Thread(target=explain, args=item) for item in zip("ab", configs, texts, strict=True)]
     for thread in threads:
         thread.start()
@@ -400,13 +416,13 @@ def test_two_traced_files_are_explained_at_a_time(
 
 
 def test_the_process_of_traces_is_replaced_before_its_memory_grows(
-    fresh_server: serve.Server, monkeypatch: pytest.MonkeyPatch
+    tracing_server: serve.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("study.advisor.trace_process.MAX_TRACES", 1)
-    folder = ask(fresh_server, "keep_config", "mine", json.dumps(TRACED))["folder"]
-    answer = ask(fresh_server, "ask", json.dumps([folder, "--hardware", "2x4090"]))
+    folder = ask(tracing_server, "keep_config", "mine", with_vocabulary(1200))["folder"]
+    answer = ask(tracing_server, "ask", json.dumps([folder, "--hardware", "2x4090"]))
     assert answer["model"] == "mine"
-    assert fresh_server._traces._process is None
+    assert tracing_server._traces._process is None
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
@@ -427,7 +443,7 @@ def test_the_process_of_traces_has_torch_and_ends_with_the_server(tmp_path: Path
             return json.loads(connection.getresponse().read())
 
         for vocabulary in (1000, 1001):
-            folder = call("keep_config", "mine", json.dumps({**TRACED, "vocab_size": vocabulary}))["folder"]
+            folder = call("keep_config", "mine", with_vocabulary(vocabulary))["folder"]
             assert call("ask", json.dumps([folder, "--hardware", "2x4090"]))["model"] == "mine"
             # One process, also for a second model; the server itself does not load torch.
             (tracer,) = children(process)
@@ -435,7 +451,7 @@ def test_the_process_of_traces_has_torch_and_ends_with_the_server(tmp_path: Path
             assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
         # It is killed during a trace: that question fails, and the next one is answered.
         os.kill(tracer, signal.SIGSTOP)
-        folder = call("keep_config", "mine", json.dumps({**TRACED, "vocab_size": 1002}))["folder"]
+        folder = call("keep_config", "mine", with_vocabulary(1002))["folder"]
         threading.Timer(1, os.kill, (tracer, signal.SIGKILL)).start()
         question = json.dumps([folder, "--hardware", "2x4090"])
         assert call("ask", question)["refused"] == "the process that traces models has ended"
@@ -511,11 +527,11 @@ def test_a_browser_is_opened_by_a_private_file(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_class_that_no_table_describes_is_answered_on_the_page(
     browser: Browser,
-    fresh_server: serve.Server,
+    tracing_server: serve.Server,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    server = fresh_server
+    server = tracing_server
     requests, errors = list[str](), list[str]()
     page = browser.new_page(viewport={"width": 400, "height": 900})
     page.set_default_timeout(240_000)

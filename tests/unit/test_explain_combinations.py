@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from study.advisor.explain_case import ProgramSettings, resolve
 from study.advisor.explain_combinations import ENDS_WITH_ERROR, combination_findings, feature_keys
 from study.advisor.user_settings import Finding, known_settings, read_user_file
 from study.cli import main
-from study.compositions.answers import match_known_finding, read_matrices
+from study.compositions.answers import match_known_finding, read_matrices, stored_evidence
 from study.compositions.engines import deepspeed_settings
 from study.compositions.features import Combination, make_combination
+from study.compositions.matrix import Matrix
 from study.predictor.models import model_shape
 from study.predictor.shape import with_adapters
 
@@ -422,6 +424,32 @@ def test_the_installed_release_decides_else_the_newest_tested(
     if message is not None:
         assert wrong[0].message.startswith(message)
         assert wrong[0].message.endswith(f" DeepSpeed {release or '0.19.8'}, Accelerate 1.15.0)")
+
+
+def test_the_runs_of_a_matrix_are_read_at_most_once_whatever_the_number_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They take ten times as long to read as a config to judge."""
+    read, reads = Matrix.read, list[Path]()
+
+    def count(file: Path) -> Matrix:
+        reads.append(file)
+        return read(file)
+
+    monkeypatch.setattr(Matrix, "read", count)
+    monkeypatch.setattr("study.advisor.explain_combinations._read_matrix", functools.cache(count))
+    stored_evidence()
+    reads.clear()
+    combination = make_combination(ZENFLOW.split(","))
+    (first,) = (item for item in find(combination, tmp_path) if item.kind == "conflict")
+    assert "(tested with DeepSpeed" in first.message
+    assert reads == []
+    file = tmp_path / "plain.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}))
+    for _ in range(2):
+        assert main(["explain", "--world_size", "2", str(file), "gpt2"]) == 0
+    capsys.readouterr()
+    assert len(reads) <= 1
 
 
 ZENFLOW = "zero2,cpu_adam,optimizer_cpu,zenflow"

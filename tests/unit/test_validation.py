@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -26,6 +27,17 @@ from study.report.site.build import NOTEBOOKS, execute
 
 ROWS = published_rows()
 COUNTED = [row for row in ROWS if not implausibility(row)]
+
+
+@functools.cache
+def score_all() -> pd.DataFrame:
+    """Return the scores of all rows, which take seconds; no test changes them."""
+    return report.scores_frame(report.all_rows())
+
+
+@functools.cache
+def score_counted_steps() -> pd.DataFrame:
+    return report.scores_frame([row for row in COUNTED if row.step_s])
 
 
 def test_no_row_both_fits_a_constant_and_scores_it() -> None:
@@ -61,7 +73,7 @@ def test_offload_counts_in_no_interval_and_the_two_boxes_differ_by_their_hosts()
         on_its_host = dataclasses.replace(row, request=dataclasses.replace(row.request, box=slow))
         ratio = predicted_step_s(on_its_host if row.source == "a800-gist" else row) / (row.step_s or 1.0)
         assert ratio == pytest.approx(1, abs=0.15), row.name
-    frame = report.scores_frame([row for row in COUNTED if row.step_s])
+    frame = score_counted_steps()
     ends = [yaml.safe_load(report.intervals_text(rows))["step_s"] for rows in (frame, frame[~frame["offloads"]])]
     assert ends[0] == ends[1]
 
@@ -147,7 +159,7 @@ def test_the_stated_error_of_host_memory_is_of_the_committed_runs() -> None:
 def test_the_committed_report_is_of_these_rows() -> None:
     """Predictions may have changed since; measurements and the choice of rows may not."""
     committed = pd.read_parquet(report.FOLDER / report.SCORES)
-    frame = report.scores_frame(report.all_rows())
+    frame = score_all()
     columns = ["source", "name", "refused", "use", "peak_gib", "step_s", "url"]
     pd.testing.assert_frame_equal(committed[columns], frame[columns], check_exact=False)
     # The committed league has other tools, which stay, next to `study predict`.
@@ -163,7 +175,7 @@ def test_the_committed_report_is_of_these_rows() -> None:
 
 
 def test_intervals_cover_the_stated_fraction() -> None:
-    frame = report.scores_frame(report.all_rows())
+    frame = score_all()
     rows = report.by_origin(frame)["published"]
     rows = rows[(rows["use"] == "score") & ~rows["offloads"]].dropna(subset=["step_s"])
     interval = yaml.safe_load(report.intervals_text(frame))["step_s"]
@@ -179,7 +191,7 @@ def test_a_prediction_of_nothing_is_an_error_and_no_part_of_an_interval(monkeypa
         for name, predicted in (("a", 0.0), ("b", 1600.0))
     ]
     monkeypatch.setattr(report, "own_compared", lambda: iter(sent))
-    frame = report.scores_frame([row for row in COUNTED if row.step_s])
+    frame = score_counted_steps()
     assert yaml.safe_load(report.intervals_text(frame))["sent"] == {"low": 1.25, "high": 1.25, "rows": 1}
     assert [row.error for row in sent] == [-1.0, pytest.approx(-0.2)]
 
