@@ -103,7 +103,7 @@ class FeaturesAnswer:
 
     question: _Question
     kind: Kind
-    # What was found; empty without a finding.
+    # The finding; empty without one.
     text: str = ""
     # Other faults, and those of another loop.
     besides: tuple[str, ...] = ()
@@ -140,8 +140,8 @@ class FeaturesAnswer:
         first = f"{self.question.text}: {_WORDS[self.kind]}"
         besides = [f"besides: {text}" for text in self.besides]
         if self.command is None:
-            found = f": {self.text}" if self.text else ""
-            return [first + found, *besides, *self.other_loop, *self.evidence]
+            finding = f": {self.text}" if self.text else ""
+            return [first + finding, *besides, *self.other_loop, *self.evidence]
         if not self.text:
             return [f"{first}; run: {self.command}", *self.evidence]
         if not self.has_run:

@@ -157,7 +157,7 @@ def _race_document(race: GpuRace) -> dict[str, Any]:
 def find_answer(
     document: Mapping[str, Any], stack: JudgedStack, verdict: ReleaseVerdict, release: str | None, details: bool = False
 ) -> ReleaseAnswer:
-    """Return the answer with the rows around a release that was asked for, else with the latest; `details`: all."""
+    """Return a verdict and the rows around the requested release, else the latest; `details`: all rows."""
     rows = document["releases" if stack.precision == "fp32" else "bf16"]
     if not details:
         rows = nearest_rows(rows, release) if release else rows[:LATEST_RELEASES]

@@ -436,19 +436,19 @@ def _packages(table: CostTable) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
-    """Costs of a combination here and as stored; None if it is not stored."""
+    """Costs of a combination under the installed release and as stored; None if it is not stored."""
 
-    here: CombinationCost
+    measured: CombinationCost
     stored: CombinationCost | None
 
     @property
     def is_compared(self) -> bool:
-        return self.stored is not None and self.stored.is_measured and self.here.is_measured
+        return self.stored is not None and self.stored.is_measured and self.measured.is_measured
 
     @property
     def differs_in(self) -> list[str]:
         """The figures that differ."""
-        return changed_figures(self.stored, self.here) if self.stored is not None and self.is_compared else []
+        return changed_figures(self.stored, self.measured) if self.stored is not None and self.is_compared else []
 
     @property
     def status(self) -> int:
@@ -459,13 +459,15 @@ class _Comparison:
 
     def rows(self, name: str, release: str) -> list[list[str]]:
         if self.stored is None or not self.is_compared:
-            return [[name, self.here.says or "measured", "", *_texts(self.here)]]
-        here = [name, "here", ", ".join(self.differs_in), *_texts(self.here)]
-        return [here, ["", release, "", *_texts(self.stored)]]
+            return [[name, self.measured.says or "measured", "", *_texts(self.measured)]]
+        return [
+            [name, "here", ", ".join(self.differs_in), *_texts(self.measured)],
+            ["", release, "", *_texts(self.stored)],
+        ]
 
     def document(self) -> dict[str, Any]:
         stored = self.stored.document() if self.stored is not None else None
-        return {"here": self.here.document(), "stored": stored, "differs_in": self.differs_in}
+        return {"measured": self.measured.document(), "stored": stored, "differs_in": self.differs_in}
 
 
 def _compare_installed(combinations: list[Combination], as_json: bool) -> int:
