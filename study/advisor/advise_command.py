@@ -43,7 +43,7 @@ from study.predictor.hardware import Hardware, HardwareFlags, parse_int, real
 from study.predictor.models import model_shape
 from study.predictor.request import Request
 from study.predictor.shape import lora_text, resolve_length
-from study.predictor.state import REPLACED, accumulated_bytes
+from study.predictor.state import REPLACED, accumulated_bytes, unswapped_kind
 from study.predictor.time import (
     device_bytes,
     excess_bytes,
@@ -415,7 +415,7 @@ def _left_out_lines(options: Sequence[Option], box: Hardware) -> Iterator[str]:
             limit, need = f"{rounded(usable / GIB)} GiB a rank", rounded(peak / GIB)
         elif (loading := option.memory.loading) > usable:
             limit, need = f"{rounded(usable / GIB)} GiB a rank while weights are loaded", rounded(loading / GIB)
-        elif "host memory" in option.why and box.host_gib_per_node:
+        elif box.host_gib_per_node and excess_bytes(option.memory, box) > 0 and unswapped_kind(option.request) is None:
             limit = f"{round(box.host_gib_per_node, 1):,g} GiB of host memory a node"
             need = rounded(option.memory.host_peak.value / GIB)
             if box.is_cpu_only:

@@ -112,8 +112,8 @@ def _claim(judged: JudgedClaim, scoreboard: Scoreboard) -> PageSection:
         contradictions=scoreboard.find_contradictions(claim.id),
         sizes=_sizes,
     )
-    rest = finding.text.removeprefix("undecided: ") if finding.text != finding.kind else ""
-    basis, parts = ", ".join(finding.basis), f" {rest[:1].upper()}{rest[1:]}." * bool(rest)
+    details = finding.details
+    basis, parts = ", ".join(finding.basis), f" {details[:1].upper()}{details[1:]}." * bool(details)
     return PageSection(
         claim.id,
         claim.says,

@@ -157,17 +157,29 @@ class ClaimFinding:
     @property
     def text(self) -> str:
         """The finding with every part named."""
+        if self._all_hold:
+            return "holds"
+        return f"undecided: {self.details}" if self.kind == "undecided" else self.details or self.kind
+
+    @property
+    def details(self) -> str:
+        """The parts by their finding, for a page that has the finding already; empty if they add nothing to it."""
+        if self._all_hold:
+            return "" if self.kind == "holds" else "holds"
         first = "holds" if self.kind == "holds in part" else self.kind
         groups: dict[str, list[str]] = {}
         for part in sorted(self.parts, key=lambda part: part.label != first):
             groups.setdefault(part.label, []).append(f"{part.words} {part.by_reading}".strip())
-        if list(groups) == ["holds"]:
-            return "holds"
         texts = [": ".join(filter(None, (label, " / ".join(filter(None, words))))) for label, words in groups.items()]
         texts = [text.replace(": (", " (") for text in texts]
         if self.kind == "undecided":
-            return f"undecided: {'; '.join(texts)}" if texts else "undecided: untested"
-        return "; ".join([self.kind + texts[0].removeprefix(first), *texts[1:]])
+            return "; ".join(texts) or "untested"
+        text = "; ".join([self.kind + texts[0].removeprefix(first), *texts[1:]])
+        return "" if text == self.kind else text
+
+    @property
+    def _all_hold(self) -> bool:
+        return {part.label for part in self.parts} == {"holds"}
 
 
 def combine(outcomes: Sequence[CheckResult]) -> ClaimFinding:

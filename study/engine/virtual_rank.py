@@ -7,6 +7,7 @@ Without a GPU real ranks use gloo, which allocates copies. A virtual rank alloca
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from study.config.errors import ModelTooLarge
+from study.config.errors import ModelTooLarge, UserError
 from study.config.flags import RunConfig
 from study.config.launch_context import Launch
 from study.config.strategies import Strategy
@@ -28,13 +29,20 @@ from study.host.memory import (
     libraries_bytes,
     required_pinned_bytes,
 )
-from study.workloads.architecture import ModelSize, model_size
+from study.predictor.families import FAMILIES
+from study.predictor.hardware import ANY_DEVICE, CPU_CORE, Hardware
+from study.predictor.memory import CPU_LIBRARIES_BYTES, predict_host_memory, predict_memory
+from study.predictor.models import model_shape, shape_of_document
+from study.predictor.request import FP32_BYTES, Request, request_of_flags
+from study.predictor.shape import ModelShape, in_tensor_parts, with_adapters
+from study.predictor.state import bytes_per_parameter
+from study.workloads.architecture import model_config, model_size
 from study.workloads.presets import MAX_LAYERS, find_preset
 
 # The rest is for other processes of the machine.
 USABLE_HOST_FRACTION = 0.85
-# Interpreter, torch, DeepSpeed and their libraries without a GPU, with a reserve: they need 0.4 GiB.
-LIBRARIES_WITHOUT_GPU_BYTES = 1.2 * GIB
+# Predictions of recorded virtual ranks over 4 GiB are at most 5 % low (tests/unit/test_virtual_memory.py).
+RESERVE = 1.1
 
 
 def check_host_memory(config: RunConfig, launch: Launch, strategy: Strategy) -> None:
@@ -42,7 +50,7 @@ def check_host_memory(config: RunConfig, launch: Launch, strategy: Strategy) -> 
     import torch
 
     on_gpu = torch.cuda.is_available()
-    needed = needed_host_bytes(config, launch, strategy, model_size(config), on_gpu)
+    needed = predict_host_bytes(config, launch, strategy, on_gpu)
     available = USABLE_HOST_FRACTION * host_memory().available_gib * GIB
     if needed <= available:
         return
@@ -57,80 +65,92 @@ def check_host_memory(config: RunConfig, launch: Launch, strategy: Strategy) -> 
 
 
 def max_layers_that_fit(available: float, config: RunConfig, launch: Launch, strategy: Strategy, on_gpu: bool) -> int:
-    """Return the largest depth that fits; 0 if no layer fits or the model is not a preset."""
+    """Return the largest depth that fits; 0 if no layer fits, if all do, or if the model is not a preset."""
     preset = find_preset(config.model_name_or_path)
     if preset is None:
         return 0
-    names = [preset.with_layers(depth).name for depth in (1, 2)]
-    shallow = [model_size(dataclasses.replace(config, model_name_or_path=name)) for name in names]
-    first, second = (needed_host_bytes(config, launch, strategy, shape, on_gpu) for shape in shallow)
+
+    def exceeds(depth: int) -> bool:
+        shallow = dataclasses.replace(config, model_name_or_path=preset.with_layers(depth).name)
+        return predict_host_bytes(shallow, launch, strategy, on_gpu) > available
+
+    depths = range(1, MAX_LAYERS + 1)
     # If all layers are on the GPU, host memory does not depend on the depth.
-    return min(MAX_LAYERS, max(0, 1 + int((available - first) // (second - first)))) if second > first else 0
+    return bisect.bisect_left(depths, True, key=exceeds) if exceeds(MAX_LAYERS) else 0
 
 
-def needed_host_bytes(config: RunConfig, launch: Launch, strategy: Strategy, shape: ModelSize, on_gpu: bool) -> float:
-    """Estimate the host memory of one rank, in bytes, before it allocates: a full host kills other processes.
-
-    The estimate is rough and conservative. Running the rank measures its memory.
-    """
-    launched, model = launch.strategy, shape.architecture
-    per_weight = 2 if config.precision.endswith("-engine") else 4
-    # Except under ZeRO-3 without tensor parallelism, the whole model is first built in fp32 on the host.
-    by_layer = launched.zero_stage == 3 and _ranks_of_a_layer(launched) == 1
-    built = 3 * 4 * shape.largest_parameter if by_layer else 4 * shape.parameters
-    libraries = libraries_bytes(launched.deepspeed is not None) if on_gpu else LIBRARIES_WITHOUT_GPU_BYTES
-    fixed = libraries + required_pinned_bytes(launched)
-    if on_gpu:
-        elements = shape.parameters / launch.world_size
-        # Frozen weights have no gradients and no optimizer states, and adapters are small.
-        optimizer = strategy.offload_device("optimizer") if config.peft == "none" else None
-        per_element = per_weight if strategy.offload_device("param") == "cpu" else 0
-        if optimizer is not None:
-            # Gradients in the engine's dtype, and in fp32 for the step; master weights and moments in fp32.
-            per_element += per_weight + 4 + (12 if optimizer == "cpu" else 0)
-        buffers = 0.0
-        if optimizer == "nvme":
-            assert strategy.deepspeed is not None
-            zero = strategy.deepspeed["zero_optimization"]
-            buffers = 4 * zero["offload_optimizer"]["buffer_count"] * min(elements, zero["sub_group_size"])
-        return fixed + built + per_element * elements + buffers
-    tokens = config.seq_length * config.batch_plan(launch.world_size, launched.group_size).per_device_train_batch_size
-    # Activations of a transformer layer in fp32, from "Reducing Activation Recomputation" (34 and 5 bytes).
-    per_layer = 2 * 34 * model.hidden_size + 2 * 5 * model.num_attention_heads * config.seq_length
-    per_token = model.num_hidden_layers * per_layer + 3 * 4 * model.vocab_size
-    return fixed + _state_and_working_bytes(config, launch, strategy, shape, per_weight, built) + tokens * per_token
-
-
-def _state_and_working_bytes(
-    config: RunConfig, launch: Launch, strategy: Strategy, shape: ModelSize, per_weight: int, built_bytes: float
-) -> float:
-    trains_all = config.peft == "none"
+def predict_host_bytes(config: RunConfig, launch: Launch, strategy: Strategy, on_gpu: bool) -> float:
+    """Return the predicted peak of a rank's host memory with a reserve, in bytes: a full host kills other processes."""
+    try:
+        shape = _model_shape(config)
+    except UserError:
+        return RESERVE * _state_bytes(config, launch, strategy, on_gpu)
     divided = _ranks_of_a_layer(strategy)
-    elements, ranks = shape.parameters / divided, launch.world_size / divided
-    per_replica = launch.ranks_per_replica(strategy)
-    if not trains_all and strategy.zero_stage != 3:
-        return built_bytes + per_weight * elements
-    if divided > 1 and strategy.deepspeed is None:
-        # Weights, gradients, two moments, and some copies of the largest tensor, which is divided as well.
-        return 16 * elements + 4 * 4 * shape.largest_parameter / divided
-    if strategy.name == "ddp":
-        # Weights, gradients, the reducer's copy of the gradients, and two moments.
-        return 20 * elements
-    if strategy.deepspeed is None:
-        return built_bytes + 4 * elements + 20 * elements / (per_replica or ranks) + 4 * 4 * shape.largest_parameter
-    zero = strategy.deepspeed["zero_optimization"]
-    # A gradient that is larger than the bucket has a separate buffer.
-    bucket = 2 * per_weight * max(shape.largest_parameter, min(elements, zero["reduce_bucket_size"]))
-    if strategy.zero_stage == 0:
-        return bucket + (16 if per_weight == 4 else 20) * elements
-    shard = (per_weight + trains_all * (per_weight + 16)) * elements / ranks
-    shard += per_weight * elements / (per_replica or float("inf"))
-    if strategy.zero_stage == 3:
-        # gloo scatters from a copy; this module's kernels allocate one of the same size.
-        bucket *= 1.5
-        live = min(elements, zero["stage3_max_live_parameters"] + 2 * shape.largest_parameter)
-        return shard + max(built_bytes, bucket + per_weight * (live + 3 * shape.largest_parameter))
-    return shard + max(built_bytes + per_weight * elements, 2 * per_weight * elements + bucket)
+    plan = config.batch_plan(launch.world_size, launch.strategy.group_size)
+    # One process, alone on its machine.
+    box = Hardware("virtual", ANY_DEVICE if on_gpu else CPU_CORE, 1, gloo_copies_gathers=not on_gpu)
+
+    def request(tensors: ModelShape, ranks: int) -> Request:
+        return request_of_flags(
+            config,
+            tensors,
+            strategy,
+            dataclasses.replace(box, nodes=ranks),
+            plan.per_device_train_batch_size,
+            plan.gradient_accumulation_steps,
+        )
+
+    # Before an engine divides its tensors, a rank has all of them.
+    loading = predict_host_memory(request(shape, launch.world_size)).load
+    parts = in_tensor_parts(shape, divided, only_layers=strategy.deepspeed is not None) if divided > 1 else shape
+    training = request(parts, launch.world_size // divided)
+    memory = predict_memory(training)
+    if memory.process_peak is None:
+        return RESERVE * max(loading, memory.host_parts["train"])
+    return RESERVE * max(loading, memory.process_peak.value + _fp32_bucket_bytes(training))
+
+
+def _model_shape(config: RunConfig) -> ModelShape:
+    """Return the shape of a run's model with its adapters; UserError for an architecture without a table.
+
+    That would be traced with transformers, which adds to the memory of this process, and that is measured.
+    """
+    if find_preset(config.model_name_or_path) is not None:
+        shape = model_shape(config.model_name_or_path)
+    else:
+        document = model_config(config).to_dict()
+        if document["model_type"] not in FAMILIES:
+            raise UserError(f"no table has {document['model_type']}", "trace it: study predict --traced")
+        shape = shape_of_document(document, config.model_name_or_path)
+    return shape if config.peft == "none" else with_adapters(shape, config.lora_rank)
+
+
+def _fp32_bucket_bytes(request: Request) -> float:
+    """Return the bytes that Ulysses adds to 16-bit gradients, which it reduces in fp32.
+
+    seq_parallel_communication_data_type is fp32 by default (_configure_distributed_model in DeepSpeed's engine.py). A
+    bucket has a copy in fp32, and the copy from which gloo scatters under stage 3 is in fp32, too.
+    """
+    strategy = request.strategy
+    if strategy.deepspeed is None or strategy.group is None or strategy.group.divides != "sequence":
+        return 0.0
+    if request.weight_bytes == FP32_BYTES:
+        return 0.0
+    bucket = max(request.shape.largest, min(request.shape.parameters, request.settings.reduce_bucket_size))
+    fp32_copy = float(FP32_BYTES * bucket)
+    wider_copy = float((FP32_BYTES - request.weight_bytes) * bucket)
+    return fp32_copy + (wider_copy if strategy.zero_stage == 3 else 0.0)
+
+
+def _state_bytes(config: RunConfig, launch: Launch, strategy: Strategy, on_gpu: bool) -> float:
+    """Return a rank's host memory of an architecture without a table: without activations."""
+    parameters = model_size(config).parameters
+    state = bytes_per_parameter(strategy, config.precision, launch.world_size, trained=config.peft == "none")
+    libraries = libraries_bytes(launch.strategy.deepspeed is not None) if on_gpu else CPU_LIBRARIES_BYTES
+    in_steps = parameters * (state.host if on_gpu else state.host + state.device)
+    # Outside stage 3 each process first creates the model in fp32.
+    created = 0.0 if launch.strategy.zero_stage == 3 else 4.0 * parameters
+    return libraries + required_pinned_bytes(launch.strategy) + max(created, in_steps)
 
 
 def _ranks_of_a_layer(strategy: Strategy) -> int:

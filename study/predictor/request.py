@@ -535,9 +535,17 @@ def request_for(strategy: str, config: RunConfig, box: Hardware, micro_batch: in
         raise UserError(f"there is no prediction for {reason}", "leave it out")
     shape = model_shape(config.model_name_or_path)
     buffered = read_strategy(strategy).with_swap_buffers(-(-shape.largest // box.ranks))
+    trained = shape if config.peft == "none" else with_adapters(shape, config.lora_rank)
+    return request_of_flags(config, trained, buffered.with_overrides(config), box, micro_batch, accumulation)
+
+
+def request_of_flags(
+    config: RunConfig, shape: ModelShape, strategy: Strategy, box: Hardware, micro_batch: int, accumulation: int
+) -> Request:
+    """Return the request of a run's flags, of a shape with its adapters and a strategy with its overrides."""
     return Request(
-        shape=shape if config.peft == "none" else with_adapters(shape, config.lora_rank),
-        strategy=buffered.with_overrides(config),
+        shape=shape,
+        strategy=strategy,
         box=box,
         sequence_length=config.seq_length,
         micro_batch=micro_batch,

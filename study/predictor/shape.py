@@ -243,6 +243,20 @@ def _packed(shape: ModelShape, per_element: int) -> ModelShape:
     return dataclasses.replace(shape, params=tuple(map(pack, shape.params)))
 
 
+def in_tensor_parts(shape: ModelShape, ranks: int, *, only_layers: bool) -> ModelShape:
+    """Return the shape with the part of each tensor that one of several ranks has; `only_layers`: each of them has all
+    of the embeddings and of the output layer, as DeepSpeed's AutoTP leaves them."""
+
+    def divide(param: Parameter) -> Parameter:
+        if only_layers and not 0 <= param.place < shape.layers:
+            return param
+        return dataclasses.replace(
+            param, elements=math.ceil(param.elements / ranks), rows=math.ceil(param.rows / ranks)
+        )
+
+    return dataclasses.replace(shape, params=tuple(map(divide, shape.params)))
+
+
 def is_packed(shape: ModelShape, param: Parameter) -> bool:
     """Whether bitsandbytes quantizes a parameter: a frozen matrix of a layer."""
     is_matrix = 0 <= param.place < shape.layers and param.name.endswith(".weight") and param.rows < param.elements

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from study.config.errors import UserError
-from study.config.printing import print_page
+from study.config.printing import print_page, print_result
 from study.config.strategies import STRATEGY_NAMES
 from study.host.folders import folder_argument
 from study.host.machine import detect_machine
@@ -51,8 +53,8 @@ class BisectResult:
 class Bisection:
     """Judges releases for one strategy, each once; runs the cells that have no record yet."""
 
-    def __init__(self, strategy: str, micro_steps: int, runs: int, root: Path):
-        self._box, self._root, self._runs = detect_machine(), root, runs
+    def __init__(self, strategy: str, micro_steps: int, runs: int, root: Path, progress: TextIO):
+        self._box, self._root, self._runs, self._progress = detect_machine(), root, runs, progress
         self.known: dict[str, bool | None] = {}
         # The suite's cell of the strategy in fp32 with clipping, and that of one process.
         cells = [cell for cell in plan_cells(read_suite(find_suite(SUITE)), self._box) if isinstance(cell, Cell)]
@@ -88,7 +90,7 @@ class Bisection:
             on_gpu = self._box.gpus > 0
             if worst.kind == "equal" and find_races(versions, self._cell.strategy, micro_steps, "fp32", on_gpu):
                 self.known[stack], note = None, ", which proves nothing: the release has a known race condition"
-            print_page([f"{stack}: {worst.describe}{note}"])
+            print_page([f"{stack}: {worst.describe}{note}"], self._progress)
         return self.known[stack]
 
 
@@ -189,12 +191,25 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--repeat {options.repeat} is out of range", "use 1 or more")
     check_training_packages()
     releases = releases_between(options.between)
-    bisection = Bisection(options.strategy, options.accumulation, options.repeat, options.runs_dir / SUITE)
+    progress = sys.stderr if options.json else sys.stdout
+    root = options.runs_dir / SUITE
+    bisection = Bisection(options.strategy, options.accumulation, options.repeat, root, progress)
     result = bisect(releases, bisection.is_bad)
+    changes = describe_changes(result, options.strategy, options.accumulation) if result else []
+    document = {
+        "strategy": options.strategy,
+        "accumulation": options.accumulation,
+        "releases": releases,
+        # True: bad. None: not judged.
+        "judged": bisection.known,
+        "span": dataclasses.asdict(result) if result else None,
+        "changes": changes,
+    }
     if result is None:
         judged = sum(is_bad is not None for is_bad in bisection.known.values())
         not_judged = f", {len(releases) - judged} could not be" if judged < len(releases) else ""
-        print_page([f"no release of {releases[0]} to {releases[-1]} is bad; {judged} were judged{not_judged}"])
-        return 1
-    print_page([*result.lines(), *describe_changes(result, options.strategy, options.accumulation)])
-    return 0
+        lines = [f"no release of {releases[0]} to {releases[-1]} is bad; {judged} were judged{not_judged}"]
+    else:
+        lines = [*result.lines(), *changes]
+    print_result(options.json, lambda: document, lines)
+    return 1 if result is None else 0

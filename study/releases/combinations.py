@@ -8,6 +8,7 @@ import json
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from study.compositions.answers import (
     Evidence,
@@ -25,10 +26,10 @@ from study.compositions.answers import (
     with_instead,
 )
 from study.compositions.command import feature_table
-from study.compositions.features import Combination
+from study.compositions.features import Combination, read_rows
 from study.compositions.matrix import Matrix
 from study.config.errors import UserError
-from study.config.printing import print_page
+from study.config.printing import print_result
 from study.config.strategies import STRATEGY_NAMES
 from study.host.stacks import package_version, release_key
 from study.releases.causes import GRID, Cause, read_causes
@@ -37,8 +38,16 @@ from study.releases.judge import FAULTY, UNTESTED, JudgedStack, find_untested, h
 # Packages that decide whether a stack was tested.
 _PACKAGES = ("deepspeed", "accelerate", "torch")
 # Exit status and words of each kind of answer.
-_STATUS = {"right": 0, "by_design": 0, "wrong": FAULTY, "error": FAULTY, "pairs": UNTESTED, "untested": UNTESTED}
-_WORDS = {
+Kind = Literal["right", "by_design", "wrong", "error", "pairs", "untested"]
+_STATUS: dict[Kind, int] = {
+    "right": 0,
+    "by_design": 0,
+    "wrong": FAULTY,
+    "error": FAULTY,
+    "pairs": UNTESTED,
+    "untested": UNTESTED,
+}
+_WORDS: dict[Kind, str] = {
     "right": "right",
     "by_design": "differs as documented",
     "wrong": "wrong",
@@ -48,17 +57,21 @@ _WORDS = {
 }
 # Features of the trainings of the grid of releases, besides the stage; all of them clip.
 _IN_GRID = {"accelerate", "accumulation", "clipping", "bf16", "cpu_adam", "optimizer_cpu", "all_cpu"}
+# How an answer is known.
 _HOW = "tested on two to four CPU ranks, in three steps of a tiny model"
+_BY_THE_GRID = "by the grid of `study releases`: two CPU ranks, with clipping"
+_BY_CAUSES = "by the causes of `study releases`, which has their sources"
 
 
 def judge_features(options: argparse.Namespace) -> int:
     """Print the answer of the stored matrices for a combination, and return the exit status."""
     if options.features is None:
-        print_page([feature_table()])
+        rows = {name: dict(row.levels) for name, row in read_rows().items()}
+        print_result(options.json, lambda: rows, [feature_table()])
         return 0
-    status, lines = answer_features(options)
-    print_page(lines)
-    return status
+    answer = answer_features(options)
+    print_result(options.json, answer.document, answer.page())
+    return answer.status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +94,68 @@ class _Question:
     @property
     def command(self) -> str:
         """The command that tests it."""
-        return f"run: study verify --features {self.combination.name}"
+        return f"study verify --features {self.combination.name}"
 
 
-def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
-    """Return the exit status and the lines of the answer for a combination."""
+@dataclasses.dataclass(frozen=True)
+class FeaturesAnswer:
+    """Answer for a combination on a stack."""
+
+    question: _Question
+    kind: Kind
+    # The finding; empty without one.
+    text: str = ""
+    # Other faults, and those of another loop.
+    besides: tuple[str, ...] = ()
+    other_loop: tuple[str, ...] = ()
+    # How the answer is known.
+    evidence: tuple[str, ...] = (_HOW,)
+    # Not with faults by the source alone, or without any answer.
+    has_run: bool = True
+
+    @property
+    def status(self) -> int:
+        return _STATUS[self.kind]
+
+    @property
+    def command(self) -> str | None:
+        """The command that tests the combination; None if it was tested, or a cause answers for it."""
+        return self.question.command if self.status == UNTESTED or not self.has_run else None
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "features": self.question.combination.features,
+            "packages": self.question.used,
+            "kind": self.kind,
+            "status": self.status,
+            "text": self.text,
+            "besides": self.besides,
+            "other_loop": self.other_loop,
+            "evidence": self.evidence,
+            "command": self.command,
+        }
+
+    def page(self) -> list[str]:
+        """Return the lines of the answer."""
+        first = f"{self.question.text}: {_WORDS[self.kind]}"
+        besides = [f"besides: {text}" for text in self.besides]
+        if self.command is None:
+            finding = f": {self.text}" if self.text else ""
+            return [first + finding, *besides, *self.other_loop, *self.evidence]
+        if not self.text:
+            return [f"{first}; run: {self.command}", *self.evidence]
+        if not self.has_run:
+            return [
+                f"{first}: {self.text}",
+                *besides,
+                *self.evidence,
+                f"these releases were not run; run: {self.command}",
+            ]
+        return [f"{first}: {self.text}", *besides, *self.other_loop, f"run: {self.command}", *self.evidence]
+
+
+def answer_features(options: argparse.Namespace) -> FeaturesAnswer:
+    """Return the answer for a combination."""
     _check(options)
     matrices = [*read_matrices(), *read_other_matrices()]
     versions = {"deepspeed": options.release, "accelerate": options.accelerate, "torch": options.torch}
@@ -94,53 +164,53 @@ def answer_features(options: argparse.Namespace) -> tuple[int, list[str]]:
     question = _Question(options.features, versions)
     if causes := _known_causes(options.features, versions, matrices[0]):
         faults = faults_by_source(options.features, versions, collect_evidence(matrices))
-        return FAULTY, _lines_of_causes(question.text, causes, faults)
+        return _answer_of_causes(question, causes, faults)
     tested = next((matrix for matrix in matrices if has_releases(matrix, question.used)), None)
     answer = look_up_answer(options.features, tested) if tested is not None else None
     if answer is None or answer.kind == "untested":
         evidence = collect_evidence(matrices)
         if faults := faults_by_source(options.features, versions, evidence):
-            return FAULTY, list(_lines_of_source(question, faults, evidence))
+            return _answer_of_source(question, faults, evidence)
     if tested is None or answer is None:
         return _answer_without_runs(question, matrices)
-    status = _STATUS[answer.kind]
-    lines = [f"{question.text}: {_WORDS[answer.kind]}: {answer.text}", *(f"besides: {text}" for text in answer.besides)]
-    if answer.kind not in ("wrong", "error"):
-        lines += _with_accelerate(options.features, tested)
-    lines += [*[question.command] * (status == UNTESTED), _HOW]
-    return status, lines
+    other_loop = tuple(_with_accelerate(options.features, tested)) if answer.kind not in ("wrong", "error") else ()
+    return FeaturesAnswer(question, answer.kind, answer.text, answer.besides, other_loop)
 
 
-def _answer_without_runs(question: _Question, matrices: Sequence[Matrix]) -> tuple[int, list[str]]:
+def _answer_without_runs(question: _Question, matrices: Sequence[Matrix]) -> FeaturesAnswer:
     """Return the answer for releases that no matrix has, and that have no fault by the source."""
     if _is_in_grid(question.combination, question.versions, matrices[0]):
-        return 0, [f"{question.text}: right", "by the grid of `study releases`: two CPU ranks, with clipping"]
+        return FeaturesAnswer(question, "right", evidence=(_BY_THE_GRID,))
     nearest = _nearest_answer(question, matrices)
     unread = _lines_of_unread(question, collect_evidence(matrices))
-    return UNTESTED, [f"{question.text}: not tested; {question.command}", nearest, *unread, _HOW]
+    return FeaturesAnswer(question, "untested", evidence=(nearest, *unread, _HOW), has_run=False)
 
 
-def _lines_of_causes(request: str, causes: Sequence[Cause], faults: Sequence[KnownFinding]) -> list[str]:
+def _answer_of_causes(question: _Question, causes: Sequence[Cause], faults: Sequence[KnownFinding]) -> FeaturesAnswer:
     """Return the answer of the causes of `study releases`, with other faults that these releases have."""
     described = "; ".join(f"{cause.title}{_fixed_in(cause)}" for cause in causes)
-    outcome = _WORDS["error" if all(cause.ends_training for cause in causes) else "wrong"]
+    kind: Kind = "error" if all(cause.ends_training for cause in causes) else "wrong"
     names = {cause.id for cause in causes}
-    besides = [f"besides: {with_instead(fault.title, fault)}" for fault in faults if fault.cause not in names]
-    source = "by the causes of `study releases`, which has their sources"
-    return [f"{request}: {outcome}: {described}", *besides, source]
+    besides = tuple(with_instead(fault.title, fault) for fault in faults if fault.cause not in names)
+    return FeaturesAnswer(question, kind, described, besides, evidence=(_BY_CAUSES,))
 
 
-def _lines_of_source(question: _Question, faults: Sequence[KnownFinding], evidence: Evidence) -> Iterator[str]:
-    """Yield the answer for releases that were not run, and which releases have each fault."""
+def _answer_of_source(question: _Question, faults: Sequence[KnownFinding], evidence: Evidence) -> FeaturesAnswer:
+    """Return the answer for releases that were not run, and which releases have each fault."""
     first, *further = faults
-    outcome = _WORDS["error" if first.verdict == "refused" else "wrong"]
-    yield f"{question.text}: {outcome}: {with_instead(first.title, first)}"
-    yield from (f"besides: {with_instead(fault.title, fault)}" for fault in further)
+    sources = []
     for fault in faults:
         by = "by the source" if fault.since or fault.before else "by runs of other releases"
         title = f": {fault.title}" * bool(further)
-        yield f"{by}, in {known_span(fault, evidence)}{f' ({fault.address})' * bool(fault.address)}{title}"
-    yield f"these releases were not run; {question.command}"
+        sources.append(f"{by}, in {known_span(fault, evidence)}{f' ({fault.address})' * bool(fault.address)}{title}")
+    return FeaturesAnswer(
+        question,
+        "error" if first.verdict == "refused" else "wrong",
+        with_instead(first.title, first),
+        tuple(with_instead(fault.title, fault) for fault in further),
+        evidence=tuple(sources),
+        has_run=False,
+    )
 
 
 def _lines_of_unread(question: _Question, evidence: Evidence) -> Iterator[str]:

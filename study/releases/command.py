@@ -6,13 +6,15 @@ It reads the document that `make releases` writes from the records, and imports 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.compositions.command import parse_features
 from study.compositions.features import read_rows
-from study.config.printing import TextTable, print_page
+from study.config.printing import TextTable, print_result
 from study.releases import bisect, combinations, costs
+from study.releases.causes import Cause
 from study.releases.judge import (
     CPU_FAULTS,
     TESTED_WITH,
@@ -28,7 +30,7 @@ from study.releases.judge import (
     nearest_rows,
     other_pair_lines,
 )
-from study.releases.races import gpu_races
+from study.releases.races import GpuRace, gpu_races
 
 # Marks strategies without a verdict in the grid.
 NOT_RUN = "not run"
@@ -47,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Words that are too many: the refusal has a complete command.
     parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--details", action="store_true", help="print all tested releases")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     parser.add_argument(
         "--features",
         type=parse_features,
@@ -69,14 +72,92 @@ def run(options: argparse.Namespace) -> int:
     if hasattr(options, "features"):
         return combinations.judge_features(options)
     document, stack, verdict = judge_request(options)
-    print_page(releases_text(document, stack, verdict, options.release, options.details))
+    answer = find_answer(document, stack, verdict, options.release, options.details)
+    print_result(options.json, answer.document, answer.page())
     return verdict.status
 
 
-def releases_text(
+@dataclasses.dataclass(frozen=True)
+class ReleaseAnswer:
+    """The verdict on a stack, with rows of the grid and the causes in them."""
+
+    stack: JudgedStack
+    verdict: ReleaseVerdict
+    columns: list[str]
+    rows: list[list[str]]
+    # Of the verdict and of the rows, by letter.
+    causes: Mapping[str, Cause]
+    races: list[GpuRace]
+    notes: list[str]
+    # Of memory and communication, in later releases.
+    changed_costs: list[str]
+    # Further commands.
+    more: str
+
+    def document(self) -> dict[str, Any]:
+        """Return the answer as --json prints it."""
+        return {
+            "packages": self.stack.versions,
+            "strategy": self.stack.strategy,
+            "precision": self.stack.short_precision,
+            "status": self.verdict.status,
+            "verdict": self.verdict.text,
+            "untested": self.verdict.untested,
+            "faults": sorted(self.verdict.faults),
+            "wrong_combinations": dict(self.verdict.wrong_combinations),
+            "grid": [dict(zip(self.columns, row, strict=True)) for row in self.rows],
+            "causes": {letter: _cause_document(cause) for letter, cause in sorted(self.causes.items())},
+            "races": [_race_document(race) for race in self.races],
+            "notes": self.notes,
+            "changed_costs": self.changed_costs,
+        }
+
+    def page(self) -> list[str | TextTable]:
+        """Return the parts of the printed answer."""
+        return [
+            self.verdict.text,
+            "",
+            TextTable(self.columns, self.rows),
+            "",
+            *(cause_line(letter, cause) for letter, cause in sorted(self.causes.items())),
+            *(race.line for race in self.races),
+            *self.notes,
+            *self.changed_costs,
+            self.more,
+        ]
+
+
+def _cause_document(cause: Cause) -> dict[str, Any]:
+    return {
+        "id": cause.id,
+        "title": cause.title,
+        "strategies": cause.strategies,
+        "precisions": cause.precisions,
+        "needs_accumulation": cause.accumulation == "several",
+        "ends_training": cause.ends_training,
+        "optimizer": cause.optimizer,
+        "releases": dict(cause.releases),
+        "fixed_in": cause.left.release or None,
+        "fixed_by": cause.left.change or None,
+    }
+
+
+def _race_document(race: GpuRace) -> dict[str, Any]:
+    return {
+        "id": race.id,
+        "title": race.title,
+        "strategies": race.strategies,
+        "releases": dict(race.releases),
+        "condition": race.condition or None,
+        "fixed_in": race.fix.release or None,
+        "fixed_by": race.fix.change or None,
+    }
+
+
+def find_answer(
     document: Mapping[str, Any], stack: JudgedStack, verdict: ReleaseVerdict, release: str | None, details: bool = False
-) -> list[str | TextTable]:
-    """Return the verdict, then rows and causes: those around a release that was asked for, else the latest."""
+) -> ReleaseAnswer:
+    """Return a verdict and the rows around the requested release, else the latest; `details`: all rows."""
     rows = document["releases" if stack.precision == "fp32" else "bf16"]
     if not details:
         rows = nearest_rows(rows, release) if release else rows[:LATEST_RELEASES]
@@ -85,36 +166,32 @@ def releases_text(
     # These matter for one release.
     elsewhere = faults_of_other_pairs(stack) if release or details else []
     by_letter |= {document["letters"][cause.id]: cause for cause in (*elsewhere, *faults_in_bf16(stack))}
+    has_bf16 = any("bf16-engine" in cause.precisions for cause in by_letter.values())
     notes = [
         *other_pair_lines(document, stack, elsewhere),
         TESTED_WITH,
-        *["bf16-engine: DeepSpeed's bf16 section, 16-bit weights with fp32 masters"]
-        * any("bf16-engine" in cause.precisions for cause in by_letter.values()),
+        *["bf16-engine: DeepSpeed's bf16 section, 16-bit weights with fp32 masters"] * has_bf16,
         *_muon_lines(document, stack, rows),
         CPU_FAULTS,
+        document["tested" if stack.precision == "fp32" else "tested_in_bf16"],
     ]
-    causes = [cause_line(letter, cause) for letter, cause in sorted(by_letter.items())]
-    races = [race.line for race in gpu_races(stack.versions, stack.strategy)] if release else []
-    tested = document["tested" if stack.precision == "fp32" else "tested_in_bf16"]
     engine = stack.strategy if stack.strategy in read_rows()["engine"].levels else "zero2"
     combined = f"study releases {stack.deepspeed} --features {engine},accumulation,clipping"
     all_releases = "" if details else "; all releases: --details"
-    more = [f"combinations of features are not in the grid: {combined} (all: --features list){all_releases}"]
     changed_costs = []
     if stack.strategy in costs.MEASURED_STRATEGIES:
         changed_costs = costs.later_changes(costs.read_costs(), stack.deepspeed, stack.strategy, stack.short_precision)
-    return [
-        verdict.text,
-        "",
-        TextTable(list(rows[0]), cells),
-        "",
-        *causes,
-        *races,
-        *notes,
-        tested,
-        *changed_costs,
-        *more,
-    ]
+    return ReleaseAnswer(
+        stack=stack,
+        verdict=verdict,
+        columns=list(rows[0]),
+        rows=cells,
+        causes=by_letter,
+        races=gpu_races(stack.versions, stack.strategy) if release else [],
+        notes=notes,
+        changed_costs=changed_costs,
+        more=f"combinations of features are not in the grid: {combined} (all: --features list){all_releases}",
+    )
 
 
 def _muon_lines(document: Mapping[str, Any], stack: JudgedStack, rows: Sequence[Mapping[str, str]]) -> Iterator[str]:

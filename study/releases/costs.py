@@ -21,7 +21,7 @@ from study.compositions.features import Combination, make_combination
 from study.compositions.session import RankServer
 from study.config.errors import UserError
 from study.config.places import install_command
-from study.config.printing import TextTable, print_page
+from study.config.printing import TextTable, print_page, print_result
 from study.host.stacks import package_version, release_key
 
 COSTS = Path(__file__).with_name("costs.json")
@@ -279,20 +279,50 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"costs takes no {options.strategy!r}", "name a combination: --features zero3,accumulation")
     combination: Combination | None = getattr(options, "features", None)
     if options.measure:
-        return _compare_installed(
-            [combination] if combination else [make_combination(name.split(",")) for name in read_list()]
-        )
+        measured = [combination] if combination else [make_combination(name.split(",")) for name in read_list()]
+        return _compare_installed(measured, options.json)
     table = read_costs()
     if combination is None:
-        print_page(overview(table))
+        print_result(options.json, lambda: _document(table, table.names[-1:]), overview(table))
         return _SAME_COSTS
-    if not any(combination.name in costs for costs in table.releases.values()):
-        print_page(
-            [f"{combination.name}: not measured; run: study releases costs --measure --features {combination.name}"]
-        )
+    document = _document(table, table.names, combination)
+    if not document["releases"]:
+        command = f"study releases costs --measure --features {combination.name}"
+        document["command"] = command
+        print_result(options.json, lambda: document, [f"{combination.name}: not measured; run: {command}"])
         return _NOT_STORED
-    print_page(history(table, combination))
+    print_result(options.json, lambda: document, history(table, combination))
     return _SAME_COSTS
+
+
+def _document(table: CostTable, releases: Iterable[str], combination: Combination | None = None) -> dict[str, Any]:
+    """Return the costs of these releases, of one combination or all, and every change."""
+    changes = [change for change in find_changes(table) if combination in (None, change.combination)]
+    costs = {
+        release: {
+            name: cost.document()
+            for name, cost in table.releases[release].items()
+            if combination is None or name == combination.name
+        }
+        for release in releases
+    }
+    return {
+        "packages": table.packages,
+        "releases": {release: by_name for release, by_name in costs.items() if by_name},
+        "changes": [
+            {
+                "features": change.combination.features,
+                "figure": change.figure,
+                "before": change.before,
+                "release": change.release,
+                "old": change.old,
+                "new": change.new,
+                "cause": change.cause.title if change.cause else None,
+                "change": change.cause.change if change.cause else None,
+            }
+            for change in changes
+        ],
+    }
 
 
 def overview(table: CostTable) -> list[str | TextTable]:
@@ -404,7 +434,43 @@ def _packages(table: CostTable) -> str:
     return ", ".join(f"{name} {version}" for name, version in table.packages.items())
 
 
-def _compare_installed(combinations: list[Combination]) -> int:
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """Costs of a combination under the installed release and as stored; None if it is not stored."""
+
+    measured: CombinationCost
+    stored: CombinationCost | None
+
+    @property
+    def is_compared(self) -> bool:
+        return self.stored is not None and self.stored.is_measured and self.measured.is_measured
+
+    @property
+    def differs_in(self) -> list[str]:
+        """The figures that differ."""
+        return changed_figures(self.stored, self.measured) if self.stored is not None and self.is_compared else []
+
+    @property
+    def status(self) -> int:
+        if not self.is_compared:
+            return _NOT_STORED if self.stored is None else _OTHER_COSTS
+        # A machine's speed is not the release's.
+        return _OTHER_COSTS if set(self.differs_in) - {"host_time"} else _SAME_COSTS
+
+    def rows(self, name: str, release: str) -> list[list[str]]:
+        if self.stored is None or not self.is_compared:
+            return [[name, self.measured.says or "measured", "", *_texts(self.measured)]]
+        return [
+            [name, "here", ", ".join(self.differs_in), *_texts(self.measured)],
+            ["", release, "", *_texts(self.stored)],
+        ]
+
+    def document(self) -> dict[str, Any]:
+        stored = self.stored.document() if self.stored is not None else None
+        return {"measured": self.measured.document(), "stored": stored, "differs_in": self.differs_in}
+
+
+def _compare_installed(combinations: list[Combination], as_json: bool) -> int:
     """Measure the installed release, and print its figures next to those of the newest stored release."""
     installed = package_version("deepspeed")
     if missing := [name for name in ("torch", "deepspeed") if package_version(name) is None]:
@@ -413,17 +479,13 @@ def _compare_installed(combinations: list[Combination]) -> int:
     table = read_costs()
     release = installed if installed in table.releases else table.names[-1]
     measured = measure_costs(combinations, report=lambda line: print_page([line], sys.stderr))
-    rows, status = list[list[str]](), _SAME_COSTS
-    for name, cost in measured.items():
-        stored = table.releases[release].get(name)
-        if stored is None or not (stored.is_measured and cost.is_measured):
-            status = max(status, _NOT_STORED if stored is None else _OTHER_COSTS)
-            rows.append([name, cost.says or "measured", "", *_texts(cost)])
-            continue
-        changed = changed_figures(stored, cost)
-        # A machine's speed is not the release's.
-        status = max(status, _OTHER_COSTS if set(changed) - {"host_time"} else _SAME_COSTS)
-        rows.append([name, "here", ", ".join(changed), *_texts(cost)])
-        rows.append(["", release, "", *_texts(stored)])
-    print_page([TextTable(["combination", "deepspeed", "differs in", *_LABELS.values()], rows)])
-    return status
+    compared = {name: _Comparison(cost, table.releases[release].get(name)) for name, cost in measured.items()}
+    rows = [row for name, comparison in compared.items() for row in comparison.rows(name, release)]
+    document = {
+        "installed": installed,
+        "stored": release,
+        "combinations": {name: comparison.document() for name, comparison in compared.items()},
+    }
+    columns = ["combination", "deepspeed", "differs in", *_LABELS.values()]
+    print_result(as_json, lambda: document, [TextTable(columns, rows)])
+    return max((comparison.status for comparison in compared.values()), default=_SAME_COSTS)

@@ -77,6 +77,10 @@ class ReleaseVerdict:
     text: str
     status: int
     faults: Mapping[str, Cause]
+    # What of the stack was not tested; None if it was.
+    untested: str | None = None
+    # Combinations of features that are wrong, with the reason.
+    wrong_combinations: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def add_stack_arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,8 +212,8 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     packages = f"deepspeed {stack.deepspeed} with accelerate {stack.accelerate} and torch {stack.torch}"
     text = f"{packages}, {stack.strategy or _EVERY}, {stack.short_precision}: {'; '.join(notes)}"
     text += f" ({DAGGER}: from its source, not from a run)" * (DAGGER in text)
-    is_faulty = bool(faults or wrong_combinations)
-    return ReleaseVerdict(text, FAULTY if is_faulty else UNTESTED if untested else 0, faults)
+    status = FAULTY if faults or wrong_combinations else UNTESTED if untested else 0
+    return ReleaseVerdict(text, status, faults, untested, wrong_combinations)
 
 
 def _count(races: Sequence[object]) -> str:

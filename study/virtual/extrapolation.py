@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from study.config.strategies import Strategy, read_strategy
 from study.predictor.buckets import STAGE0_BUCKET
 from study.records.models import SummaryRecord
 from study.records.schema import PEAKS, STATE_PLACES
@@ -55,15 +56,15 @@ class _Threshold:
 _IN_BUCKETS = _Threshold(
     "reduce_bucket_size", bends=("grads_in_bucket_bytes", *_MEMORY), steps=(*_REDUCED, "grads_in_bucket_bytes")
 )
-# By the first five letters of a strategy, without sequence parallelism. allgather_bucket_size is not here, because
-# DeepSpeed ignores it if torch gathers into one tensor. Thresholds of single parameters do not depend on depth.
-_THRESHOLDS: dict[str, tuple[_Threshold, ...]] = {
-    "ddp": (_Threshold("ddp_bucket_bytes", bends=(), steps=_REDUCED, bytes_per_element=4),),
-    "zero0": (_Threshold("MEMORY_OPT_ALLREDUCE_SIZE", bends=_MEMORY, steps=_REDUCED, constant=STAGE0_BUCKET),),
+_OF_DDP = (_Threshold("ddp_bucket_bytes", bends=(), steps=_REDUCED, bytes_per_element=4),)
+# By ZeRO stage. allgather_bucket_size is not here, because DeepSpeed ignores it if torch gathers into one tensor.
+# Thresholds of single parameters do not depend on depth.
+_BY_STAGE: dict[int, tuple[_Threshold, ...]] = {
+    0: (_Threshold("MEMORY_OPT_ALLREDUCE_SIZE", bends=_MEMORY, steps=_REDUCED, constant=STAGE0_BUCKET),),
     # Gradients of stage 1 are outside the bucket.
-    "zero1": (_Threshold("reduce_bucket_size", bends=_MEMORY, steps=_REDUCED),),
-    "zero2": (_IN_BUCKETS,),
-    "zero3": (
+    1: (_Threshold("reduce_bucket_size", bends=_MEMORY, steps=_REDUCED),),
+    2: (_IN_BUCKETS,),
+    3: (
         _IN_BUCKETS,
         _Threshold("max_live_parameters", bends=_GATHERED),
         _Threshold("max_reuse_distance", bends=_GATHERED, is_distance=True),
@@ -79,6 +80,13 @@ _THRESHOLDS: dict[str, tuple[_Threshold, ...]] = {
 }
 
 
+def _thresholds(strategy: Strategy) -> tuple[_Threshold, ...]:
+    """Return the thresholds of a strategy's engine."""
+    if strategy.name == "ddp":
+        return _OF_DDP
+    return () if strategy.zero_stage is None else _BY_STAGE[strategy.zero_stage]
+
+
 def find_crossed_thresholds(
     first: Summary, parameters: float, parameters_per_layer: float
 ) -> dict[str, tuple[tuple[str, ...], int | None]]:
@@ -88,10 +96,12 @@ def find_crossed_thresholds(
     none, as for the number of full buckets.
     """
     crossings = {}
-    buckets, strategy = first["buckets"] or {}, first["strategy"].removeprefix("ulysses_")
+    buckets = first["buckets"] or {}
+    strategy = read_strategy(first["strategy"])
     # Tensor parallelism divides most parameters, and the engine counts those of a rank.
-    group = (first["group_ranks"] or 1) if strategy.endswith("_tp") else 1
-    for threshold in _THRESHOLDS.get(strategy[:5], ()) if buckets else ():
+    divides_tensors = strategy.group is not None and strategy.group.divides == "tensors"
+    group = (first["group_ranks"] or 1) if divides_tensors else 1
+    for threshold in _thresholds(strategy) if buckets else ():
         limit = threshold.constant or buckets.get(threshold.name)
         if limit is None:
             continue

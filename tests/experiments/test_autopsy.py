@@ -43,6 +43,20 @@ def test_no_switch_and_no_pair_is_confounded_with_another_one() -> None:
     assert (columns @ columns.T == 16 * np.eye(len(columns))).all()
 
 
+def test_each_response_has_the_expected_sign_of_each_switch_as_registered() -> None:
+    assert all(set(response.expected) == set(LETTERS) for response in RESPONSES)
+    # As committed before the first session, in the order of the responses.
+    registered = {
+        "E": "000++++++?-++",
+        "W": "+??0000000000",
+        "P": "000+++0+0----",
+        "O": "+??+++0+0-?-?",
+        "B": "---++++++----",
+    }
+    expected = {letter: "".join(response.expected[letter] for response in RESPONSES) for letter in LETTERS}
+    assert expected == registered
+
+
 def test_every_seed_has_every_cell_once_and_in_a_different_order() -> None:
     sessions = plan(SCALES["laptop"])
     assert len({session.id for session in sessions}) == len(sessions)

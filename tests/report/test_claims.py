@@ -24,7 +24,7 @@ from study.claims.forms import FORMS
 from study.claims.ledger import ClaimCheck, ReadingRule, read_ledger
 from study.claims.page import PAGE, page
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard, judge
-from study.claims.verdicts import PROXY, CheckResult, ClaimFinding, Figure, Region, combine
+from study.claims.verdicts import PROXY, CheckResult, ClaimFinding, Figure, PartFinding, Region, combine
 from study.cli import main
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
@@ -63,6 +63,14 @@ def list_facts(finding: ClaimFinding) -> set[tuple[str, str]]:
 def find_claim(full_board: Scoreboard, claim: str) -> JudgedClaim:
     (match,) = [judged for judged in full_board.judged if judged.claim.id == claim]
     return match
+
+
+def test_the_details_of_a_finding_do_not_repeat_it() -> None:
+    part = PartFinding("the speed", "untested", "", "", ("derived",), True)
+    undecided = ClaimFinding("undecided", (part,))
+    assert (undecided.details, undecided.text) == ("untested: the speed", "undecided: untested: the speed")
+    holds = ClaimFinding("holds", (dataclasses.replace(part, words="", status="holds"),))
+    assert (holds.details, holds.text) == ("", "holds")
 
 
 def test_the_rules_of_findings() -> None:

@@ -23,6 +23,7 @@ import pytest
 
 from engines import ROOT
 from study.advisor import advise as rules
+from study.advisor import advise_command
 from study.advisor.advise import (
     SPEED_TOLERANCE,
     Advice,
@@ -889,6 +890,11 @@ def test_speeds_have_one_base_and_a_slow_plain_training_has_its_reason() -> None
 def test_a_limit_is_printed_as_it_was_given() -> None:
     page = print_page("qwen2.5-7b", "4x4090", "--host_memory", "128")
     assert "do not fit 128 GiB of host memory a node: " in page
+    # By the option's memory, whatever its reason says.
+    advice = ask("qwen2.5-7b", "4x4090", "--host_memory", "128")
+    left_out = [dataclasses.replace(option, why="") for option in advice.options if not option.fits]
+    lines = list(advise_command._left_out_lines(left_out, left_out[0].request.box))
+    assert any(line.startswith("do not fit 128 GiB of host memory a node: ") for line in lines)
 
 
 def test_a_measured_host_has_no_more_digits_than_it_means() -> None:

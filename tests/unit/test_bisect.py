@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,22 @@ def test_changes_between_the_releases_are_named_with_their_pull_requests(tmp_pat
         f"{cause}: introduced in 0.17.6 {PULL}/7509",
         f"{cause}: fixed in 0.18.3 {PULL}/7665",
     } <= set(lines)
+
+
+def test_the_document_of_a_bisection_has_the_span_and_the_judged_releases(tmp_path, capsys):
+    write_records(tmp_path, bad={"0.17.6", "0.18.0", "0.18.2"})
+    assert bisected(tmp_path, "zero2 --between 0.17.5 0.18.3 --json") == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert document["span"] == {
+        "last_good": "0.17.5",
+        "first_bad": "0.17.6",
+        "last_bad": "0.18.2",
+        "first_good": "0.18.3",
+    }
+    assert (document["judged"]["0.17.5"], document["judged"]["0.18.2"]) == (False, True)
+    # The progress of a search of hours.
+    assert "0.17.5: equal" in printed.err
 
 
 def test_a_release_that_differs_in_one_of_two_runs_is_bad(tmp_path, capsys):

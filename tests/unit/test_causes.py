@@ -60,6 +60,9 @@ def test_a_race_of_gpu_streams_ends_with_its_fix_and_is_named_where_a_release_or
     page = capsys.readouterr().out
     assert "no fault found on CPU ranks, and a race on GPUs below" in page.splitlines()[0]
     assert "(torch >=2.10; fixed in 0.18.8 by deepspeedai/DeepSpeed#7898)" in page
+    assert main(["releases", "0.18.0", "zero3", "--json"]) == 0
+    (race,) = json.loads(capsys.readouterr().out)["races"]
+    assert (race["fixed_in"], race["releases"]["torch"]) == ("0.18.8", ">=2.10")
     # With an older torch and with a newer DeepSpeed there is none.
     for words in (["0.18.0", "zero3", "--torch", "2.6.0"], ["0.19.8", "zero2"]):
         main(["releases", *words])

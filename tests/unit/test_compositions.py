@@ -608,10 +608,25 @@ def test_the_answer_of_a_release_agrees_with_its_known_causes(
 ) -> None:
     stack = next(read_matrices()).stack
     options = argparse.Namespace(
-        release=release, features=parse_features(features), accelerate=stack["accelerate"], torch=stack["torch"]
+        release=release,
+        features=parse_features(features),
+        accelerate=stack["accelerate"],
+        torch=stack["torch"],
+        json=False,
     )
     assert judge_features(options) == status
     assert text in capsys.readouterr().out
+    options.json = True
+    assert judge_features(options) == status
+    document = json.loads(capsys.readouterr().out)
+    assert document["features"] == list(parse_features(features).features)
+    assert document["packages"]["deepspeed"] == release
+    assert document["status"] == status
+    # An answer without a test has the command that makes one.
+    is_untested = document["kind"] in ("pairs", "untested")
+    assert is_untested == (status == 3)
+    command = f"study verify --features {features}"
+    assert document["command"] == command if is_untested else document["command"] in (None, command)
 
 
 def test_an_equal_run_with_what_lifts_a_fault_does_not_answer_for_combinations_without_it() -> None:

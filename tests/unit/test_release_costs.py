@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ NEWEST = TABLE.names[-1]
 
 
 def options(**fields: Any) -> argparse.Namespace:
-    return argparse.Namespace(release="costs", strategy=None, measure=False, **fields)
+    return argparse.Namespace(release="costs", strategy=None, measure=False, json=False, **fields)
 
 
 def make_table(**costs: CombinationCost) -> CostTable:
@@ -133,6 +134,18 @@ def test_a_combination_without_figures_names_the_command(capsys: pytest.CaptureF
 def test_a_strategy_is_refused() -> None:
     with pytest.raises(UserError, match="costs takes no 'zero3'"):
         run(argparse.Namespace(release="costs", strategy="zero3", measure=False))
+
+
+def test_the_document_of_costs_has_the_figures_and_their_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    zero3 = make_combination(["zero3"])
+    request = argparse.Namespace(**vars(options(features=zero3)) | {"json": True})
+    assert run(request) == 0
+    document = json.loads(capsys.readouterr().out)
+    stored = {release: costs["zero3"] for release, costs in TABLE.releases.items() if "zero3" in costs}
+    assert document["releases"] == {release: {"zero3": cost.document()} for release, cost in stored.items()}
+    changes = [change for change in find_changes(TABLE) if change.combination == zero3]
+    printed = [(change["figure"], change["release"], change["new"]) for change in document["changes"]]
+    assert printed == [(change.figure, change.release, change.new) for change in changes]
 
 
 def test_no_torch_is_imported_for_stored_costs() -> None:

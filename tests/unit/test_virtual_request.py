@@ -8,13 +8,9 @@ from pathlib import Path
 import pytest
 
 from study.config.flags import RunConfig, check_virtual_run_flags, resolve_config
-from study.config.launch_context import Launch
-from study.config.strategies import read_strategy
-from study.engine.virtual_rank import needed_host_bytes
 from study.host.machine import Machine
 from study.metrics.clock import MIN_WARMUP_STEPS
 from study.virtual.command import VirtualRequest, _with_absolute_paths, add_arguments, read_request
-from study.workloads.architecture import model_size
 
 NO_GPU = Machine((), 16)
 ZERO3 = ("--strategy", "zero3", "--world_size", "4")
@@ -51,19 +47,6 @@ def test_of_two_flags_for_one_key_each_setting_is_kept(tmp_path: Path) -> None:
     assert [f"--engine_override={item}" in cell.flags(tmp_path / "run") for item in overrides] == [True, True]
     assert (cell.config.virtual_world_size, cell.config.virtual_rank) == (4, 1)
     assert cell.config.precision == "bf16-engine"
-
-
-def test_offloaded_state_is_host_memory_on_a_gpu_machine_too() -> None:
-    flags = {"task": "gpt-wikitext", "model_name_or_path": "gpt-20b", "precision": "bf16-engine"}
-    config = resolve_config(RunConfig.from_dict(flags | {"virtual_world_size": 2}, "this test"), False)
-    strategies = [read_strategy(name) for name in ("zero3_cpu", "zero3", "zero3_nvme")]
-    offloaded, on_device, on_nvme = (
-        needed_host_bytes(config, Launch(item, 2, 0, 0, 1, virtual=True), item, model_size(config), on_gpu=True)
-        for item in strategies
-    )
-    # Half of the model in bf16, its gradients, and fp32 weights with two moments: 16 bytes per parameter.
-    assert offloaded - on_device > 16 * 19.9e9 / 2
-    assert on_device < on_nvme < offloaded
 
 
 @pytest.mark.parametrize(("model_type", "task"), [("llama", "gpt-wikitext"), ("bert", "bert-imdb")])

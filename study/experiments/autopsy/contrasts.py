@@ -22,7 +22,6 @@ from study.config.text import percent
 from study.experiments.autopsy.design import (
     AA,
     AA_DEVIATIONS,
-    EXPECTED,
     FACTORIAL,
     LETTERS,
     PRINTED,
@@ -126,7 +125,7 @@ class Effect:
 
     @property
     def expected(self) -> str:
-        return EXPECTED[self.letter][self.response.name]
+        return self.response.expected[self.letter]
 
     @property
     def outcome(self) -> str:

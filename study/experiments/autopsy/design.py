@@ -95,6 +95,9 @@ LOSS_MARGIN, AA_DEVIATIONS = 0.0012, 2.0
 TIME_MARGIN, MEMORY_MARGIN = 0.03, 0.01
 
 
+Sign = Literal["+", "-", "0", "?"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Response:
     """A response of the experiment: log(ZeRO arm / standard arm) of one figure."""
@@ -102,38 +105,50 @@ class Response:
     name: str
     words: str
     margin: float
+    # Sign of correcting each switch, by its letter; `?` if either sign seemed possible. For E, W, P and B with the
+    # standard arm first, as printed.
+    expected: Mapping[str, Sign]
+
+
+def _signs(**by_letter: Sign) -> Mapping[str, Sign]:
+    return by_letter
 
 
 RESPONSES = (
-    Response("train_loss", "training loss, as logged last", LOSS_MARGIN),
-    Response("eval_loss_200", "evaluation loss on the listing's 200 samples", LOSS_MARGIN),
-    Response("eval_loss", "evaluation loss on all samples", LOSS_MARGIN),
-    Response("whole_s", "the listing's clock", TIME_MARGIN),
-    Response("less_eval_s", "without evaluations", TIME_MARGIN),
-    Response("less_eval_and_save_s", "without evaluations and checkpoint", TIME_MARGIN),
-    Response("warm_s_per_sample", "a sample in warm steps", TIME_MARGIN),
+    Response("train_loss", "training loss, as logged last", LOSS_MARGIN, _signs(E="0", W="+", P="0", O="+", B="-")),
+    Response(
+        "eval_loss_200",
+        "evaluation loss on the listing's 200 samples",
+        LOSS_MARGIN,
+        _signs(E="0", W="?", P="0", O="?", B="-"),
+    ),
+    Response("eval_loss", "evaluation loss on all samples", LOSS_MARGIN, _signs(E="0", W="?", P="0", O="?", B="-")),
+    Response("whole_s", "the listing's clock", TIME_MARGIN, _signs(E="+", W="0", P="+", O="+", B="+")),
+    Response("less_eval_s", "without evaluations", TIME_MARGIN, _signs(E="+", W="0", P="+", O="+", B="+")),
+    Response(
+        "less_eval_and_save_s",
+        "without evaluations and checkpoint",
+        TIME_MARGIN,
+        _signs(E="+", W="0", P="+", O="+", B="+"),
+    ),
+    Response("warm_s_per_sample", "a sample in warm steps", TIME_MARGIN, _signs(E="+", W="0", P="0", O="0", B="+")),
     # CPU time is independent of other load on the cores. It does not include GPU time.
-    Response("whole_cpu_s", "the listing's clock, in CPU time", TIME_MARGIN),
-    Response("warm_cpu_s_per_sample", "a sample in warm steps, in CPU time", TIME_MARGIN),
-    Response("device_peak_never_reset", "device, never reset", MEMORY_MARGIN),
-    Response("device_peak_reset", "device, reset for each arm", MEMORY_MARGIN),
-    Response("host_peak_never_reset", "host, never reset", MEMORY_MARGIN),
-    Response("host_peak_reset", "host, reset for each arm", MEMORY_MARGIN),
+    Response("whole_cpu_s", "the listing's clock, in CPU time", TIME_MARGIN, _signs(E="+", W="0", P="+", O="+", B="+")),
+    Response(
+        "warm_cpu_s_per_sample",
+        "a sample in warm steps, in CPU time",
+        TIME_MARGIN,
+        _signs(E="+", W="0", P="0", O="0", B="+"),
+    ),
+    Response(
+        "device_peak_never_reset", "device, never reset", MEMORY_MARGIN, _signs(E="?", W="0", P="-", O="-", B="-")
+    ),
+    Response(
+        "device_peak_reset", "device, reset for each arm", MEMORY_MARGIN, _signs(E="-", W="0", P="-", O="?", B="-")
+    ),
+    Response("host_peak_never_reset", "host, never reset", MEMORY_MARGIN, _signs(E="+", W="0", P="-", O="-", B="-")),
+    Response("host_peak_reset", "host, reset for each arm", MEMORY_MARGIN, _signs(E="+", W="0", P="-", O="?", B="-")),
 )
-
-# Expected sign of correcting a switch for each response in order: three losses, six times, four memories; `?` if either
-# sign seemed possible. For E, W, P and B with the standard arm first, as printed.
-_EXPECTED = {
-    "E": "000 ++++++ ?-++",
-    "W": "+?? 000000 0000",
-    "P": "000 +++0+0 ----",
-    "O": "+?? +++0+0 -?-?",
-    "B": "--- ++++++ ----",
-}
-EXPECTED: Mapping[str, Mapping[str, str]] = {
-    letter: dict(zip((response.name for response in RESPONSES), signs.replace(" ", ""), strict=True))
-    for letter, signs in _EXPECTED.items()
-}
 
 
 @dataclasses.dataclass(frozen=True)
