@@ -236,13 +236,21 @@ def _claim_reducer(inventory: Inventory, model: nn.Module) -> None:
         inventory.add_unreachable(REDUCER_BUCKETS, [int(size) for size in sizes.split(",")])
 
 
+def _reduce_buckets(zero: Any) -> list[Any]:
+    """Return the buffers of the buckets: one bucket for each type; in older releases, such as 0.14.5, a single one."""
+    if hasattr(zero, "ipg_buckets"):
+        return [bucket.buffer for bucket in zero.ipg_buckets.values()]
+    names = ("ipg_buffer", "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer")
+    return [getattr(zero, name, None) for name in names]
+
+
 def _claim_zero12(inventory: Inventory, engine: Any) -> None:
     """Claim stages 1 and 2 (stage_1_and_2.py). The fp32 partition is always a clone, and counts as optimizer state."""
     zero = engine.optimizer
     offloaded = zero.cpu_offload
     parameters = list(engine.module.parameters())
     # Gradients inside the bucket wait for their reduction (reduce_independent_p_g_buckets_and_remove_grads).
-    inventory.claim("buffers", "reduce_bucket", [bucket.buffer for bucket in zero.ipg_buckets.values()])
+    inventory.claim("buffers", "reduce_bucket", _reduce_buckets(zero))
     inventory.note_bucketed(parameters)
     inventory.claim("params", "flat_groups", zero.bit16_groups_flat)
     inventory.claim("params", "parameters", parameters)
@@ -270,7 +278,7 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
     zero = engine.optimizer
     offload_params, offload_optimizer = zero.offload_param, zero.offload_optimizer
     parameters = list(engine.module.parameters())
-    inventory.claim("buffers", "reduce_bucket", [bucket.buffer for bucket in zero.ipg_buckets.values()])
+    inventory.claim("buffers", "reduce_bucket", _reduce_buckets(zero))
     inventory.note_bucketed(parameters)
     swapper = next((p.nvme_swapper for p in parameters if getattr(p, "nvme_swapper", None) is not None), None)
     if swapper is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -55,25 +55,16 @@ class ExposureProfiler(StepProfiler):
 
 def read_exposure(events: Iterable[Any], device: str) -> Exposure:
     """Return the times of collectives from the events of torch's profiler."""
-    host: list[Any] = []
-    kernels: list[Any] = []
-    for event in events:
-        if event.device_type() == DeviceType.CPU:
-            host.append(event)
-        elif not event.is_user_annotation():
-            # A range of this file is one on the GPU, too, over all kernels of a part.
-            kernels.append(event)
+    host, kernels = _split_by_device(list(events))
     parts = sorted(
-        (event.start_ns(), event.end_ns(), event.name().removeprefix(RANGE))
-        for event in host
-        if event.name().startswith(RANGE)
+        (*_interval(event), event.name().removeprefix(RANGE)) for event in host if event.name().startswith(RANGE)
     )
     launched = {event.correlation_id(): event.start_ns() for event in host if event.correlation_id() > 0}
     collectives: defaultdict[str, Intervals] = defaultdict(list)
     by_part: list[tuple[str, str, tuple[int, int]]] = []
     computing: Intervals = []
     for event in kernels if device == "cuda" else host:
-        name, interval = event.name(), (event.start_ns(), event.end_ns())
+        name, interval = event.name(), _interval(event)
         if (kind := _find_kind(name, device)) is not None:
             collectives[kind].append(interval)
             # A kernel belongs to the part in which the host launched it.
@@ -92,6 +83,29 @@ def read_exposure(events: Iterable[Any], device: str) -> Exposure:
             exposed[part, kind] += (end - begin - _covered(busy, begin, end)) * 1e-9
     in_flight = {kind: sum(end - begin for begin, end in _union(rows)) * 1e-9 for kind, rows in collectives.items()}
     return Exposure(in_flight, dict(exposed))
+
+
+def _split_by_device(events: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the events of the host, and the kernels and copies of the GPU."""
+    host = [event for event in events if event.device_type() == DeviceType.CPU]
+    names = {event.name() for event in host}
+    # A range of this file is one on the GPU, too, over all kernels of a part.
+    kernels = [event for event in events if event.device_type() != DeviceType.CPU and not _is_annotation(event, names)]
+    return host, kernels
+
+
+def _interval(event: Any) -> tuple[int, int]:
+    start = event.start_ns()
+    # Older releases of torch, such as 2.4, have the duration alone.
+    return start, event.end_ns() if hasattr(event, "end_ns") else start + event.duration_ns()
+
+
+def _is_annotation(event: Any, names_on_host: Set[str]) -> bool:
+    """Whether an event of a GPU is a range of the host, and no kernel."""
+    if hasattr(event, "is_user_annotation"):
+        return bool(event.is_user_annotation())
+    # Older releases of torch, such as 2.4, have no mark of it.
+    return event.name() in names_on_host
 
 
 def _find_kind(name: str, device: str) -> str | None:

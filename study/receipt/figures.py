@@ -9,7 +9,7 @@ axolotl (src/axolotl/core/trainers/base.py, log): memory/max_allocated (GiB), wi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from study.host.memory import GIB
 from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ReceiptDocument
@@ -37,6 +37,18 @@ def list_figures(receipt: ReceiptDocument) -> dict[str, float]:
 def plain_names(figures: Mapping[str, float]) -> dict[str, float]:
     """Return figures under names that MLflow takes, as transformers' MLflowCallback makes them."""
     return {_NOT_PLAIN.sub("_", name): value for name, value in figures.items()}
+
+
+def log_figures(log: Callable[..., object], figures: Mapping[str, float], step: int) -> None:
+    """Call a program's function; if it is accelerator.log, MLflow gets the names that it takes."""
+    accelerator = getattr(log, "__self__", None)
+    trackers = getattr(accelerator, "trackers", ())
+    if "mlflow" not in [getattr(tracker, "name", None) for tracker in trackers]:
+        log(figures, step=step)
+        return
+    # As Accelerator.log does, on the main process alone.
+    for tracker in trackers if getattr(accelerator, "is_main_process", True) else ():
+        tracker.log(plain_names(figures) if tracker.name == "mlflow" else figures, step=step)
 
 
 def _memory(receipt: ReceiptDocument) -> Iterator[tuple[str, float]]:

@@ -58,7 +58,7 @@ from study.receipt.exchange import Exchange
 from study.receipt.exposure import OFFLOAD_KINDS, Exposure, ExposureProfiler
 from study.receipt.failures import Failures, WrongUse, print_notice
 from study.receipt.faults import find_faults, matrix_gap
-from study.receipt.figures import list_figures
+from study.receipt.figures import list_figures, log_figures
 from study.receipt.forecast import make_forecast
 from study.receipt.mine_record import is_recording
 from study.receipt.page import receipt_lines
@@ -467,7 +467,7 @@ class Receipt:
                 self._write(self.document(judges=False))
         if self._log is not None:
             with self._failures.caught("logging the figures"):
-                self._log(self.figures(), step=self._step)
+                log_figures(self._log, self.figures(), self._step)
 
     def figures(self) -> dict[str, float]:
         """Return the figures for a tracker by name; empty before the measured steps have ended."""

@@ -64,14 +64,7 @@ def measure(engine: str, pairs: int) -> dict[str, Any]:
 
         def train_step() -> None:
             batch = torch.randint(strategies.VOCABULARY, (strategies.SAMPLES, strategies.LENGTH))
-            loss = model(input_ids=batch, labels=batch).loss
-            if hasattr(model, "global_steps"):
-                model.backward(loss)
-                model.step()
-            else:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            strategies.train_step(model, optimizer, batch)
 
         def step_with() -> float:
             began = time.perf_counter()

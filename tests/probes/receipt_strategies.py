@@ -10,6 +10,7 @@ import gc
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,23 +135,30 @@ def qlora() -> tuple[Any, Any]:
     return make_ddp(peft.get_peft_model(model, settings))
 
 
-def train(case: str, path: Path | None) -> list[str]:
+def train_step(model: Any, optimizer: Any, batch: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Train with a batch, under DeepSpeed's engine or torch's optimizer; with a dtype, in autocast. Return the loss."""
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
+    if hasattr(model, "global_steps"):
+        model.backward(loss)
+        model.step()
+    else:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+def train(make: Callable[[], tuple[Any, Any]], path: Path | None) -> list[str]:
     """Return the losses of a training, with a receipt at a path or without one."""
-    model, optimizer = globals()[case]()
+    model, optimizer = make()
     model.train()
     torch.manual_seed(11 + dist.get_rank())
     receipt = Receipt(model, optimizer, path=path, after=2, steps=3, quiet=True) if path is not None else None
     batches = [torch.randint(VOCABULARY, (SAMPLES, LENGTH)) for _ in range(STEPS)]
     losses = []
     for batch in batches if receipt is None else receipt.steps(batches):
-        loss = model(input_ids=batch, labels=batch).loss
-        if hasattr(model, "global_steps"):
-            model.backward(loss)
-            model.step()
-        else:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        loss = train_step(model, optimizer, batch)
         losses.append(float(loss.detach()).hex())
     if receipt is not None:
         receipt.close()
@@ -162,10 +170,10 @@ def train(case: str, path: Path | None) -> list[str]:
 def run(case: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "receipt.json"
-        losses_without = train(case, None)
+        losses_without = train(globals()[case], None)
         # What an earlier engine has left would be in the memory of the next one.
         gc.collect()
-        losses = train(case, path)
+        losses = train(globals()[case], path)
         gc.collect()
         document = json.loads(path.read_text()) if path.exists() else None
     dist.barrier()

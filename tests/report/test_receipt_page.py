@@ -525,6 +525,28 @@ def test_the_screen_and_the_table_of_a_gpu_are_those_of_its_receipts() -> None:
     assert not any(row["equal"] for row in read_gpu_rows().values())
 
 
+def older_table() -> Iterator[str]:
+    """Yield the rows of the table on older releases."""
+    yield "| torch | DeepSpeed | Accelerate | transformers | engine | losses | attributed | not seen |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for line in (RECEIPTS / "older.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        releases = [
+            row["packages"][name].partition("+")[0] for name in ("torch", "deepspeed", "accelerate", "transformers")
+        ]
+        missing = [text for text in row["missing"] if not text.startswith("the allocator's slack")]
+        losses = "equal" if row["equal"] else "differ"
+        cells = (*releases, row["engine"], losses, f"{100 * row['attributed']:.1f} %", "; ".join(missing) or "-")
+        yield f"| {' | '.join(cells)} |"
+
+
+def test_the_table_of_older_releases_is_that_of_its_rows() -> None:
+    assert block_of_docs("table of older releases").splitlines() == list(older_table())
+    rows = [json.loads(line) for line in (RECEIPTS / "older.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 12
+    assert all(row["equal"] and row["attributed"] >= 0.95 and row["communication_s"] > 0 for row in rows)
+
+
 def test_the_docs_show_the_logits_of_a_real_run_with_their_prediction() -> None:
     file = "tests/data/receipts/logits.json"
     receipt = read_receipt(str(REPOSITORY / file))

@@ -8,7 +8,7 @@ import pytest
 
 from engines import ROOT
 from study.receipt.document import HostFacts, ReceiptDocument, StateFacts, read_receipt
-from study.receipt.figures import list_figures, plain_names
+from study.receipt.figures import list_figures, log_figures, plain_names
 
 RECEIPTS = ROOT / "tests" / "data" / "receipts"
 
@@ -44,6 +44,41 @@ def test_plain_names_are_those_that_mlflow_takes() -> None:
     assert list(plain.values()) == list(figures.values())
     assert "memory/max_active_GiB_" in plain
     assert all(re.fullmatch(r"[\w\-. :/]+", name) for name in plain)
+
+
+class Tracker:
+    """A tracker as Accelerate has them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.logged: list[tuple[dict[str, float], int]] = []
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        self.logged.append((dict(figures), step))
+
+
+class Accelerator:
+    """Accelerate's, with its logging alone: all trackers get the same names."""
+
+    def __init__(self, *names: str, is_main_process: bool = True) -> None:
+        self.trackers = [Tracker(name) for name in names]
+        self.is_main_process = is_main_process
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        for tracker in self.trackers:
+            tracker.log(figures, step)
+
+
+def test_of_the_trackers_of_accelerate_mlflow_alone_gets_plain_names() -> None:
+    figures = {"mfu(%)": 7.0}
+    for names in (("mlflow",), ("wandb", "mlflow"), ("wandb", "trackio")):
+        accelerator = Accelerator(*names)
+        log_figures(accelerator.log, figures, 10)
+        for tracker in accelerator.trackers:
+            assert tracker.logged == [({"mfu___": 7.0} if tracker.name == "mlflow" else figures, 10)]
+    elsewhere = Accelerator("mlflow", is_main_process=False)
+    log_figures(elsewhere.log, figures, 10)
+    assert elsewhere.trackers[0].logged == []
 
 
 def offloading_receipt() -> ReceiptDocument:
