@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
-from study.config.text import rounded
+from study.config.text import percent, rounded
 from study.host.memory import GIB
 from study.predictor.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from study.workloads.presets import PRESETS, known_models
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
@@ -27,6 +29,21 @@ _NEXT = "Tried to allocate"
 _MAX_LETTERS = 4000
 # CUDA's context and NCCL's buffers vary by release and card; more than twice the prediction is another program.
 _OWN_OUTSIDE_BYTES = 2 * (CONTEXT_BYTES + COMMUNICATOR_BYTES)
+# A failed request is often of a few MiB, which unused memory of any full GPU exceeds. Joining fragments helps only if
+# they are a larger share of the GPU.
+_FRAGMENTED_SHARE = 0.1
+# torch rounds a request of at least 10 MiB up to a multiple of 2 MiB, and prints two decimals.
+_ROUNDED_BYTES = 2**21
+_LOGIT_BYTES = {4: "fp32", 2: "16 bits"}
+# Models of tests and of images have fewer.
+_MIN_VOCABULARY = 10_000
+_MIN_TOKENS = 512
+# 32,768 and 49,152 times a power of two is the size of many other tensors.
+_MIN_ODD_PART = 5
+# Upper bound of the share of random sizes that match; it is a tenth in test_why.py.
+_FALSE_MATCHES = 0.4
+# The vocabulary of one model may be four times that of another.
+_MAX_LOGITS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +58,8 @@ class FullGpu:
     unused: int
     # How many processes besides this one are named.
     other_processes: int
+    # Largest rounding of the printed size that was asked for.
+    tried_rounding: int = 0
 
     @property
     def outside(self) -> int:
@@ -51,6 +70,11 @@ class FullGpu:
     def is_fragmented(self) -> bool:
         """Whether free and unused bytes together are enough."""
         return self.free + self.unused >= self.tried
+
+    @property
+    def is_full(self) -> bool:
+        """Whether tensors are the largest part, and joined fragments would free a small share of the GPU."""
+        return self.allocated >= self.outside and self.free + self.unused < _FRAGMENTED_SHARE * self.capacity
 
     def parts(self) -> str:
         """Return the bytes of each part, in GiB."""
@@ -63,13 +87,26 @@ class FullGpu:
     def remedies(self) -> list[str]:
         """Return the remedies that follow from these bytes, the surest first."""
         if self.tried > self.capacity:
-            return ["one tensor larger than the GPU: fewer tokens in a micro-batch, or a loss in chunks"]
-        remedies = []
-        if self.is_fragmented:
+            return [
+                "one tensor larger than the GPU: fewer tokens in a micro-batch, or a loss in chunks",
+                *self._logits(),
+            ]
+        remedies = self._logits()
+        missing = self.tried - self.free - self.unused
+        if self.is_full:
             remedies.append(
-                "free and unused memory is enough, but fragmented: "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (before torch 2.1 max_split_size_mb:128)"
+                f"tensors fill {percent(self.allocated / self.capacity)} of the GPU"
+                + (f", at least {_gib(missing)} GiB are missing" if missing > 0 else "")
+                + ": a smaller micro-batch, gradient checkpointing, a higher ZeRO stage or offload (study advise)"
             )
+        if missing <= 0:
+            words = (
+                f"at most {_gib(self.unused + self.free)} GiB are won by joining fragments"
+                if self.is_full
+                else "free and unused memory is enough, but fragmented"
+            )
+            setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (before torch 2.1 max_split_size_mb:128)"
+            remedies.append(f"{words}: {setting}")
         if self.outside > _OWN_OUTSIDE_BYTES:
             text = (
                 f"{_gib(self.outside)} GiB are not of this process's pool: nvidia-smi shows the processes of this GPU. "
@@ -83,9 +120,74 @@ class FullGpu:
                 "torch.cuda.set_device(local_rank)"
             )
         if not remedies:
-            missing = self.tried - self.free - self.unused
             remedies.append(f"tensors fill the GPU, at least {_gib(missing)} GiB are missing: see study advise")
         return remedies
+
+    def _logits(self) -> list[str]:
+        logits = find_logits(self.tried, self.tried_rounding)
+        if not logits:
+            return []
+        sizes = " or of ".join(
+            f"{item.tokens:,} tokens in {_LOGIT_BYTES[item.element_bytes]} with a vocabulary of {item.vocabulary:,} "
+            f"({item.model})"
+            for item in logits[:_MAX_LOGITS]
+        )
+        return [
+            f"{_gib(self.tried)} GiB are the size of the logits of {sizes}. If those are yours: fewer tokens in a "
+            "micro-batch, or a loss in chunks (use_liger_kernel)"
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """Logits of a micro-batch."""
+
+    tokens: int
+    vocabulary: int
+    element_bytes: int
+    # One that has this vocabulary.
+    model: str
+
+
+def find_logits(size: int, rounding: int = 0) -> list[Logits]:
+    """Return the logits whose size a request can be, those in fp32 of the largest vocabulary first.
+
+    Micro-batches have round numbers of tokens. The more numbers are within the rounding, the rounder one has to be.
+    """
+    if rounding < _ROUNDED_BYTES:
+        # Of such a multiple the printed size is exact.
+        rounding = 0
+    lowest = size - rounding - _ROUNDED_BYTES
+    tries = len(_vocabularies()) * len(_LOGIT_BYTES)
+    results = []
+    for vocabulary, model in _vocabularies().items():
+        for element_bytes in _LOGIT_BYTES:
+            token_bytes = vocabulary * element_bytes
+            largest = (size + rounding) // token_bytes
+            window = (size + rounding - lowest) / token_bytes
+            # The roundest number of tokens within the window.
+            power = 1
+            while largest // (2 * power) * 2 * power * token_bytes > lowest:
+                power *= 2
+            tokens = largest // power * power
+            is_chance = tries * window > _FALSE_MATCHES * power
+            if tokens * token_bytes > lowest and tokens >= _MIN_TOKENS and not is_chance:
+                results.append(Logits(tokens, vocabulary, element_bytes, model))
+    return sorted(results, key=lambda logits: (-logits.element_bytes, -logits.vocabulary))
+
+
+@functools.cache
+def _vocabularies() -> dict[int, str]:
+    """Return the vocabularies of known models, each with one that has it."""
+    models = {name: preset.architecture for name, preset in PRESETS.items()}
+    models |= {name: model.config for name, model in known_models().items()}
+    sizes: dict[int, str] = {}
+    for name, config in models.items():
+        size = config.get("vocab_size", 0)
+        odd_part = size // (size & -size) if size else 0
+        if size >= _MIN_VOCABULARY and odd_part >= _MIN_ODD_PART:
+            sizes.setdefault(size, name)
+    return sizes
 
 
 def read_full_gpu(text: str) -> FullGpu | None:
@@ -109,7 +211,7 @@ def read_full_gpu(text: str) -> FullGpu | None:
     processes = len(re.findall(_NAMED_PROCESS, message))
     # In a container this process has another number, and is one of them.
     other_processes = processes if _THIS_PROCESS in message else max(0, processes - 1)
-    return FullGpu(tried, capacity, free, allocated, unused, other_processes)
+    return FullGpu(tried, capacity, free, allocated, unused, other_processes, _rounding(message))
 
 
 def _bytes(pattern: str, text: str) -> int | None:
@@ -119,6 +221,14 @@ def _bytes(pattern: str, text: str) -> int | None:
         return None
     number, unit = (group for group in match.groups() if group is not None)
     return round(float(number) * _UNITS[unit])
+
+
+def _rounding(message: str) -> int:
+    """Return half of the last printed decimal of the size that was asked for."""
+    match = re.search(_TRIED, message)
+    assert match is not None
+    decimals = len(match[1].partition(".")[2])
+    return round(_UNITS[match[2]] / 10**decimals / 2)
 
 
 def _gib(size: int) -> str:

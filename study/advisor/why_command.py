@@ -20,7 +20,8 @@ from study.host.folders import resolve_path
 
 EPILOG = """\
 A log may be of any length: its last 20 MB are read. Each message that is known is printed once, the first in the log
-first, since later ones are often its consequences. Exit status 3: no message is known.
+first, since later ones are often its consequences. Before them comes the first traceback's error, if it is not known.
+Exit status 3: no message is known.
 """
 # The end of a longer log has the error.
 _MAX_LOG_BYTES = 20_000_000
@@ -29,6 +30,16 @@ NOT_KNOWN = 3
 _MAX_MESSAGE_BYTES = 20_000
 # Letters of a message in one line.
 _MAX_SHOWN = 160
+_ANY = b"..."
+_NUMBER = re.compile(rb"(\d|nan)$")
+_TRACEBACK = b"Traceback (most recent call last):"
+# Between two tracebacks of one error.
+_CHAINED = (b"The above exception was the direct cause", b"During handling of the above exception")
+_ERROR = re.compile(rb"[\w.]*(Error|Exception|Exit|Interrupt|Iteration|Timeout|Expired|Failure)\b(:|$)")
+# Launchers name the process that failed, not its error.
+_LAUNCHER = re.compile("ChildFailedError|CalledProcessError")
+# Lines of one traceback. Those of a recursion are thousands.
+_MAX_TRACEBACK_LINES = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Message:
     """One entry of messages.yaml."""
 
     id: str
-    # Words that find it.
+    # Words that find it; " ... " stands for any others of the same line.
     text: tuple[str, ...]
     says: str
     fix: str
@@ -45,11 +56,42 @@ class Message:
     # The installed file with these words; else `place` names the library.
     file: str = ""
     place: str = ""
+    # Words of a harmless line with the same text.
+    unless: tuple[str, ...] = ()
 
     @functools.cached_property
-    def patterns(self) -> tuple[re.Pattern[bytes], ...]:
-        """Each of its texts in lower case, with any spaces between the words."""
-        return tuple(re.compile(rb"\s+".join(map(re.escape, text.lower().encode().split()))) for text in self.text)
+    def patterns(self) -> tuple[Pattern, ...]:
+        return tuple(map(_make_pattern, self.text))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """One text of a message in lower case, with any spaces between the words."""
+
+    expression: re.Pattern[bytes]
+    # Its longest word: most logs lack it, and a search for a word is ten times as fast.
+    word: bytes
+
+    def find(self, lower: bytes) -> list[int]:
+        """Return the places of it in a text of lower case."""
+        return [match.start() for match in self.expression.finditer(lower)] if self.word in lower else []
+
+
+def _make_pattern(text: str) -> Pattern:
+    words = text.lower().encode().split()
+    parts = [re.escape(word) for word in words]
+    expression = rb"\s+".join(parts).replace(rb"\s+" + re.escape(_ANY) + rb"\s+", rb"[^\n]{1,200}?")
+    # -9 differs from -95, and nan from a name that begins with it.
+    end = rb"(?!\w)" if _NUMBER.search(words[-1]) else b""
+    return Pattern(re.compile(expression + end), max(words, key=len))
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstError:
+    """The line that ends the first traceback of a log."""
+
+    line: int
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +115,10 @@ class FoundMessage:
 def read_messages() -> tuple[Message, ...]:
     """Return the content of messages.yaml."""
     entries = load_package_yaml(Path(__file__).with_name("messages.yaml").read_text(encoding="utf-8"))
-    return tuple(Message(**{**entry, "text": tuple(entry["text"])}) for entry in entries)
+    return tuple(
+        Message(**{**entry, "text": tuple(entry["text"]), "unless": tuple(entry.get("unless", ()))})
+        for entry in entries
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,8 +128,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the known messages of a text; return 3 if there are none."""
-    messages = find_messages(read_text(options.text))
-    print_result(options.json, lambda: _document(messages), list(_page(messages)))
+    text = read_text(options.text)
+    messages = find_messages(text)
+    error = find_unknown_error(text, messages)
+    print_result(options.json, lambda: _document(messages, error), list(_page(messages, error)))
     return 0 if messages else NOT_KNOWN
 
 
@@ -122,7 +169,9 @@ def find_messages(text: str) -> list[FoundMessage]:
     # A log may have a message ten thousand times.
     ends = [match.start() for match in re.finditer(b"\n", data)]
     for message in read_messages():
-        places = sorted(match.start() for pattern in message.patterns for match in pattern.finditer(lower))
+        places = sorted(place for pattern in message.patterns for place in pattern.find(lower))
+        if message.unless:
+            places = [place for place in places if not _is_harmless(message, lower, place)]
         if places:
             # Two names of one error are often in one line.
             lines = {bisect.bisect_left(ends, place) for place in places}
@@ -135,7 +184,58 @@ def find_messages(text: str) -> list[FoundMessage]:
     return sorted(results, key=lambda found_message: found_message.line)
 
 
-def _page(messages: list[FoundMessage]) -> Iterator[str]:
+def _is_harmless(message: Message, lower: bytes, place: int) -> bool:
+    """Whether the line of a place is harmless."""
+    begin = lower.rfind(b"\n", 0, place) + 1
+    end = lower.find(b"\n", place)
+    line = lower[begin : end if end >= 0 else None]
+    return any(words.lower().encode() in line for words in message.unless)
+
+
+def find_unknown_error(text: str, messages: list[FoundMessage]) -> FirstError | None:
+    """Return the last line of the first traceback of a text; None if there is none, or a message of it is known."""
+    data = text.encode("utf-8", errors="replace")
+    start = data.find(_TRACEBACK)
+    if start < 0:
+        return None
+    begin = data.rfind(b"\n", 0, start) + 1
+    lines = data[begin:].split(b"\n", _MAX_TRACEBACK_LINES)[:_MAX_TRACEBACK_LINES]
+    # The name of the rank, which a launcher puts before each of its lines.
+    rank = data[begin:start] if len(lines) > 1 and lines[1].startswith(data[begin:start]) else b""
+    # Other ranks print between its lines.
+    rest = {index: line[len(rank) :].rstrip() for index, line in enumerate(lines) if line.startswith(rank)}
+    ending, last = _find_ending({index: line for index, line in rest.items() if line})
+    if ending is None:
+        return None
+    first = data.count(b"\n", 0, begin) + 1
+    error = FirstError(first + ending, lines[ending].decode(errors="replace").strip())
+    # A message may also have been in the log before.
+    is_known = any(first <= item.line <= first + last for item in messages) or find_messages(error.text)
+    return None if is_known or _LAUNCHER.search(error.text) else error
+
+
+def _find_ending(lines: dict[int, bytes]) -> tuple[int | None, int]:
+    """Return the index of the line that names the error of a traceback, of a chain the last, and of its last line."""
+    ending: int | None = None
+    last = 0
+    is_chained = False
+    for index, line in lines.items():
+        if ending is None:
+            ending = index if _ERROR.match(line) else None
+        elif line.startswith(_CHAINED):
+            is_chained = True
+        elif is_chained and line.startswith(_TRACEBACK):
+            ending, is_chained = None, False
+        elif not line[:1].isspace():
+            # A message of several lines indents those after the first.
+            break
+        last = index
+    return ending, last
+
+
+def _page(messages: list[FoundMessage], error: FirstError | None) -> Iterator[str]:
+    if error:
+        yield f"first error in the log, unknown: line {error.line}: {replace_unprintable(error.text[:_MAX_SHOWN])}"
     if not messages:
         yield f"no message of this text is known; {len(read_messages())} are"
         yield "the first error of any rank is the cause of those after it; study doctor checks the machine"
@@ -151,8 +251,9 @@ def _page(messages: list[FoundMessage]) -> Iterator[str]:
             yield f"  see: {item.message.see}"
 
 
-def _document(messages: list[FoundMessage]) -> dict[str, Any]:
+def _document(messages: list[FoundMessage], error: FirstError | None) -> dict[str, Any]:
     return {
+        "unknown_first_error": dataclasses.asdict(error) if error else None,
         "messages": [
             {
                 "id": item.message.id,
@@ -164,5 +265,5 @@ def _document(messages: list[FoundMessage]) -> dict[str, Any]:
                 "full_gpu": dataclasses.asdict(item.memory) if item.memory else None,
             }
             for item in messages
-        ]
+        ],
     }

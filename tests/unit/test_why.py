@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import shlex
 import time
 from importlib.util import find_spec
@@ -11,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from study.advisor.full_gpu import read_full_gpu
-from study.advisor.why_command import find_messages, read_messages, read_text
+from study.advisor.full_gpu import find_logits, read_full_gpu
+from study.advisor.why_command import FirstError, find_messages, find_unknown_error, read_messages, read_text
 from study.cli import COMMANDS, main
 from study.config.errors import UserError
 
@@ -26,19 +28,42 @@ def site_packages() -> Path:
     return Path(spec.origin).parent.parent
 
 
+DATA = Path(__file__).parents[1] / "data"
+
+
+def source_texts(message) -> list[str]:
+    """Return the constant parts of a message."""
+    return [part for text in message.text for part in text.split(" ... ")]
+
+
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda it: it.id)
 def test_a_message_is_one_of_the_installed_code(message) -> None:
     assert bool(message.file) != bool(message.place)
     assert message.says
     assert message.fix
-    if message.file:
+    if message.file.endswith(".py"):
         source = (site_packages() / message.file).read_text(encoding="utf-8")
         # Python joins adjacent texts.
-        joined = "".join(source.split()).replace('""', "")
-        assert all("".join(text.split()) in joined for text in message.text), message.text
+        joined = re.sub('"f?"', "", "".join(source.split()))
+        assert all("".join(text.split()) in joined for text in source_texts(message)), message.text
+        assert all("".join(words.split()) in joined for words in message.unless), message.unless
     if message.see:
         assert shlex.split(message.see)[:2] == ["study", message.see.split()[1]]
         assert message.see.split()[1] in COMMANDS
+
+
+def test_a_message_of_a_compiled_library_is_in_it() -> None:
+    files = {message.file for message in MESSAGES if message.file.endswith(".so")}
+    assert files == {f"torch/lib/{name}.so" for name in ("libc10", "libtorch_cpu", "libtorch_python")}
+    for name in files:
+        texts = {text.encode() for message in MESSAGES if message.file == name for text in source_texts(message)}
+        with (site_packages() / name).open("rb") as file:
+            end = b""
+            # Half a gigabyte, and the texts are near its beginning.
+            while texts and (block := file.read(2**24)):
+                texts = {text for text in texts if text not in end + block}
+                end = block[-1000:]
+        assert not texts, name
 
 
 def test_ids_are_unique_and_no_message_finds_another() -> None:
@@ -48,7 +73,7 @@ def test_ids_are_unique_and_no_message_finds_another() -> None:
             assert [item.message.id for item in find_messages(text)] == [message.id]
 
 
-REPORTED = yaml.safe_load((Path(__file__).parents[1] / "data" / "reported_messages.yaml").read_text(encoding="utf-8"))
+REPORTED = yaml.safe_load((DATA / "reported_messages.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("report", REPORTED, ids=lambda it: it["finds"][0])
@@ -70,6 +95,110 @@ def test_a_log_has_its_messages_in_their_order(tmp_path: Path, capsys: pytest.Ca
     assert main(["why", str(log), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [(item["id"], item["line"]) for item in document["messages"]] == [("out-of-memory", 2), ("watchdog", 3)]
+
+
+def test_a_healthy_log_has_no_known_message() -> None:
+    # A Trainer's run under DeepSpeed on a CPU, and lines of NCCL, Slurm, DeepSpeed and Accelerate as GPUs have them.
+    text = (DATA / "healthy_train.log").read_text(encoding="utf-8")
+    assert text.count("\n") >= 200
+    assert [(item.message.id, item.first_text) for item in find_messages(text)] == []
+    assert find_unknown_error(text, []) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "2026-11-30 [INFO] expected scalar type check passed",
+        "Installed CUDA version 12.4 does not match the version torch was compiled with 12.1 but since the APIs are "
+        "compatible, accepting this combination",
+        "[WARNING] cpu_adam compatibility check failed (CUDA_HOME does not exist, unable to compile CUDA op(s)), "
+        "treating the op as not compatible",
+        "Process 7 exits with return code = -95",
+        "loss: nano-gpt",
+        "NCCL INFO NET/Plugin : Plugin load returned 2 : libnccl-net.so: cannot open shared object file: No such file",
+    ],
+)
+def test_a_harmless_line_has_no_message(line: str) -> None:
+    assert find_messages(line) == []
+
+
+def test_deepspeed_accepts_no_other_minor_release_of_cuda_13() -> None:
+    source = (site_packages() / "deepspeed/ops/op_builder/builder.py").read_text(encoding="utf-8")
+    table = re.search(r"cuda_minor_mismatch_ok = \{(.*?)\n\}", source, re.DOTALL)
+    assert table is not None
+    assert re.findall(r"^ +(\d+):", table[1], re.MULTILINE) == ["10", "11", "12"]
+    (message,) = find_messages(
+        "Installed CUDA version 13.1 does not match the version torch was compiled with 13.0, unable"
+    )
+    assert "13.0 with 13.1 is rejected, too" in message.message.says
+
+
+def test_a_watchdog_names_the_setting_of_the_trainer_and_the_test_of_pcie() -> None:
+    (message,) = find_messages(
+        "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE)"
+    )
+    assert "ddp_timeout" in message.message.fix
+    assert "NCCL_P2P_DISABLE=1" in message.message.fix
+    trainer = (site_packages() / "transformers/training_args.py").read_text(encoding="utf-8")
+    assert "ddp_timeout: int" in trainer
+
+
+WATCHDOG = "[E ProcessGroupNCCL.cpp:475] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2)\n"
+FRAME = '  File "train.py", line 640, in main\n    step()\n'
+
+
+def test_an_unknown_first_error_is_printed_before_the_known_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(f"step 1\nTraceback (most recent call last):\n{FRAME}ValueError: my loss has no rows\n{WATCHDOG}")
+    assert main(["why", str(log)]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("first error in the log, unknown: line 5: ValueError: my loss has no rows\nline 6: [E ")
+    assert main(["why", str(log), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["unknown_first_error"] == {"line": 5, "text": "ValueError: my loss has no rows"}
+    # Also where nothing is known.
+    assert main(["why", f"Traceback (most recent call last):\n{FRAME}ValueError: my loss has no rows"]) == 3
+    assert "unknown: line 4: ValueError: my loss has no rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        # Another rank prints between, and the error of a chain is its last.
+        (
+            '[rank0]: Traceback (most recent call last):\n[rank0]:   File "a.py"\n[rank1]: KeyError: 1\n'
+            "[rank0]: KeyError: 'x'\n\n[rank0]: During handling of the above exception, another exception occurred:\n\n"
+            '[rank0]: Traceback (most recent call last):\n[rank0]:   File "b.py"\n[rank0]: my.DataError: no x\n',
+            FirstError(10, "[rank0]: my.DataError: no x"),
+        ),
+        # The second error is another one.
+        (
+            f"Traceback (most recent call last):\n{FRAME}KeyError: 1\n"
+            f"Traceback (most recent call last):\n{FRAME}OSError: 2\n",
+            FirstError(4, "KeyError: 1"),
+        ),
+        # A known message, also on an indented line that goes on.
+        (f"Traceback (most recent call last):\n{FRAME}RuntimeError: CUDA out of memory. Tried\n", None),
+        (
+            f"Traceback (most recent call last):\n{FRAME}RuntimeError: Error(s) in loading state_dict for T5:\n"
+            "\tsize mismatch: copying a param with shape torch.Size([0]) from checkpoint\n",
+            None,
+        ),
+        # Launchers name the process.
+        (f"Traceback (most recent call last):\n{FRAME}subprocess.CalledProcessError: Command 'x' returned\n", None),
+        ("step 1\nno error\n", None),
+        ("Traceback (most recent call last):\n  File", None),
+    ],
+)
+def test_the_first_error_is_the_end_of_the_first_traceback(text: str, error: FirstError | None) -> None:
+    assert find_unknown_error(text + WATCHDOG, find_messages(text + WATCHDOG)) == error
+
+
+def test_a_known_message_before_an_unknown_traceback_does_not_hide_it() -> None:
+    text = f"OVERFLOW! Rank 0 Skipping step.\nTraceback (most recent call last):\n{FRAME}ValueError: mine\n"
+    assert find_unknown_error(text, find_messages(text)) == FirstError(5, "ValueError: mine")
 
 
 def test_an_unknown_message_ends_with_3_and_a_missing_log_with_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +247,7 @@ FULL_GPU_FORMS = {
     ),
 }
 FULL_GPU_FORMS["typo"] = FULL_GPU_FORMS["new"].replace("capacity", "capacty")
-FULL_GPUS = yaml.safe_load((Path(__file__).parents[1] / "data" / "full_gpus.yaml").read_text(encoding="utf-8"))
+FULL_GPUS = yaml.safe_load((DATA / "full_gpus.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("report", FULL_GPUS, ids=lambda it: "-".join(it["source"].split("/")[-3::2]))
@@ -143,6 +272,26 @@ def test_the_figures_of_a_full_gpu_say_what_to_do(report, tmp_path: Path, capsys
     assert gpu["capacity"] >= gpu["free"] + gpu["allocated"] + gpu["unused"]
     assert main(["why", str(log)]) == 0
     assert " in torch's pool without a tensor" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_size_of_the_logits_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    # 32,768 tokens x 128,256 x 4 bytes = 15.656 GiB.
+    text = FULL_GPU_FORMS["new"].format(
+        "15.66 GiB", "79.10 GiB", "10.00 GiB", "60.00 GiB", "1.00 GiB", processes="", private=""
+    )
+    assert main(["why", text]) == 0
+    page = capsys.readouterr().out
+    assert "the size of the logits of 32,768 tokens in fp32 with a vocabulary of 128,256 (" in page
+    assert any(item.tokens == 8192 and item.vocabulary == 151936 for item in find_logits(8192 * 151936 * 2))
+    # Weights and pools have such sizes, and few micro-batches as many tokens.
+    assert find_logits(3 * 2**30 + 5 * 2**20) == []
+    assert find_logits(20 * 2**20) == []
+
+
+def test_few_other_sizes_are_taken_for_logits() -> None:
+    random_sizes = random.Random(1)
+    sizes = [round(random_sizes.uniform(0.25, 40), 2) for _ in range(1000)]
+    assert sum(bool(find_logits(round(size * 2**30), 2**30 // 200)) for size in sizes) < 0.12 * len(sizes)
 
 
 def test_a_message_without_its_figures_has_no_parts() -> None:
