@@ -60,7 +60,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("model_name_or_path", nargs="?", metavar="MODEL", help=model)
     add("--model", "--model_name_or_path", dest="named_model", metavar="M", help="the same as MODEL")
     box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}; another GPU by its"
-    box += " figures: 8xmemory=192GiB,tflops=1300,bandwidth=5300"
+    box += (
+        " figures: 8xmemory=192GiB,tflops=1300,bandwidth=5300GB/s, and if known nvlink=450 (without it: PCIe), pcie=55,"
+    )
+    box += " network=50 (GB/s, one direction) and fp32=80"
     add("--hardware", metavar="BOX", help=box)
     add_program_arguments(parser)
 
