@@ -29,7 +29,7 @@ from study.config.flags import Parser
 from study.config.places import PACKAGE
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.communication import sent_bytes
-from study.predictor.hardware import known_devices, machine_notice
+from study.predictor.hardware import box_notices, known_devices
 from study.predictor.models import UnknownModel
 from study.predictor.time import describe_error, device_bytes, usable_bytes
 from study.releases.causes import GRID, Cause
@@ -136,7 +136,7 @@ class Calculator:
             "precision": question.precision,
             "global_batch": question.global_batch,
             "optimizer": question.optimizer,
-            "notes": [*question.shape.notes(), *filter(None, [machine_notice(box)])],
+            "notes": [*question.shape.notes(), *box_notices(box)],
             "errors": {figure: describe_error(figure) for figure in ("sent", "host", "nvme")},
         }
 

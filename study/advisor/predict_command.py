@@ -23,6 +23,7 @@ from study.config.text import format_parameters, rounded, rounded_seconds
 from study.host.memory import GIB
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
 from study.predictor.communication import leaving_bytes, predict_payload, sent_bytes
+from study.predictor.families import FAMILIES
 from study.predictor.hardware import BOX_NAMES, Hardware, HardwareFlags, parse_int
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
@@ -55,12 +56,16 @@ _HOST_PARTS = {
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of model, hardware and output, which `study advise` has, too."""
     add = parser.add_argument
-    traced = ", ".join(known_models())
-    model = f"a preset ({', '.join(PRESETS)}), with torch also {traced}; a folder with config.json, or its sizes"
+    names = [*PRESETS, *(name for name, known in known_models().items() if known.config["model_type"] in FAMILIES)]
+    traced = ", ".join(name for name in known_models() if name not in names)
+    model = f"a preset ({', '.join(names)}), with torch also {traced}; a folder with config.json, or its sizes"
     add("model_name_or_path", nargs="?", metavar="MODEL", help=model)
     add("--model", "--model_name_or_path", dest="named_model", metavar="M", help="the same as MODEL")
     box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}; another GPU by its"
-    box += " figures: 8xmemory=192GiB,tflops=1300,bandwidth=5300"
+    box += (
+        " figures: 8xmemory=192GiB,tflops=1300,bandwidth=5300GB/s, and if known nvlink=450 (without it: PCIe), pcie=55,"
+    )
+    box += " network=50 (GB/s, one direction) and fp32=80"
     add("--hardware", metavar="BOX", help=box)
     add_program_arguments(parser)
 

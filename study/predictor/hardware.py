@@ -2,7 +2,7 @@
 
 `8xH100` is one node, `4x8xH100` four nodes of eight GPUs, `A100-40` one GPU, `this` the local machine. The other forms
 that people write are read too, such as `A100 80GB x8` and `4 nodes x 8 H100`. A GPU outside the table is given by its
-figures: `8xmemory=192GiB,tflops=1300,bandwidth=5300`.
+figures: `8xmemory=192GiB,tflops=1300,bandwidth=5300`. hardware_names.py takes a name apart, units.py reads figures.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from study.config.errors import UserError, clip, did_you_mean
@@ -23,6 +24,8 @@ from study.config.places import install_command
 from study.config.strategies import DEFAULT_RANKS_PER_NODE
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import available_cores, host_memory
+from study.predictor.hardware_names import HardwareName, device_words, split_name
+from study.predictor.units import Quantity, parse_quantity, parse_speed
 
 # Visible fraction of the memory if no source gives it: that of A100 and V100.
 _SHOWN = 0.985
@@ -50,6 +53,8 @@ class Device:
     network_gb_per_s: float = 6.25
     # Of CUDA; None if the device has none.
     compute_capability: float | None = None
+    # Given by its figures, and not in the table.
+    is_custom: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "visible_gib", self.visible_gib or _SHOWN * self.memory_gib)
@@ -181,17 +186,15 @@ def real(text: str, below: float = 1e9) -> float:
 
 
 BOX_NAMES = (*(name for device in known_devices() for name in device.names), "this")
-_SPEED = functools.partial(real, below=1e6)
-_COUNT = r"([0-9]{1,99}) *x *"
 # Figures of a GPU that is not in the table, with their units; the first three are needed.
-_FIGURES = {
-    "memory": "GiB of device memory",
-    "tflops": "dense TFLOP/s in 16 bits",
-    "bandwidth": "GB/s of device memory",
-    "nvlink": "GB/s of one device to its node, one direction",
-    "pcie": "GB/s to the host, one direction",
-    "network": "GB/s to other nodes",
-    "fp32": "TFLOP/s in fp32",
+_FIGURES: dict[str, tuple[Quantity, str]] = {
+    "memory": ("memory", "GiB of device memory"),
+    "tflops": ("rate", "dense TFLOP/s in 16 bits"),
+    "bandwidth": ("speed", "GB/s or TB/s of device memory"),
+    "nvlink": ("speed", "GB/s of one device to its node, one direction"),
+    "pcie": ("speed", "GB/s to the host, one direction"),
+    "network": ("speed", "GB/s or Gb/s to other nodes"),
+    "fp32": ("rate", "TFLOP/s in fp32"),
 }
 _NEEDED = ("memory", "tflops", "bandwidth")
 CUSTOM_FORM = "--hardware 8xmemory=192GiB,tflops=1300,bandwidth=5300"
@@ -215,57 +218,104 @@ _INSTANCE = re.compile(
 )
 # Larger machines exist, but a larger number is more often a cluster.
 _MAX_MACHINE_GPUS = 16
+# Of NVLink-C2C between CPU and GPU of one module, instead of PCIe.
+_C2C_GB_PER_S = 450
+# Words for a network, after the name of a device.
+_OF_NETWORK = re.compile(r"IB[0-9]*|INFINIBAND|ROCE(V2)?|ETHERNET|EFA|[HNX]DR[0-9]*")
 
 
 def to_box(name: str) -> Hardware:
     """Return the hardware with a name; UserError suggests similar names if it is unknown."""
-    count = re.fullmatch(
-        rf"(?:{_COUNT})?(?:{_COUNT})?(?!{_COUNT})(?P<device>\w[\w .=,/-]*)", _usual_form(name), re.IGNORECASE
-    )
-    if count is None:
-        raise _unknown(name)
-    numbers = [int(number) for number in count.groups()[:2] if number is not None]
-    nodes, per_node = ([1] * (2 - len(numbers)) + numbers)[-2:]
+    written = split_name(name, _is_listed)
+    is_this = written.device.lower() == "this"
+    if is_this and written.prefix:
+        raise UserError(f"{clip(name)} is not valid hardware: `this` is the local machine", "leave the number out")
+    if is_this:
+        return _this()
+    if not re.fullmatch(r"\w[\w .=,/-]*", written.device):
+        raise _unknown(name, written)
+    device = _custom_device(name, written.device) if "=" in written.device else _named_device(written.device)
+    if device is None:
+        raise _unknown(name, written)
+    nodes, per_node = _count_gpus(name, written)
     if not 0 < nodes * per_node <= MAX_JOB_GPUS:
         problem = f"{clip(name)} is not valid hardware: a count is out of range"
         raise UserError(problem, f"use 1 to {MAX_JOB_GPUS:,} GPUs")
-    if "=" in count["device"]:
-        custom = _custom_device(name, count["device"])
-        return Hardware(name, custom, per_node, nodes, network_gb_per_s=custom.network_gb_per_s)
-    if count["device"].lower() == "this":
-        if numbers:
-            raise UserError(f"{clip(name)} is not valid hardware: `this` is the local machine", "leave the number out")
-        return _this()
-    spelled = _spelled(count["device"])
-    model, _, size = spelled.rpartition("-")
-    joined = spelled.replace("-", "")
-    by_name = next(
-        (
-            device
-            for device in known_devices()
-            if joined in (listed.replace("-", "") for listed in device.names)
-            or (model in device.names and device.memory_gib and size == f"{device.memory_gib:g}")
-        ),
-        None,
-    )
-    if (device := by_name or find_device(count["device"])) is None:
-        raise _unknown(name)
     return Hardware(name, device, per_node, nodes, network_gb_per_s=device.network_gb_per_s)
 
 
-def _usual_form(name: str) -> str:
-    """Return a name in the form COUNTxDEVICE: `A100 80GB x8`, `8 A100`, `8x RTX 3090 (24GB)`, `4 nodes x 8 H100`,
-    `8H100`, `H100:8`."""
-    text = re.sub(r"[()]", " ", re.sub(r"[\N{MULTIPLICATION SIGN}*:]", "x", name)).strip()
-    text = re.sub(r"^([0-9]+) *(?:nodes?|machines?|servers?) *(?:x|of|with)? *", r"\1x", text, flags=re.IGNORECASE)
-    # The x of RTX 3090 is part of its name.
-    if not re.match(r"[0-9]+ *x", text, re.IGNORECASE):
-        text = re.sub(r"^(.*(?:[0-9]|[0-9]GI?B?|\s)) *x *([0-9]+)$", r"\2x\1", text, flags=re.IGNORECASE)
-    # A number and a name with a letter first: "8 A100", "4x8 H100"; "8 3090" stays unknown.
-    text = re.sub(r"^((?:[0-9]+ *x *)?[0-9]+) +(?=[a-z])(?!x)", r"\1x", text, flags=re.IGNORECASE)
-    # Or a letter and a number: "8H100".
-    text = re.sub(r"^((?:[0-9]+ *x *)?[0-9]{1,3})(?=[abhlv][0-9])", r"\1x", text, flags=re.IGNORECASE)
-    return " ".join(text.split())
+def _count_gpus(name: str, written: HardwareName) -> tuple[int, int]:
+    """Return the nodes and the GPUs of each; UserError with the readings if a name has two that exist."""
+    counts = written.before + written.after
+    if written.nodes is not None and len(counts) < 2:
+        nodes, count = written.nodes, (*counts, 1)[0]
+        readings = [(nodes, count)]
+        may_be_of_all = written.is_of_all or (written.is_of_all is None and count > DEFAULT_RANKS_PER_NODE)
+        if may_be_of_all and nodes and count % nodes == 0:
+            readings.insert(0, (nodes, count // nodes))
+    elif written.nodes is None and len(counts) < 2:
+        readings = [(1, (*counts, 1)[0])]
+    elif written.nodes is None and len(counts) == 2:
+        readings = [counts] if not written.after else sorted([counts, counts[::-1]])
+    else:
+        problem = f"unknown hardware {clip(name)}: it has {len(counts) + (written.nodes is not None)} counts"
+        raise UserError(problem, "the form is 8xH100, or 4x8xH100 (4 nodes)")
+    # A machine with more GPUs does not exist, so that the other reading is meant.
+    likely = {reading for reading in readings if reading[1] <= _MAX_MACHINE_GPUS} or {readings[0]}
+    if len(likely) > 1:
+        ways = [
+            f"{nodes}x{count}x{written.device} ({nodes} node{'s' * (nodes > 1)} of {count})"
+            for nodes, count in dict.fromkeys(readings)
+        ]
+        raise UserError(f"{clip(name)} has two readings", f"write {' or '.join(ways)}")
+    return likely.pop()
+
+
+# Words in names of any device.
+_WORDS = frozenset(
+    ("NVIDIA", "AMD", "TESLA", "INSTINCT", "GPU", "GPUS", "CARD", "CARDS", "TENSOR", "CORE", "GENERATION")
+)
+_WORDS |= frozenset(("BLACKWELL", "HOPPER", "AMPERE", "TURING", "VOLTA", "HBM2", "HBM2E", "HBM3", "HBM3E"))
+_OF_RTX = frozenset(("RTX", "GEFORCE"))
+
+
+@functools.cache
+def _device_names() -> dict[str, tuple[Device, frozenset[str], frozenset[str]]]:
+    """Return by name the device, the words of the name, and further words that the device may have."""
+    models = _model_words()
+    by_name: dict[str, tuple[Device, frozenset[str], frozenset[str]]] = {}
+    for device in known_devices():
+        words = device_words(device.name, models) | _WORDS | {f"{device.memory_gib:g}"}
+        is_rtx, has_nvlink = device.name.startswith("RTX"), device.nvlink_gb_per_s is not None
+        words |= _OF_RTX if is_rtx else frozenset()
+        if device.compute_capability is None:
+            words |= {"OAM"}
+        elif has_nvlink:
+            words |= {"SXM", "NVLINK"}
+        elif device.pcie_gb_per_s is not None and device.pcie_gb_per_s < _C2C_GB_PER_S:
+            words |= {"PCIE"}
+        by_name |= {name: (device, device_words(name, models), words) for name in device.names}
+    return by_name
+
+
+@functools.cache
+def _model_words() -> tuple[str, ...]:
+    names = (word for device in known_devices() for name in device.names for word in re.split("-", name))
+    return tuple(sorted({word for word in names if not re.fullmatch("[0-9]{1,3}", word)} | _WORDS | _OF_RTX))
+
+
+def _named_device(text: str) -> Device | None:
+    """Return the device with all words of a name: a common one, or that of its driver; None if it is not listed."""
+    words = device_words(text, _model_words())
+    for device, needed, further in _device_names().values():
+        if needed <= words <= needed | further:
+            return device
+    by_driver = "(?:(?:NVIDIA|AMD|Tesla|GeForce|Instinct) )*(?:{})"
+    return next((device for device in known_devices() if re.fullmatch(by_driver.format(device.pattern), text)), None)
+
+
+def _is_listed(text: str) -> bool:
+    return _named_device(text) is not None
 
 
 def _custom_device(name: str, figures: str) -> Device:
@@ -273,11 +323,11 @@ def _custom_device(name: str, figures: str) -> Device:
     values: dict[str, float] = {}
     for part in figures.split(","):
         key, _, text = part.strip().partition("=")
-        number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *[a-z/]*", text.strip(), re.IGNORECASE)
-        if key not in _FIGURES or number is None or key in values or not 0 < float(number[1]) < 1e6:
-            supported = ", ".join(f"{key} ({unit})" for key, unit in _FIGURES.items())
+        value = parse_quantity(text, _FIGURES[key][0]) if key in _FIGURES else None
+        if value is None or key in values or not 0 < value < 1e6:
+            supported = ", ".join(f"{key} ({unit})" for key, (_, unit) in _FIGURES.items())
             raise UserError(f"{clip(name)}: {clip(part)} is not a figure of a GPU", f"use {supported}, each once")
-        values[key] = float(number[1])
+        values[key] = value
     if missing := [key for key in _NEEDED if key not in values]:
         raise UserError(f"{clip(name)} does not set {', '.join(missing)}", f"write it as in {CUSTOM_FORM}")
     half = values["tflops"]
@@ -292,17 +342,24 @@ def _custom_device(name: str, figures: str) -> Device:
         pcie_gb_per_s=values.get("pcie", 31.0),
         nvlink_gb_per_s=values.get("nvlink"),
         network_gb_per_s=values.get("network", Device.network_gb_per_s),
+        is_custom=True,
     )
 
 
-def machine_notice(box: Hardware) -> str | None:
-    """Return a notice if one machine has more GPUs than most: a cluster was meant more often."""
-    if box.nodes > 1 or box.gpus_per_node <= _MAX_MACHINE_GPUS or box.is_cpu_only:
-        return None
-    nodes, rest = divmod(box.gpus_per_node, DEFAULT_RANKS_PER_NODE)
-    device = re.sub(r"^[0-9]+ *x *", "", box.name)
-    several = f"; {nodes}x{DEFAULT_RANKS_PER_NODE}x{device} is {nodes} nodes of {DEFAULT_RANKS_PER_NODE}" * (not rest)
-    return f"{box.name} is one machine with {box.gpus_per_node} GPUs{several}"
+def box_notices(box: Hardware) -> Iterator[str]:
+    """Yield notices of hardware that is more often meant otherwise, and of a link that is assumed."""
+    if box.nodes == 1 and box.gpus_per_node > _MAX_MACHINE_GPUS and not box.is_cpu_only:
+        nodes, rest = divmod(box.gpus_per_node, DEFAULT_RANKS_PER_NODE)
+        device = split_name(box.name, _is_listed).device
+        cluster = f"{nodes}x{DEFAULT_RANKS_PER_NODE}x{device} is {nodes} nodes of {DEFAULT_RANKS_PER_NODE}"
+        yield f"{box.name} is one machine with {box.gpus_per_node} GPUs{f'; {cluster}' * (not rest)}"
+    network, fastest = box.network_gb_per_s, max(device.network_gb_per_s for device in known_devices())
+    if box.nodes > 1 and network > fastest:
+        meant = f"did you mean {network / 8:g} ({network:g} Gb/s)?"
+        yield f"{network:g} GB/s of network per GPU, and the fastest adapters of the table have {fastest:g}: {meant}"
+    if box.device.is_custom and box.uses_pcie_links and math.isinf(box.bus_gb_per_s):
+        rate = f"{box.device.pcie_gb_per_s:g} GB/s"
+        yield f"the GPUs of a node are assumed to be linked by PCIe ({rate}); nvlink=GB/s sets a faster link"
 
 
 def box_from_device_name(device_name: str, ranks: int, nodes: int) -> Hardware:
@@ -316,7 +373,7 @@ def box_from_device_name(device_name: str, ranks: int, nodes: int) -> Hardware:
 def _two_speeds(text: str) -> tuple[float, float]:
     """Parse READ,WRITE, as an argparse type."""
     try:
-        read, write = map(_SPEED, text.split(","))
+        read, write = map(parse_speed, text.split(","))
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is not two numbers above 0, such as 3.5,2") from None
     return read, write
@@ -334,15 +391,17 @@ class HardwareFlags:
         type=_two_speeds,
         metavar="READ,WRITE",
     )
-    network_gb_per_s: float | None = flag("network bandwidth per GPU, one direction", type=_SPEED, metavar="X")
+    network_gb_per_s: float | None = flag(
+        "network bandwidth per GPU, one direction: 50 is 50 GB/s, as is 400Gb/s", type=parse_speed, metavar="X"
+    )
     bus_gb_per_s: float = flag(
         "bus bandwidth within a node, as nccl-tests print it, such as with NCCL_P2P_DISABLE=1",
         math.inf,
-        type=_SPEED,
+        type=parse_speed,
         metavar="X",
     )
     host_gb_per_s: float | None = flag(
-        "memory bandwidth of Adam on the host, all ranks of a node", type=_SPEED, metavar="X"
+        "memory bandwidth of Adam on the host, all ranks of a node", type=parse_speed, metavar="X"
     )
     host_memory: float | None = flag(
         "host memory of each node; without it the host is not checked", type=parse_gib, metavar="GIB"
@@ -360,11 +419,9 @@ class HardwareFlags:
         return cls(**{field.name: getattr(options, field.name) for field in dataclasses.fields(cls)})
 
     def box(self) -> Hardware:
-        """Return the hardware that is named; print a notice if its name is more often written for another one."""
+        """Return the hardware that is named; print notices if it is more often meant otherwise."""
         box, (read, write) = to_box(self.hardware), self.nvme_gb_per_s
-        if notice := machine_notice(box):
-            print(f"notice: {notice}", file=sys.stderr)
-        return dataclasses.replace(
+        box = dataclasses.replace(
             box,
             nvme_read_gb_per_s=read,
             nvme_write_gb_per_s=write,
@@ -373,6 +430,9 @@ class HardwareFlags:
             network_gb_per_s=self.network_gb_per_s or box.network_gb_per_s,
             host_gib_per_node=self.host_memory or box.host_gib_per_node,
         )
+        for notice in box_notices(box):
+            print(f"notice: {notice}", file=sys.stderr)
+        return box
 
 
 def _spelled(text: str) -> str:
@@ -383,12 +443,10 @@ def _spelled(text: str) -> str:
     return re.sub(r"-SXM\d?(?=-|$)|(?<=-\d\d)-?GI?B?$|(?<=-\d\d\d)-?GI?B?$", "", spelled)
 
 
-def _unknown(name: str) -> UserError:
-    written, name = name, _usual_form(name)
-    if (refusal := _names_no_single_gpu(written, name)) is not None:
+def _unknown(name: str, written: HardwareName) -> UserError:
+    if (refusal := _names_no_single_gpu(name, written)) is not None:
         return refusal
-    counts = re.match(rf"(?:{_COUNT})*", name, flags=re.IGNORECASE)[0]  # type: ignore[index]
-    spelled = _spelled(name[len(counts) :])
+    counts, spelled = written.prefix, _spelled(written.device)
     # The letter O is often typed for a zero.
     device = spelled.replace("O", "0")
     if size := re.search(r"(?:^|[ -])([0-9]{2,3})[ -]?GI?B?\b(?!.*[0-9])", device):
@@ -397,6 +455,8 @@ def _unknown(name: str) -> UserError:
         ]
         choices = f"name one, as {', '.join(sized)}; or " if sized else ""
         return UserError(f"{clip(name)} names no GPU", f"{choices}{_FIGURES_FORM}")
+    if (refusal := _other_words(name, written)) is not None:
+        return refusal
     if _OTHER_KINDS.search(spelled):
         problem = f"{clip(name)} is not in the table of GPUs, and no TPU, NPU or other accelerator is modelled"
         return UserError(problem, f"for a GPU like it {_FIGURES_FORM} (data sheet, without sparsity)")
@@ -410,24 +470,48 @@ def _unknown(name: str) -> UserError:
     return UserError(f"unknown hardware {clip(name)}", f"{fix} or {_FIGURES_FORM}")
 
 
-def _names_no_single_gpu(written: str, name: str) -> UserError | None:
+def _other_words(name: str, written: HardwareName) -> UserError | None:
+    """Return the refusal of a listed device with words that it lacks, with the nearest names; None for other names."""
+    words = device_words(written.device, _model_words())
+    listed = {
+        name: (len(needed & words), -len(needed))
+        for name, (_, needed, _) in _device_names().items()
+        if name.partition("-")[0] in words
+    }
+    if not listed:
+        return None
+    nearest = [name for name in listed if listed[name] == max(listed.values())]
+    _, needed, further = _device_names()[nearest[0]]
+    unread = sorted(words - needed - further, key=written.device.upper().find)
+    # Another size is a matter of spelling, and another model is another card.
+    if unread and (not needed <= words or all(re.fullmatch("[0-9]{1,3}", word) for word in unread)):
+        return None
+    problem = f"unknown hardware {clip(name)}"
+    if unread:
+        problem += f": {clip(' '.join(unread))} is not part of the name of {nearest[0]}"
+    network = "--network_gb_per_s sets the network; " if any(map(_OF_NETWORK.fullmatch, unread)) else ""
+    similar = " or ".join(f"{written.prefix}{name}" for name in nearest[:3])
+    return UserError(problem, f"{network}did you mean {similar}? For another card {_FIGURES_FORM}")
+
+
+def _names_no_single_gpu(written: str, name: HardwareName) -> UserError | None:
     """Return the refusal of a slice of a GPU, of no GPU, of several kinds, and of a machine; None for other names."""
     if re.search(r"\bMIG\b|\b\dg\.\d+gb", written, re.IGNORECASE):
         return UserError(f"{clip(written)}: the speed of a MIG slice is not known", "name a whole GPU")
     if _NO_NAME.fullmatch(written.strip()):
         fix = "name the GPUs, such as 8xH100 (nvidia-smi -L prints theirs), or `this` for this machine"
         return UserError(f"{clip(written)} names no GPU", f"{fix}; or {_FIGURES_FORM}")
-    kinds = [_spelled(re.sub(_COUNT, "", kind.strip())) for kind in re.split(r"[,+&/]|\band\b", name)]
+    kinds = [_spelled(split_name(kind, _is_listed).device) for kind in re.split(r"[,+&/]|\band\b", written)]
     if sum(kind in BOX_NAMES for kind in kinds) > 1:
-        problem = f"{clip(name)} are several kinds of GPU, and a prediction is of one"
+        problem = f"{clip(written)} are several kinds of GPU, and a prediction is of one"
         return UserError(problem, "name the kind with the least memory, with the number of all")
-    if _INSTANCE.fullmatch(name):
-        problem = f"{clip(name)} is a cloud's name of a machine, and the table has GPUs"
+    if _INSTANCE.fullmatch(name.device):
+        problem = f"{clip(written)} is a cloud's name of a machine, and the table has GPUs"
         fix = "name its GPUs with their number, such as 8xA100-40 (nvidia-smi -L prints them)"
         return UserError(problem, f"{fix}; or {_FIGURES_FORM}")
-    machine = re.fullmatch(r"(?:DGX|HGX)-(.+)", _spelled(name))
+    machine = re.fullmatch(r"(?:DGX|HGX)-(.+)", _spelled(name.device))
     if machine is not None and machine[1] in BOX_NAMES:
-        return UserError(f"{clip(name)} is a machine, and the table has GPUs", f"name its GPUs: 8x{machine[1]}")
+        return UserError(f"{clip(written)} is a machine, and the table has GPUs", f"name its GPUs: 8x{machine[1]}")
     return None
 
 
@@ -450,7 +534,7 @@ def _this() -> Hardware:
             raise UserError(f"this machine has several kinds of GPU: {', '.join(names)}", "name one, as 2xA100-40")
         if (device := find_device(gpus[0])) is None:
             if "MIG" in gpus[0]:
-                raise _unknown(gpus[0])
+                raise _unknown(gpus[0], HardwareName(gpus[0]))
             problem = f"this machine's {gpus[0]} is not in study/predictor/hardware.yaml"
             raise UserError(problem, "add its data sheet's figures there")
         rates = device.matmul_tflops | matmul_rates(detect_machine()).get("tflops", {})

@@ -99,7 +99,7 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     if (preset := find_preset(name) or (None if is_folder else find_base(name))) is not None:
         return _shape_of_preset(preset.name)
     if not is_folder and (known_model := find_known(name)) is not None:
-        return live_shape(known_model.name, known_model.config)
+        return shape_of_document(known_model.config, known_model.name)
     if "=" in name:
         return _shape_of_words(name)
     path = resolve_path(name)
@@ -162,7 +162,14 @@ def _suggest(name: str) -> str:
     """Return the presets that a name may mean, to put before the other ways to name a model; empty without any."""
     plain = name.rpartition("/")[2].lower()
     similar = did_you_mean(without_tuning(plain), known_models(), cutoff=0.85)
-    return similar or _suggest_base(plain) or ("" if _has_no_preset(plain) else _suggest_preset(plain))
+    return similar or _suggest_base(plain) or (_suggest_known if _has_no_preset(plain) else _suggest_preset)(plain)
+
+
+def _suggest_known(name: str) -> str:
+    """Return the known models of a family without presets, the most similar first; empty if it has none."""
+    family = next((family for family in OTHER_FAMILIES if _letters(name).startswith(family)), None)
+    siblings = [known for known in known_models() if family is not None and _letters(known).startswith(family)]
+    return did_you_mean(without_tuning(name), siblings, cutoff=0.0) if siblings else ""
 
 
 def _suggest_base(name: str) -> str:

@@ -96,8 +96,9 @@ def add_stack_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plain_release(text: str) -> str:
-    """Return a release without the prefix of a tag or of a line of requirements.txt."""
-    return re.sub(r"^(deepspeed==|v)(?=\d)", "", text)
+    """Return a release without the prefix of a tag or of a line of requirements.txt, and without the mark of a local
+    build: 0.18.2+cu128 is built from the source of 0.18.2."""
+    return re.sub(r"^(deepspeed==|v)(?=\d)|(?<=\d)\+[\w.]+$", "", text)
 
 
 def _release(text: str) -> str:

@@ -118,7 +118,8 @@ def find_preset(name: str) -> Preset | None:
 
 @dataclasses.dataclass(frozen=True)
 class KnownModel:
-    """A published model of a class outside the table of families, which is traced on transformers' code."""
+    """A published model that `study run` does not train by this name; outside the table of families it is traced on
+    transformers' code."""
 
     name: str
     hub_id: str
@@ -140,16 +141,27 @@ def find_known(name: str) -> KnownModel | None:
     owner, _, plain = name.strip().rpartition("/")
     spelled = re.sub("[ _]+", "-", plain)
     # "base" is a size of some models.
-    model = known_models().get(spelled.lower()) or known_models().get(_VERSION.sub("", without_tuning(spelled)))
+    names = _known_by_spelling()
+    model = names.get(spelled.lower()) or names.get(_VERSION.sub("", without_tuning(spelled)))
     return model if model is not None and owner in ("", model.hub_id.partition("/")[0], *_COPIES) else None
+
+
+@functools.cache
+def _known_by_spelling() -> dict[str, KnownModel]:
+    """Return the known models by name, and by the name of their hub id with and without the words of tuned weights."""
+    names = {}
+    for model in known_models().values():
+        spelled = model.hub_id.rpartition("/")[2].replace("_", "-").lower()
+        names |= dict.fromkeys((spelled, _VERSION.sub("", without_tuning(spelled))), model)
+    return names | known_models()
 
 
 # Owners of copies of published weights, under the names of these.
 _COPIES = {"unsloth", "NousResearch"}
 # Words of tuned and converted weights, whose shape is that of the base model.
 _TUNED = re.compile(r"-(instruct|chat|it|pt|hf|base|thinking)(?=-|$)")
-# The version of weights at the end of a name: Mixtral-8x7B-v0.1, OLMoE-1B-7B-0924.
-_VERSION = re.compile(r"(-v\d+\.\d+|-\d{4})$")
+# The version of weights at the end of a name: Mixtral-8x7B-v0.1, OLMoE-1B-7B-0924, pythia-1.4b-deduped.
+_VERSION = re.compile(r"(-v\d+\.\d+|-\d{4}|-deduped)$")
 
 
 # Addresses of a model on the hub: in a browser, for fsspec, and as a folder of its cache.

@@ -145,9 +145,10 @@ def test_a_stage_with_an_offload_is_suggested(name: str, meant: str, capsys: pyt
 
 def test_a_release_is_read_as_tags_and_requirements_have_it(capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
-    for release in ("0.19.5", "v0.19.5", "deepspeed==0.19.5"):
+    releases = ("0.19.5", "v0.19.5", "deepspeed==0.19.5", "0.19.5+cu128", "deepspeed==0.19.5+git.1a2b3c")
+    for release in releases:
         assert main(["releases", release, "zero2"]) == 1
         answers.append(capsys.readouterr().out)
-    assert answers == [answers[0]] * 3
+    assert answers == [answers[0]] * len(releases)
     assert main(["releases", "version", "zero2"]) == 2
     assert "'version' is not a release of DeepSpeed" in capsys.readouterr().err
