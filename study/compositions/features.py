@@ -36,12 +36,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Never:
-    """Two sets of levels of which no two are combined, and why; without a reason they have no meaning together."""
+    """Two sets of levels of which no two are combined, and why."""
 
     first: frozenset[str]
     second: frozenset[str]
     reason: str
     unless: frozenset[str]
+    # A file of an installed package, and a text of it that shows the reason; empty if the levels exclude each other by
+    # their meaning.
+    line: tuple[str, ...] = ()
 
     def forbids(self, levels: frozenset[str]) -> bool:
         return bool(self.first & levels and self.second & levels and not self.unless & levels)
@@ -261,7 +264,11 @@ def rarity(combination: Combination) -> tuple[int, int, int]:
 def read_rules() -> tuple[Never, ...]:
     return tuple(
         Never(
-            frozenset(entry["if"]), frozenset(entry["and"]), entry.get("reason", ""), frozenset(entry.get("unless", ()))
+            frozenset(entry["if"]),
+            frozenset(entry["and"]),
+            entry["reason"],
+            frozenset(entry.get("unless", ())),
+            tuple(entry.get("line", ())),
         )
         for entry in _read()["never"]
     )

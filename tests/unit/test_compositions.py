@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from engines import run_without_torch
 from study.cli import main
@@ -41,6 +43,7 @@ from study.compositions.features import (
     read_common_groups,
     read_reports,
     read_rows,
+    read_rules,
 )
 from study.compositions.groups import ContextRing, make_group
 from study.compositions.locate import first_difference, largest_share_of_limit
@@ -50,6 +53,7 @@ from study.compositions.session import CombinationOutcome
 from study.compositions.tiny_model import make_batch
 from study.compositions.trace import FigureTrace, Place, plain_name
 from study.config.errors import UserError
+from study.config.places import REPOSITORY
 from study.releases.causes import read_causes
 from study.releases.combinations import judge_features
 from study.report.pages import compositions
@@ -81,6 +85,38 @@ def test_a_combination_has_one_level_of_every_row() -> None:
 def test_a_wrong_combination_is_refused_with_what_is_wrong(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
         parse_features(text)
+
+
+def test_every_exclusion_has_a_reason_and_the_engine_s_line_is_in_its_source() -> None:
+    rules = read_rules()
+    assert all(rule.reason for rule in rules)
+    # A comma that is not quoted would end a reason.
+    listed = REPOSITORY / "study" / "compositions" / "features.yaml"
+    entries = yaml.safe_load(listed.read_text(encoding="utf-8"))["never"]
+    assert set().union(*entries) == {"if", "and", "unless", "reason", "line"}
+    with_line = [rule for rule in rules if rule.line]
+    assert len(with_line) >= 16
+    for rule in with_line:
+        file, text = rule.line
+        package = importlib.util.find_spec(file.partition("/")[0])
+        assert package is not None
+        assert package.origin is not None
+        source = (Path(package.origin).parent.parent / file).read_text(encoding="utf-8")
+        assert text in source, rule.line
+
+
+def test_each_limit_of_cpus_names_the_engine_s_line() -> None:
+    stored = next(read_matrices())
+    limits = [
+        finding
+        for finding in stored.findings.values()
+        if (entry := match_known_finding(finding, stored.stack)) is not None and entry.verdict == "cpu"
+    ]
+    assert limits
+    for finding in limits:
+        file, _, number = finding.line.partition(":")
+        assert file.startswith(("deepspeed/", "accelerate/", "torch/")), finding.combination.name
+        assert number.isdecimal()
 
 
 @pytest.mark.parametrize("features", ["lora,autotp", "tp", "cp", "muon,clipping", ""])
