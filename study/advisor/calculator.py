@@ -245,8 +245,8 @@ class Calculator:
         parser.add_argument("--features", type=parse_features, default=None)
         options = parser.parse_args(json.loads(words))
         if options.features is not None:
-            status, lines = answer_features(options)
-            return {"first_line": lines[0], "status": status, "faults": lines[1:]}
+            answer = answer_features(options)
+            return {"first_line": answer.lines[0], "status": answer.status, "faults": answer.lines[1:]}
         document, stack, verdict = judge_request(options)
         rows = nearest_rows(document["releases" if stack.precision == "fp32" else "bf16"], stack.deepspeed)
         elsewhere = faults_of_other_pairs(stack) if options.release else []

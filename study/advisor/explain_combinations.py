@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from study.advisor.explain_case import ConfigCase
@@ -12,17 +11,15 @@ from study.compositions.answers import (
     KnownFinding,
     has_same_releases,
     is_known_in,
-    look_up_answer,
     newest_tested_stack,
     read_known_findings,
-    read_matrices,
-    read_other_matrices,
     stored_evidence,
+    stored_matrices,
 )
 from study.compositions.features import Combination, make_combination
-from study.compositions.matrix import Matrix
 from study.config.errors import UserError
 from study.host.stacks import package_version
+from study.releases.feature_answers import FeatureAnswer, find_answer
 
 # Packages whose releases make a difference.
 _PACKAGES = ("deepspeed", "accelerate", "torch")
@@ -98,17 +95,20 @@ def _is_in(entry: KnownFinding, stack: Mapping[str, str | None]) -> bool:
     return is_known_in(entry, stack, stored_evidence())
 
 
-def _is_tested(stack: Mapping[str, str | None], packages: Iterable[str] = _PACKAGES) -> bool:
-    return _tested_matrix(stack, packages) is not None
-
-
-def _tested_matrix(stack: Mapping[str, str | None], packages: Iterable[str]) -> Matrix | None:
-    matrices = itertools.chain(read_matrices(), read_other_matrices())
-    return next((matrix for matrix in matrices if has_same_releases(matrix.stack, stack, packages)), None)
+def _is_tested(stack: Mapping[str, str | None]) -> bool:
+    return any(has_same_releases(matrix.stack, stack, _PACKAGES) for matrix in stored_matrices())
 
 
 def _releases_text(stack: Mapping[str, str | None]) -> str:
     return f"DeepSpeed {stack['deepspeed']}, Accelerate {stack['accelerate']}"
+
+
+def stored_answer(case: ConfigCase) -> FeatureAnswer | None:
+    """Return the answer of `study releases --features` for a config's combination; None if no run can have it."""
+    combination = _combination(case)
+    if combination is None or combination.has(*_OF_GPUS):
+        return None
+    return find_answer(combination, read_stack(case))
 
 
 def untested_line(case: ConfigCase, *, details: bool = False) -> str | None:
@@ -116,18 +116,15 @@ def untested_line(case: ConfigCase, *, details: bool = False) -> str | None:
 
     With `details` also where each pair of its features was equal in a run.
     """
-    combination = _combination(case)
-    if combination is None or combination.has(*_OF_GPUS) or any(_wrong_or_refused(case)):
+    if any(_wrong_or_refused(case)):
         return None
-    stack = read_stack(case)
-    matrix = _tested_matrix(stack, combination.packages)
-    kind = "untested" if matrix is None else look_up_answer(combination, matrix).kind
-    if kind != "untested" and not (details and kind == "pairs"):
+    answer = stored_answer(case)
+    if answer is None or (answer.kind != "untested" and not (details and answer.kind == "pairs")):
         return None
-    together = "each pair of these features is tested, and not all together" * (kind == "pairs")
-    releases = ", ".join(f"{name} {stack[name]}" for name in combination.packages)
+    together = "each pair of these features is tested, and not all together" * (answer.kind == "pairs")
+    releases = ", ".join(f"{name} {release}" for name, release in answer.releases.items())
     what = together or f"these features are not tested together with {releases}"
-    return f"{what}; run: study verify --features {combination.name}"
+    return f"{what}; run: {answer.test}"
 
 
 def _wrong_or_refused(case: ConfigCase) -> Iterator[Finding]:

@@ -63,7 +63,7 @@ class Combination:
     def level(self, row: str) -> str:
         return next(name for name in read_rows()[row].levels if name in self.levels)
 
-    @property
+    @functools.cached_property
     def features(self) -> tuple[str, ...]:
         """The levels that are not defaults, with the engine, in the order of the rows."""
         rows = read_rows().values()
@@ -184,6 +184,19 @@ _STRATEGIES = {
     "zero3_nvme_optimizer": "zero3,optimizer_nvme,cpu_adam",
     "zero3_nvme": "zero3,all_nvme,cpu_adam",
 }
+
+
+def combination_of_strategy(name: str, *features: str) -> Combination | None:
+    """Return the combination of a strategy with further features; None if no combination is it.
+
+    Accelerate makes DeepSpeedCPUAdam of AdamW; in the engine's own loop the program does.
+    """
+    names = _STRATEGIES.get(name, name).split(",")
+    if names[0] not in read_rows()["engine"].levels:
+        return None
+    names = [level for level in names if level != "cpu_adam" or "accelerate" not in features]
+    combination = make_combination([*names, *features])
+    return combination if combination.conflict is None else None
 
 
 def find_row(level: str) -> Row:

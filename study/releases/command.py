@@ -16,7 +16,6 @@ from study.releases import bisect, combinations, costs
 from study.releases.judge import (
     CPU_FAULTS,
     TESTED_WITH,
-    JudgedStack,
     ReleaseVerdict,
     add_stack_arguments,
     cause_line,
@@ -28,6 +27,7 @@ from study.releases.judge import (
     nearest_rows,
     other_pair_lines,
 )
+from study.releases.judged_stack import JudgedStack
 from study.releases.races import gpu_races
 
 # Marks strategies without a verdict in the grid.

@@ -36,6 +36,7 @@ from study.compositions.command import exit_status, locate_combinations, parse_f
 from study.compositions.covering import Design, list_pairs, list_triples
 from study.compositions.features import (
     Combination,
+    combination_of_strategy,
     find_row,
     make_combination,
     rarity,
@@ -54,8 +55,13 @@ from study.compositions.tiny_model import make_batch
 from study.compositions.trace import FigureTrace, Place, plain_name
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
-from study.releases.causes import read_causes
+from study.config.strategies import STUDIED_STRATEGIES
+from study.receipt.document import CombinationFacts
+from study.releases.causes import GRID, read_causes
 from study.releases.combinations import judge_features
+from study.releases.feature_answers import fill_releases, find_answer
+from study.releases.judge import judge
+from study.releases.judged_stack import PRECISIONS, JudgedStack
 from study.report.pages import compositions
 from tools.clean_runs import draw_equal_runs, plan_runs
 
@@ -1083,3 +1089,57 @@ def test_a_strategy_with_an_offload_is_suggested_as_features(name: str, features
     assert f"did you mean {features}?" in refusal.value.fix
     # The suggestion is a combination.
     assert make_combination(features.split(",")).conflict is None
+
+
+def variants(stack: JudgedStack) -> list[Combination]:
+    """Return the combinations that a request of `study releases RELEASE STRATEGY --precision` asks about."""
+    precision = ["bf16"] if stack.short_precision == "bf16" else []
+    combinations = [
+        combination_of_strategy(stack.strategy, *precision, *loop, *accumulation)
+        for loop in ([], ["accelerate"])
+        for accumulation in ([], ["accumulation"])
+    ]
+    return [combination for combination in combinations if combination is not None]
+
+
+# One of each span of causes and of stored runs, releases between those that were run, and one to come.
+@pytest.mark.parametrize("release", ["0.15.1", "0.17.6", "0.18.2", "0.18.4", "0.18.9", "0.19.1", "0.19.8", "0.20.0"])
+@pytest.mark.parametrize("precision", PRECISIONS.values())
+def test_one_request_has_one_answer_by_its_strategy_and_by_its_features(release: str, precision: str) -> None:
+    grid = json.loads(GRID.read_text(encoding="utf-8"))
+    packages = {name: f"{grid['versions'][name]}" for name in ("accelerate", "torch", "transformers")}
+    for strategy in STUDIED_STRATEGIES:
+        stack = JudgedStack(release, **packages, precision=precision, strategy=strategy)
+        verdict = judge(grid, stack)
+        answers = [find_answer(combination, stack.versions) for combination in variants(stack)]
+        if not answers:
+            continue
+        where = (release, strategy, precision, verdict.text)
+        faults = {fault for answer in answers for fault in answer.faults if answer.source != "causes"}
+        assert all(fault in verdict.text for fault in faults), where
+        if any(answer.status == 1 for answer in answers):
+            assert verdict.status == 1, where
+        elif all(answer.status == 0 for answer in answers):
+            assert verdict.status == 0, where
+        if verdict.status == 1:
+            assert any(answer.status == 1 for answer in answers), where
+
+
+def test_an_untested_combination_has_one_typed_answer_in_releases_explain_and_the_receipt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_optimization": {"stage": 1}}
+    file.write_text(json.dumps(settings | {"gradient_accumulation_steps": 4, "bf16": {"enabled": True}}))
+    main(["explain", str(file), "gpt2", "--world_size", "2", "--json"])
+    explained = json.loads(capsys.readouterr().out)["combination"]
+    combination = make_combination(explained["features"])
+    answer = find_answer(combination, fill_releases({"deepspeed": None, "accelerate": None, "torch": None}))
+    assert explained == json.loads(json.dumps(answer.document))
+    main(["releases", f"{answer.releases['deepspeed']}", "--features", combination.name])
+    assert capsys.readouterr().out.splitlines() == answer.lines
+    # The receipt has the same fields.
+    assert CombinationFacts(**explained).model_dump(mode="json") == explained
+    older = find_answer(combination, {"deepspeed": "0.16.1", "accelerate": "1.15.0", "torch": "2.13.0"})
+    assert older.document["test"] == f"study verify --features {combination.name}"
+    assert older.lines[0].endswith(f"not tested; run: {older.document['test']}")
