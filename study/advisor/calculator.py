@@ -246,8 +246,7 @@ class Calculator:
         options = parser.parse_args(json.loads(words))
         if options.features is not None:
             answer = answer_features(options)
-            first_line, *faults = answer.page()
-            return {"first_line": first_line, "status": answer.status, "faults": faults}
+            return {"first_line": answer.lines[0], "status": answer.status, "faults": answer.lines[1:]}
         document, stack, verdict = judge_request(options)
         rows = nearest_rows(document["releases" if stack.precision == "fp32" else "bf16"], stack.deepspeed)
         elsewhere = faults_of_other_pairs(stack) if options.release else []

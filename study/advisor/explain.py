@@ -16,7 +16,13 @@ from typing import Any
 from study.advisor import predict_command, trainer_files
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
-from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT, group_keys, untested_line
+from study.advisor.explain_combinations import (
+    ENDS_WITH_ERROR,
+    WRONG_ARGUMENT,
+    group_keys,
+    stored_answer,
+    untested_line,
+)
 from study.advisor.explain_findings import findings
 from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
@@ -329,6 +335,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _document(case: ConfigCase) -> dict[str, Any]:
     box, memory = case.request.box, case.memory
+    combination = stored_answer(case)
     return {
         "file": case.file.name,
         "read_from": list(case.read_from),
@@ -348,6 +355,7 @@ def _document(case: ConfigCase) -> dict[str, Any]:
         "gradient_checkpointing": case.request.gradient_checkpointing,
         "settings": [dataclasses.asdict(cost) for cost in costs(case)],
         "findings": [finding.document for finding in case.findings],
+        "combination": combination.document if combination is not None else None,
         "answers": [dataclasses.asdict(answer) for answer in find_answers(case)],
         "memory": dataclasses.asdict(memory),
     }

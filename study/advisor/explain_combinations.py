@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from study.advisor.explain_case import ConfigCase
@@ -13,7 +12,6 @@ from study.compositions.answers import (
     KnownFinding,
     has_same_releases,
     is_known_in,
-    look_up_answer,
     newest_tested_stack,
     read_known_findings,
     read_releases,
@@ -21,9 +19,9 @@ from study.compositions.answers import (
     stored_files,
 )
 from study.compositions.features import Combination, make_combination
-from study.compositions.matrix import Matrix
 from study.config.errors import UserError
 from study.host.stacks import package_version
+from study.releases.feature_answers import FeatureAnswer, find_answer
 
 # Packages whose releases make a difference.
 _PACKAGES = ("deepspeed", "accelerate", "torch")
@@ -106,21 +104,20 @@ def _is_in(entry: KnownFinding, stack: Mapping[str, str | None]) -> bool:
     return is_known_in(entry, stack, stored_evidence())
 
 
-def _is_tested(stack: Mapping[str, str | None], packages: Iterable[str] = _PACKAGES) -> bool:
-    return _tested_file(stack, packages) is not None
-
-
-def _tested_file(stack: Mapping[str, str | None], packages: Iterable[str]) -> Path | None:
-    """Return the stored matrix of a stack's releases of these packages."""
-    return next((file for file in stored_files() if has_same_releases(read_releases(file), stack, packages)), None)
+def _is_tested(stack: Mapping[str, str | None]) -> bool:
+    return any(has_same_releases(read_releases(file), stack, _PACKAGES) for file in stored_files())
 
 
 def _releases_text(stack: Mapping[str, str | None]) -> str:
     return f"DeepSpeed {stack['deepspeed']}, Accelerate {stack['accelerate']}"
 
 
-# Every file of a check asks the same one.
-_read_matrix = functools.cache(Matrix.read)
+def stored_answer(case: ConfigCase) -> FeatureAnswer | None:
+    """Return the answer of `study releases --features` for a config's combination; None if no run can have it."""
+    combination = _combination(case)
+    if combination is None or combination.has(*_OF_GPUS):
+        return None
+    return find_answer(combination, read_stack(case))
 
 
 def untested_line(case: ConfigCase, *, details: bool = False) -> str | None:
@@ -128,18 +125,15 @@ def untested_line(case: ConfigCase, *, details: bool = False) -> str | None:
 
     With `details` also where each pair of its features was equal in a run.
     """
-    combination = _combination(case)
-    if combination is None or combination.has(*_OF_GPUS) or any(_wrong_or_refused(case)):
+    if any(_wrong_or_refused(case)):
         return None
-    stack = read_stack(case)
-    file = _tested_file(stack, combination.packages)
-    kind = "untested" if file is None else look_up_answer(combination, _read_matrix(file)).kind
-    if kind != "untested" and not (details and kind == "pairs"):
+    answer = stored_answer(case)
+    if answer is None or (answer.kind != "untested" and not (details and answer.kind == "pairs")):
         return None
-    together = "each pair of these features is tested, and not all together" * (kind == "pairs")
-    releases = ", ".join(f"{name} {stack[name]}" for name in combination.packages)
+    together = "each pair of these features is tested, and not all together" * (answer.kind == "pairs")
+    releases = ", ".join(f"{name} {release}" for name, release in answer.releases.items())
     what = together or f"these features are not tested together with {releases}"
-    return f"{what}; run: study verify --features {combination.name}"
+    return f"{what}; run: {answer.test}"
 
 
 def _wrong_or_refused(case: ConfigCase) -> Iterator[Finding]:

@@ -167,6 +167,12 @@ def _files_of_other_results() -> list[Path]:
     return sorted(files, key=lambda file: file.stem.partition("-")[0], reverse=True)
 
 
+@functools.cache
+def stored_matrices() -> tuple[Matrix, ...]:
+    """Return all matrices, that of the newest DeepSpeed first."""
+    return (*read_matrices(), *read_other_matrices())
+
+
 # The oldest and the newest release of each package whose runs show an entry.
 Evidence = Mapping[KnownFinding, Mapping[str, tuple[str, str]]]
 
@@ -191,7 +197,7 @@ def collect_evidence(matrices: Iterable[Matrix]) -> Evidence:
 @functools.cache
 def stored_evidence() -> Evidence:
     """Return the releases whose stored runs show each entry."""
-    return collect_evidence([*read_matrices(), *read_other_matrices()])
+    return collect_evidence(stored_matrices())
 
 
 def is_known_in(entry: KnownFinding, stack: Mapping[str, str | None], evidence: Evidence) -> bool:

@@ -68,7 +68,7 @@ def parse_features(text: str) -> Combination | None:
         raise UserError(f"argument --features: {error.problem}", error.fix) from None
     if (rule := combination.conflict) is not None:
         both = " and ".join(sorted(combination.levels & (rule.first | rule.second)))
-        problem = f"{both} cannot be combined{f': {rule.reason}' * bool(rule.reason)}"
+        problem = f"{both} cannot be combined: {rule.reason}"
         raise UserError(f"argument --features: {problem}", f"leave one out; {LISTED}")
     return combination
 

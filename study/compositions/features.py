@@ -36,12 +36,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Never:
-    """Two sets of levels of which no two are combined, and why; without a reason they have no meaning together."""
+    """Two sets of levels of which no two are combined, and why."""
 
     first: frozenset[str]
     second: frozenset[str]
     reason: str
     unless: frozenset[str]
+    # A file of an installed package, and a text of it that shows the reason; empty if the levels exclude each other by
+    # their meaning.
+    line: tuple[str, ...] = ()
 
     def forbids(self, levels: frozenset[str]) -> bool:
         return bool(self.first & levels and self.second & levels and not self.unless & levels)
@@ -60,7 +63,7 @@ class Combination:
     def level(self, row: str) -> str:
         return next(name for name in read_rows()[row].levels if name in self.levels)
 
-    @property
+    @functools.cached_property
     def features(self) -> tuple[str, ...]:
         """The levels that are not defaults, with the engine, in the order of the rows."""
         rows = read_rows().values()
@@ -183,6 +186,19 @@ _STRATEGIES = {
 }
 
 
+def combination_of_strategy(name: str, *features: str) -> Combination | None:
+    """Return the combination of a strategy with further features; None if no combination is it.
+
+    Accelerate makes DeepSpeedCPUAdam of AdamW; in the engine's own loop the program does.
+    """
+    names = _STRATEGIES.get(name, name).split(",")
+    if names[0] not in read_rows()["engine"].levels:
+        return None
+    names = [level for level in names if level != "cpu_adam" or "accelerate" not in features]
+    combination = make_combination([*names, *features])
+    return combination if combination.conflict is None else None
+
+
 def find_row(level: str) -> Row:
     """Return the row that has a level."""
     for row in read_rows().values():
@@ -261,7 +277,11 @@ def rarity(combination: Combination) -> tuple[int, int, int]:
 def read_rules() -> tuple[Never, ...]:
     return tuple(
         Never(
-            frozenset(entry["if"]), frozenset(entry["and"]), entry.get("reason", ""), frozenset(entry.get("unless", ()))
+            frozenset(entry["if"]),
+            frozenset(entry["and"]),
+            entry["reason"],
+            frozenset(entry.get("unless", ())),
+            tuple(entry.get("line", ())),
         )
         for entry in _read()["never"]
     )

@@ -280,6 +280,19 @@ class Fault(Part):
     fix: str
 
 
+class CombinationFacts(Part):
+    """The answer of `study releases --features` for the features and releases of the run."""
+
+    features: tuple[str, ...]
+    releases: dict[str, str | None]
+    answer: Literal["right", "wrong", "error", "by_design", "pairs", "untested"]
+    why: str
+    besides: tuple[str, ...]
+    by: Literal["runs", "causes", "source", "grid", "none"]
+    # The command that tests it; None if stored runs of these releases decide.
+    test: str | None
+
+
 class OwnCost(Part):
     """Cost of the receipt itself."""
 
@@ -315,6 +328,8 @@ class ReceiptDocument(Part):
     # None: a receipt from before they were stored, or without a measured step.
     changes: PredictedChanges | None = None
     faults: tuple[Fault, ...] = ()
+    # None: a receipt from before it was looked up, or settings that no stored run can have.
+    combination: CombinationFacts | None = None
     # Figures that are not measurable here, and failures inside the receipt.
     unavailable: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from study.advisor.explain_combinations import stored_answer
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import Finding
 from study.compositions.answers import newest_tested_stack
 from study.config.errors import UserError
-from study.receipt.document import EngineFacts, Fault, ReceiptDocument
+from study.receipt.document import CombinationFacts, EngineFacts, Fault, ReceiptDocument
 from study.receipt.forecast import config_case, settings_file
 from study.receipt.host_optimizer import read_host_optimizer
 from study.releases.causes import PACKAGES, known_faults
-from study.releases.judge import is_same_release
+from study.releases.judged_stack import is_same_release
 
 # Fractions of a step, of the parameters, and of a micro-batch's reductions from which something is a fault.
 WAITING_FRACTION = 0.1
@@ -45,6 +46,15 @@ def find_faults(receipt: ReceiptDocument) -> Iterator[Fault]:
     yield from _kept_outputs(receipt)
     yield from _reduced_in_fp32(receipt)
     yield from _slow_host_optimizer(receipt)
+
+
+def find_combination(receipt: ReceiptDocument) -> CombinationFacts | None:
+    """Return the stored answer for the combination of features of a run; None if its settings are not modelled."""
+    try:
+        answer = stored_answer(config_case(receipt))
+    except UserError:
+        return None
+    return None if answer is None else CombinationFacts(**answer.document)
 
 
 def _wrong_gradients(receipt: ReceiptDocument) -> Iterator[Fault]:

@@ -46,6 +46,8 @@ def _lines(receipt: ReceiptDocument, name: str) -> Iterator[str]:
         yield f"FAULT {fault.says}. To fix it: {fault.fix}"
     if len(receipt.faults) > _MAX_FAULTS:
         yield f"and {len(receipt.faults) - _MAX_FAULTS} more faults: study receipt --json {name}"
+    if receipt.combination is not None and receipt.combination.answer in ("untested", "pairs"):
+        yield f"these features are not tested together with these releases; run: {receipt.combination.test}"
     yield from _memory(receipt)
     yield from _time(receipt)
     yield from _traffic(receipt)

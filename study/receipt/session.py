@@ -57,7 +57,7 @@ from study.receipt.document import (
 from study.receipt.exchange import Exchange
 from study.receipt.exposure import OFFLOAD_KINDS, Exposure, ExposureProfiler
 from study.receipt.failures import Failures, WrongUse, print_notice
-from study.receipt.faults import find_faults, matrix_gap
+from study.receipt.faults import find_combination, find_faults, matrix_gap
 from study.receipt.figures import list_figures, log_figures
 from study.receipt.forecast import make_forecast
 from study.receipt.mine_record import is_recording
@@ -658,6 +658,8 @@ class Receipt:
                 receipt = receipt.model_copy(update={"changes": predict_changes(receipt)})
             with self._failures.caught("looking for faults"):
                 receipt = receipt.model_copy(update={"faults": tuple(find_faults(receipt))})
+            with self._failures.caught("looking up the combination of features"):
+                receipt = receipt.model_copy(update={"combination": find_combination(receipt)})
         return receipt.model_copy(update={"failures": tuple(self._failures.texts)})
 
     def _unavailable(self, receipt: ReceiptDocument) -> Iterator[str]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Protocol, TextIO
 
 from study.config.errors import UserError
 from study.config.printing import print_page, print_result
@@ -55,7 +55,7 @@ class Bisection:
 
     def __init__(self, strategy: str, micro_steps: int, runs: int, root: Path, progress: TextIO):
         self._box, self._root, self._runs, self._progress = detect_machine(), root, runs, progress
-        self.known: dict[str, bool | None] = {}
+        self.verdicts: dict[str, bool | None] = {}
         # The suite's cell of the strategy in fp32 with clipping, and that of one process.
         cells = [cell for cell in plan_cells(read_suite(find_suite(SUITE)), self._box) if isinstance(cell, Cell)]
         cells = [cell for cell in cells if cell.config.precision == "fp32" and cell.config.max_grad_norm]
@@ -71,7 +71,7 @@ class Bisection:
     def is_bad(self, stack: str) -> bool | None:
         """Whether the release diverges; None if it rejects the run, crashes or is not installable, or if its runs are
         equal and it has a known race condition."""
-        if stack not in self.known:
+        if stack not in self.verdicts:
             single = dataclasses.replace(self._single, stack=stack)
             cells = [dataclasses.replace(self._cell, stack=stack, repeat=1 + repeat) for repeat in range(self._runs)]
             pending = [cell for cell in (single, *cells) if not cell_state(self._root / cell.id).is_final(retry=False)]
@@ -83,15 +83,15 @@ class Bisection:
             reference = Reference("fp32", trace_at(self._root / single.id))
             verdicts = [reference.judge(trace_at(self._root / cell.id)) for cell in cells]
             worst = next((verdict for verdict in verdicts if verdict.kind == "different"), verdicts[0])
-            self.known[stack] = {"equal": False, "different": True}.get(worst.kind)
+            self.verdicts[stack] = {"equal": False, "different": True}.get(worst.kind)
             note = ""
             micro_steps = self._cell.plan.gradient_accumulation_steps
             versions = {name: package_version(name) for name in PACKAGES} | dict(stacks()[stack].releases)
             on_gpu = self._box.gpus > 0
             if worst.kind == "equal" and find_races(versions, self._cell.strategy, micro_steps, "fp32", on_gpu):
-                self.known[stack], note = None, ", which proves nothing: the release has a known race condition"
+                self.verdicts[stack], note = None, ", which proves nothing: the release has a known race condition"
             print_page([f"{stack}: {worst.describe}{note}"], self._progress)
-        return self.known[stack]
+        return self.verdicts[stack]
 
 
 def bisect(releases: Sequence[str], is_bad: Callable[[str], bool | None]) -> BisectResult | None:
@@ -180,33 +180,67 @@ def check_flags(options: argparse.Namespace) -> None:
             raise UserError(f"--{name} is for study releases bisect", fix)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the result of the bisection; return exit status 1 if no release of the range is bad."""
+def fill_options(options: argparse.Namespace) -> None:
+    """Set the flags that are left out to their defaults; UserError for a number of runs that is none."""
     for name, default in _DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
-    if not options.strategy:
-        raise UserError("bisect needs a strategy", "name one, such as zero1")
     if options.repeat < 1:
         raise UserError(f"--repeat {options.repeat} is out of range", "use 1 or more")
     check_training_packages()
-    releases = releases_between(options.between)
-    progress = sys.stderr if options.json else sys.stdout
+
+
+def progress_stream(options: argparse.Namespace) -> TextIO:
+    """Return the stream of progress: with --json standard output has the document alone."""
+    return sys.stderr if options.json else sys.stdout
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the result of the bisection; return exit status 1 if no release of the range is bad."""
+    if not options.strategy:
+        raise UserError("bisect needs a strategy", "name one, such as zero1, or a combination: --features zero1,muon")
+    fill_options(options)
     root = options.runs_dir / SUITE
-    bisection = Bisection(options.strategy, options.accumulation, options.repeat, root, progress)
-    result = bisect(releases, bisection.is_bad)
-    changes = describe_changes(result, options.strategy, options.accumulation) if result else []
+    bisection = Bisection(options.strategy, options.accumulation, options.repeat, root, progress_stream(options))
+    return print_bisected(
+        options,
+        {"strategy": options.strategy, "accumulation": options.accumulation},
+        bisection,
+        lambda result: describe_changes(result, options.strategy, options.accumulation),
+    )
+
+
+class ReleaseJudge(Protocol):
+    """Judges releases, each once."""
+
+    verdicts: dict[str, bool | None]
+
+    def is_bad(self, stack: str) -> bool | None: ...
+
+
+def print_bisected(
+    options: argparse.Namespace,
+    subject: dict[str, Any],
+    judge: ReleaseJudge,
+    describe: Callable[[BisectResult], Iterable[str]],
+) -> int:
+    """Print the boundaries of a bad span with its changes; return exit status 1 if no release is bad.
+
+    `subject`: what is bisected, as JSON has it.
+    """
+    releases = releases_between(options.between)
+    result = bisect(releases, judge.is_bad)
+    changes = list(describe(result)) if result else []
     document = {
-        "strategy": options.strategy,
-        "accumulation": options.accumulation,
+        **subject,
         "releases": releases,
         # True: bad. None: not judged.
-        "judged": bisection.known,
+        "judged": judge.verdicts,
         "span": dataclasses.asdict(result) if result else None,
         "changes": changes,
     }
     if result is None:
-        judged = sum(is_bad is not None for is_bad in bisection.known.values())
+        judged = sum(is_bad is not None for is_bad in judge.verdicts.values())
         not_judged = f", {len(releases) - judged} could not be" if judged < len(releases) else ""
         lines = [f"no release of {releases[0]} to {releases[-1]} is bad; {judged} were judged{not_judged}"]
     else:

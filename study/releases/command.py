@@ -13,12 +13,11 @@ from typing import Any
 from study.compositions.command import parse_features
 from study.compositions.features import read_rows
 from study.config.printing import TextTable, print_result
-from study.releases import bisect, combinations, costs
+from study.releases import bisect, bisect_features, combinations, costs
 from study.releases.causes import Cause
 from study.releases.judge import (
     CPU_FAULTS,
     TESTED_WITH,
-    JudgedStack,
     ReleaseVerdict,
     add_stack_arguments,
     cause_line,
@@ -30,6 +29,7 @@ from study.releases.judge import (
     nearest_rows,
     other_pair_lines,
 )
+from study.releases.judged_stack import JudgedStack
 from study.releases.races import GpuRace, gpu_races
 
 # Marks strategies without a verdict in the grid.
@@ -38,9 +38,9 @@ NOT_RUN = "not run"
 LATEST_RELEASES = 8
 EPILOG = """\
 The grid is of strategies alone; `study releases RELEASE --features A,B,...` answers for a combination of features.
-`study releases bisect STRATEGY` finds the release that introduced or fixed a fault, by training. `study releases costs
-[--features A,B,...]` prints memory, communication and host time of a step by release, with all changes. The exit status
-is 0 if no fault was found, 1 with a known fault, and 3 if this was not tested.
+`study releases bisect STRATEGY`, or with --features A,B,..., finds the release that introduced or fixed a fault, by
+training. `study releases costs [--features A,B,...]` prints memory, communication and host time of a step by release,
+with all changes. The exit status is 0 if no fault was found, 1 with a known fault, and 3 if this was not tested.
 """
 
 
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the verdict, the grid and the causes, and return the verdict's exit status; or bisect."""
     check_words(options)
     if options.release == "bisect":
-        return bisect.run(options)
+        return bisect_features.run(options) if hasattr(options, "features") else bisect.run(options)
     bisect.check_flags(options)
     if options.release == "costs":
         return costs.run(options)

@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from study.compositions.answers import look_up_answer, read_matrices
-from study.compositions.features import make_combination, name_with_engine, read_rows
-from study.compositions.matrix import Matrix
+from study.compositions.features import combination_of_strategy, name_with_engine, read_rows
 from study.config.errors import UserError, clip
 from study.config.other_names import PACKAGES as OTHER_PACKAGES
 from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
 from study.host.stacks import package_version, release_key
-from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_causes
+from study.releases.causes import GRID, PACKAGES, Cause, read_causes
+from study.releases.feature_answers import FeatureAnswer, find_answer
+from study.releases.judged_stack import FAULTY, PRECISIONS, UNTESTED, JudgedStack, find_untested
 from study.releases.races import gpu_races
 
 # Marks a verdict by DeepSpeed's source: a fault of CPUs crashed the run.
@@ -27,47 +27,11 @@ TESTED_WITH = "tested with AdamW and one backward call per micro-batch"
 CPU_FAULTS = (
     f"faults that only CPUs have are left out; {DAGGER}: from DeepSpeed's source, since a CPU bug crashes the run"
 )
-# Exit statuses, next to 0: no fault was found.
-FAULTY, UNTESTED = 1, 3
-# Precisions of the command line, as the records name them.
-_PRECISIONS = {"fp32": "fp32", "bf16": "bf16-engine"}
 _EVERY = "every tested strategy"
-# Packages besides DeepSpeed whose releases decide whether a stack was tested.
-_PAIRED = ("accelerate", "torch")
 # Rows of the grid around a release, with its own.
 _NEAREST_RELEASES = 5
 # int() raises an error for thousands of digits.
 _RELEASE = r"\d{1,9}(\.\d{1,9}){1,4}"
-
-
-@dataclasses.dataclass(frozen=True)
-class JudgedStack:
-    """The packages, the precision and the strategy that are judged; without a strategy every tested one."""
-
-    deepspeed: str
-    accelerate: str
-    torch: str
-    transformers: str
-    precision: str
-    strategy: str | None = None
-
-    @property
-    def versions(self) -> dict[str, str]:
-        return {name: getattr(self, name) for name in PACKAGES}
-
-    @property
-    def short_precision(self) -> str:
-        """The precision as the command line names it."""
-        return self.precision.removesuffix("-engine")
-
-    def known_faults(self, deepspeed: str) -> list[Cause]:
-        """Return the faults of a release of DeepSpeed, with the other packages of this stack."""
-        return [
-            cause
-            for cause in known_faults(self.versions | {"deepspeed": deepspeed}, on_gpu=True)
-            if self.strategy in (None, *cause.strategies)
-            and (not cause.precisions or self.precision in cause.precisions)
-        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +56,7 @@ def add_stack_arguments(parser: argparse.ArgumentParser) -> None:
     for package in ("accelerate", "torch"):
         add(f"--{package}", type=_release, metavar="RELEASE", help="default: the installed one, or else the tested one")
     bf16 = "bf16: DeepSpeed's bf16 section, 16-bit weights with fp32 masters; default: fp32"
-    add("--precision", choices=tuple(_PRECISIONS), default="fp32", help=bf16)
+    add("--precision", choices=tuple(PRECISIONS), default="fp32", help=bf16)
 
 
 def _plain_release(text: str) -> str:
@@ -172,7 +136,7 @@ def _stack(document: Mapping[str, Any], options: argparse.Namespace) -> JudgedSt
     tested = {**document["versions"], "deepspeed": document["releases"][0]["DeepSpeed"]}
     versions = {name: requested.get(name) or package_version(name) or tested[name] for name in PACKAGES}
     versions["deepspeed"] = versions["deepspeed"].partition("+")[0]
-    return JudgedStack(**versions, precision=_PRECISIONS[options.precision], strategy=options.strategy)
+    return JudgedStack(**versions, precision=PRECISIONS[options.precision], strategy=options.strategy)
 
 
 def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = False) -> ReleaseVerdict:
@@ -186,28 +150,19 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     if is_default and not package_version("deepspeed"):
         notes.append("not installed here, but the newest tested")
     daggered = {name for row in _fault_rows(document, stack) for name in row["from_source"]}
-    notes += _fault_notes(stack, faults, daggered)
+    wrong_combinations = _wrong_combinations(stack)
+    notes += _fault_notes(stack, faults, daggered, is_right_without=not wrong_combinations)
     for cause in faults_in_bf16(stack):
         notes.append(f"in bf16 also wrong under {', '.join(cause.strategies)} ({letters[cause.id]})")
-    wrong_combinations = dict(_wrong_combinations(stack))
-    notes += [f"wrong with --features {features}: {title}" for features, title in wrong_combinations.items()]
-    if untested:
-        flags = _flags_that_test(stack.strategy)
-        if flags.startswith("--features"):
-            notes.append(f"see: study releases {stack.deepspeed} {flags}")
-        notes.append(f"run: study verify {flags}")
+    notes += [f"{where}: {title}" for title, where in wrong_combinations.items()]
+    right = _right_combinations(stack) if untested and not faults and not wrong_combinations else []
+    if right:
+        untested, notes = None, [f"right with --features {' and '.join(right)}"]
+    elif untested:
+        notes += _notes_of_untested(stack)
     elif not faults and not wrong_combinations:
-        races = gpu_races(stack.versions, stack.strategy)
-        notes.append("no fault found" + f" on CPU ranks, and {_count(races)} on GPUs below" * bool(races))
-        # An upgrade may stop at a release that is worse.
-        newer = tested[: tested.index(stack.deepspeed)]
-        if stack.strategy and (worse := [name for name in newer if stack.known_faults(name)]):
-            stay = "stay, or " * (not races)
-            notes.append(f"{stay}use {newer[0]} ({worse[-1]} to {worse[0]} are wrong)")
-        elif stack.strategy and races and newer:
-            without = (name for name in newer if not gpu_races({**stack.versions, "deepspeed": name}, stack.strategy))
-            notes += [f"use {name}, which has none" for name in itertools.islice(without, 1)]
-    if stack.deepspeed in tested:
+        notes += _notes_of_right(stack, tested[: tested.index(stack.deepspeed)])
+    if stack.deepspeed in tested and not right:
         notes += _muon_note(document, stack)
     notes += [f"use {tested[0]}"] * bool(faults)
     packages = f"deepspeed {stack.deepspeed} with accelerate {stack.accelerate} and torch {stack.torch}"
@@ -215,6 +170,27 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     text += f" ({DAGGER}: from its source, not from a run)" * (DAGGER in text)
     status = FAULTY if faults or wrong_combinations else UNTESTED if untested else 0
     return ReleaseVerdict(text, status, faults, untested, wrong_combinations)
+
+
+def _notes_of_untested(stack: JudgedStack) -> Iterator[str]:
+    """Yield the commands that answer for a strategy that the grid does not have."""
+    flags = _flags_that_test(stack.strategy)
+    if flags.startswith("--features"):
+        yield f"see: study releases {stack.deepspeed} {flags}"
+    yield f"run: study verify {flags}"
+
+
+def _notes_of_right(stack: JudgedStack, newer: Sequence[str]) -> Iterator[str]:
+    """Yield that no fault was found, with the races on GPUs, and a newer release that is right, too."""
+    races = gpu_races(stack.versions, stack.strategy)
+    yield "no fault found" + f" on CPU ranks, and {_count(races)} on GPUs below" * bool(races)
+    # An upgrade may stop at a release that is worse.
+    if stack.strategy and (worse := [name for name in newer if stack.known_faults(name)]):
+        stay = "stay, or " * (not races)
+        yield f"{stay}use {newer[0]} ({worse[-1]} to {worse[0]} are wrong)"
+    elif stack.strategy and races and newer:
+        without = (name for name in newer if not gpu_races({**stack.versions, "deepspeed": name}, stack.strategy))
+        yield from (f"use {name}, which has none" for name in itertools.islice(without, 1))
 
 
 def _count(races: Sequence[object]) -> str:
@@ -266,25 +242,43 @@ def _flags_that_test(name: str | None) -> str:
     return f"--features {','.join(features)}"
 
 
-def _wrong_combinations(stack: JudgedStack) -> Iterator[tuple[str, str]]:
-    """Yield the stages that train something else in this precision alone, by the runs of combinations, and why."""
-    matrices = list(read_matrices())
-    precision = {"fp32": [], "bf16": ["bf16"]}[stack.short_precision]
-    for engine in ("zero0", "zero1", "zero2", "zero3"):
-        if stack.strategy in (None, engine):
-            combination = make_combination([engine, *precision])
-            compared = {name: stack.versions[name] for name in combination.packages}
-            tested = next((matrix for matrix in matrices if has_releases(matrix, compared)), None)
-            if tested is not None and (answer := look_up_answer(combination, tested)).kind == "wrong":
-                yield combination.name, answer.text.partition(": ")[2]
+def _answers(stack: JudgedStack, *features: str) -> Iterator[FeatureAnswer]:
+    """Yield the answers of `--features` for the strategy, or for every stage, in this precision.
+
+    Each without and with accumulation, in the engine's own loop; `features` may name Accelerate's.
+    """
+    precision = {"fp32": (), "bf16": ("bf16",)}[stack.short_precision]
+    for strategy in (stack.strategy,) if stack.strategy else ("zero0", "zero1", "zero2", "zero3"):
+        for accumulation in ((), ("accumulation",)):
+            combination = combination_of_strategy(strategy, *precision, *accumulation, *features)
+            if combination is not None:
+                yield find_answer(combination, stack.versions)
 
 
-def has_releases(matrix: Matrix, versions: Mapping[str, str | None]) -> bool:
-    """Whether a matrix was run with these releases of packages."""
-    return all(is_same_release(matrix.stack[name] or "0", version or "0") for name, version in versions.items())
+def _wrong_combinations(stack: JudgedStack) -> dict[str, str]:
+    """Return what `--features` finds wrong besides the causes of the grid, each with the first features that show
+    it."""
+    places: dict[str, str] = {}
+    for answer in (*_answers(stack), *_answers(stack, "accelerate")):
+        for fault in answer.faults[1:] if answer.source == "causes" else answer.faults:
+            places.setdefault(fault, f"{_OUTCOMES[answer.kind]} with --features {answer.combination.name}")
+    return places
 
 
-def _fault_notes(stack: JudgedStack, faults: Mapping[str, Cause], daggered: set[str]) -> Iterator[str]:
+# Of a faulty answer.
+_OUTCOMES = {"wrong": "wrong", "error": "an error"}
+
+
+def _right_combinations(stack: JudgedStack) -> list[str]:
+    """Return the combinations of a strategy if stored runs have them all, and none is wrong."""
+    answers = list(_answers(stack)) if stack.strategy else []
+    is_right = bool(answers) and all(answer.status == 0 for answer in answers)
+    return [answer.combination.name for answer in answers] if is_right else []
+
+
+def _fault_notes(
+    stack: JudgedStack, faults: Mapping[str, Cause], daggered: set[str], *, is_right_without: bool
+) -> Iterator[str]:
     """Yield the strategies that compute wrong gradients, and those that end with an error, by condition."""
     for outcome in ("wrong gradients", "an error"):
         places: dict[str, list[str]] = {}
@@ -297,13 +291,14 @@ def _fault_notes(stack: JudgedStack, faults: Mapping[str, Cause], daggered: set[
         if places:
             by_condition = (f"{condition} under {', '.join(where)}" for condition, where in sorted(places.items()))
             yield f"{outcome}{';'.join(by_condition)}"
-    if stack.strategy and faults and all(cause.accumulation == "several" for cause in faults.values()):
+    needs_accumulation = all(cause.accumulation == "several" for cause in faults.values())
+    if stack.strategy and faults and needs_accumulation and is_right_without:
         yield "without accumulation no fault" + DAGGER * (stack.strategy in daggered)
 
 
 def faults_in_bf16(stack: JudgedStack) -> list[Cause]:
     """Return the faults that a stack in fp32 would have in bf16 only."""
-    in_bf16 = dataclasses.replace(stack, precision=_PRECISIONS["bf16"])
+    in_bf16 = dataclasses.replace(stack, precision=PRECISIONS["bf16"])
     faults = stack.known_faults(stack.deepspeed)
     return [cause for cause in in_bf16.known_faults(stack.deepspeed) if cause not in faults]
 
@@ -330,36 +325,6 @@ def other_pair_lines(document: Mapping[str, Any], stack: JudgedStack, causes: It
         f" under {', '.join([stack.strategy] if stack.strategy else cause.strategies)}"
         for cause in causes
     ]
-
-
-def find_untested(document: Mapping[str, Any], stack: JudgedStack) -> str | None:
-    """Return what of a stack was not tested, and the nearest that was; None if it was tested."""
-    if stack.strategy and read_strategy(stack.strategy).deepspeed is None:
-        return f"not tested: {stack.strategy} runs without DeepSpeed"
-    trained = [case for case in document["trained"] if case["deepspeed"] == stack.deepspeed]
-    if not trained:
-        is_in_grid = any(row["DeepSpeed"] == stack.deepspeed for row in document["releases"])
-        return "does not run with the packages of the test" if is_in_grid else "not tested"
-    if stack.strategy:
-        trained = [case for case in trained if stack.strategy in case["strategies"]]
-    if not trained:
-        return f"{stack.strategy} was not tested"
-    same = [case for case in trained if all(is_same_release(case[name], getattr(stack, name)) for name in _PAIRED)]
-    if not same:
-        pairs = dict.fromkeys(" and ".join(f"{name} {case[name]}" for name in _PAIRED) for case in trained)
-        return f"not tested with these packages, but with {', or '.join(pairs)}"
-    precisions = {case["precision"] for case in same}
-    if stack.precision not in precisions:
-        elsewhere = " and ".join(name for name, recorded in _PRECISIONS.items() if recorded in precisions)
-        return f"not tested in {stack.short_precision}, but in {elsewhere}"
-    return None
-
-
-def is_same_release(tested: str, requested: str) -> bool:
-    """Whether two versions are of one release; a local label, such as +cu129, does not change it."""
-    from packaging.version import Version
-
-    return Version(tested).public == Version(requested).public
 
 
 def nearest_rows(rows: Sequence[Mapping[str, str]], release: str) -> Sequence[Mapping[str, str]]:

@@ -34,7 +34,7 @@ from study.predictor.hardware import parse_int
 from study.records.directory import find_runs, read_json
 from study.records.schema import RecordError
 from study.releases.causes import GRID, PACKAGES, Cause, find_causes, find_races, known_faults
-from study.releases.judge import UNTESTED
+from study.releases.judged_stack import UNTESTED
 from study.releases.verdict import Reference, Verdict, reference_precision, trace_at
 from study.sweep.cell import Cell
 from study.sweep.execute import run_cells

@@ -149,7 +149,7 @@ def find_known(name: str) -> KnownModel | None:
 @functools.cache
 def _known_by_spelling() -> dict[str, KnownModel]:
     """Return the known models by name, and by the name of their hub id with and without the words of tuned weights."""
-    names = {}
+    names = dict[str, KnownModel]()
     for model in known_models().values():
         spelled = model.hub_id.rpartition("/")[2].replace("_", "-").lower()
         names |= dict.fromkeys((spelled, _VERSION.sub("", without_tuning(spelled))), model)

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from study import cli
+from study.compositions.command import installed_stack
+from study.compositions.features import make_combination
+from study.compositions.matrix import Matrix
+from study.compositions.session import CombinationOutcome
 from study.host.machine import detect_machine
+from study.host.stacks import stacks
 from study.releases.bisect import SUITE, bisect
+from study.releases.bisect_features import FOLDER
 from study.sweep.cell import Cell
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import find_suite, read_suite
@@ -96,3 +102,51 @@ def test_a_bisection_names_the_first_bad_and_the_first_good_release(verdicts, ex
     answers = {str(place): {"g": False, "b": True, "-": None}[letter] for place, letter in enumerate(verdicts)}
     result = bisect(list(answers), answers.__getitem__)
     assert (result and (result.last_good, result.first_bad, result.last_bad, result.first_good)) == expected
+
+
+def write_combinations(root: Path, features: str, kinds: dict[str, str]) -> None:
+    """Write a run of a combination for releases of DeepSpeed, as an earlier call of bisect leaves it."""
+    combination = make_combination(features.split(","))
+    for release, kind in kinds.items():
+        says = "" if kind == "equal" else "step 1, gradient of lm_head.weight: 0.25 times the reference"
+        outcome = CombinationOutcome(combination, kind, says, "", 1.0)
+        (root / FOLDER).mkdir(exist_ok=True)
+        stack = {**installed_stack(), **stacks()[release].releases}
+        Matrix(stack, {combination: outcome}).write(root / FOLDER / f"{release}.json")
+
+
+def test_a_combination_is_bisected_over_releases_with_stored_runs_and_those_of_earlier_calls(tmp_path, capsys):
+    # 0.18.6 and 0.19.5 are stored.
+    differs = dict.fromkeys(("0.18.3", "0.18.4", "0.18.5", "0.18.9", "0.19.0", "0.19.2"), "differs")
+    equal = dict.fromkeys(("0.18.0", "0.19.6", "0.19.7", "0.19.8"), "equal")
+    write_combinations(tmp_path, "zero1,accumulation", {"0.18.2": "crashes"} | differs | equal)
+    assert bisected(tmp_path, "--features zero1,accumulation --between 0.18.0 0.19.8") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("0.19.5: differs: ") and line.endswith("(stored)") for line in lines)
+    assert "0.18.2: crashes: step 1, gradient of lm_head.weight: 0.25 times the reference (of an earlier call)" in lines
+    assert {
+        "first bad: 0.18.3; 0.18.0 is good",
+        "first good after it: 0.19.6; 0.19.5 is bad",
+        f"the gradient is divided by the accumulation steps twice: introduced in 0.18.3 {PULL}/8245",
+        f"the gradient is divided by the accumulation steps twice: fixed in 0.19.6 {PULL}/8245",
+    } <= set(lines)
+
+
+def test_a_release_that_is_not_prepared_is_named_with_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
+    write_combinations(tmp_path, "zero1,accelerate,accumulation", {"0.18.3": "equal"})
+    assert bisected(tmp_path, "--features zero1,accelerate,accumulation --between 0.18.3 0.18.4") == 2
+    assert "the stack 0.18.4 lacks deepspeed-0.18.4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("request_text", "message"),
+    [
+        ("--features fsdp2", "fsdp2 does not run in DeepSpeed, whose releases are bisected"),
+        ("zero1 --features zero1,muon", "zero1 is not used with --features"),
+        ("--features zero1 --accumulation 4", "--accumulation is not used with --features"),
+    ],
+)
+def test_what_a_bisection_of_features_does_not_take_is_refused(tmp_path, request_text, message, capsys):
+    assert bisected(tmp_path, request_text) == 2
+    assert message in capsys.readouterr().err

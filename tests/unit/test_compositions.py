@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from engines import run_without_torch
 from study.cli import main
@@ -34,6 +36,7 @@ from study.compositions.command import exit_status, locate_combinations, parse_f
 from study.compositions.covering import Design, list_pairs, list_triples
 from study.compositions.features import (
     Combination,
+    combination_of_strategy,
     find_row,
     make_combination,
     rarity,
@@ -41,6 +44,7 @@ from study.compositions.features import (
     read_common_groups,
     read_reports,
     read_rows,
+    read_rules,
 )
 from study.compositions.groups import ContextRing, make_group
 from study.compositions.locate import first_difference, largest_share_of_limit
@@ -50,8 +54,14 @@ from study.compositions.session import CombinationOutcome
 from study.compositions.tiny_model import make_batch
 from study.compositions.trace import FigureTrace, Place, plain_name
 from study.config.errors import UserError
-from study.releases.causes import read_causes
+from study.config.places import REPOSITORY
+from study.config.strategies import STUDIED_STRATEGIES
+from study.receipt.document import CombinationFacts
+from study.releases.causes import GRID, read_causes
 from study.releases.combinations import judge_features
+from study.releases.feature_answers import fill_releases, find_answer
+from study.releases.judge import judge
+from study.releases.judged_stack import PRECISIONS, JudgedStack
 from study.report.pages import compositions
 from tools.clean_runs import draw_equal_runs, plan_runs
 
@@ -81,6 +91,38 @@ def test_a_combination_has_one_level_of_every_row() -> None:
 def test_a_wrong_combination_is_refused_with_what_is_wrong(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
         parse_features(text)
+
+
+def test_every_exclusion_has_a_reason_and_the_engine_s_line_is_in_its_source() -> None:
+    rules = read_rules()
+    assert all(rule.reason for rule in rules)
+    # A comma that is not quoted would end a reason.
+    listed = REPOSITORY / "study" / "compositions" / "features.yaml"
+    entries = yaml.safe_load(listed.read_text(encoding="utf-8"))["never"]
+    assert set().union(*entries) == {"if", "and", "unless", "reason", "line"}
+    with_line = [rule for rule in rules if rule.line]
+    assert len(with_line) >= 16
+    for rule in with_line:
+        file, text = rule.line
+        package = importlib.util.find_spec(file.partition("/")[0])
+        assert package is not None
+        assert package.origin is not None
+        source = (Path(package.origin).parent.parent / file).read_text(encoding="utf-8")
+        assert text in source, rule.line
+
+
+def test_each_limit_of_cpus_names_the_engine_s_line() -> None:
+    stored = next(read_matrices())
+    limits = [
+        finding
+        for finding in stored.findings.values()
+        if (entry := match_known_finding(finding, stored.stack)) is not None and entry.verdict == "cpu"
+    ]
+    assert limits
+    for finding in limits:
+        file, _, number = finding.line.partition(":")
+        assert file.startswith(("deepspeed/", "accelerate/", "torch/")), finding.combination.name
+        assert number.isdecimal()
 
 
 @pytest.mark.parametrize("features", ["lora,autotp", "tp", "cp", "muon,clipping", ""])
@@ -619,14 +661,14 @@ def test_the_answer_of_a_release_agrees_with_its_known_causes(
     options.json = True
     assert judge_features(options) == status
     document = json.loads(capsys.readouterr().out)
-    assert document["features"] == list(parse_features(features).features)
-    assert document["packages"]["deepspeed"] == release
+    assert document["features"] == features.split(",")
+    assert document["releases"]["deepspeed"] == release
     assert document["status"] == status
     # An answer without a test has the command that makes one.
-    is_untested = document["kind"] in ("pairs", "untested")
+    is_untested = document["answer"] in ("pairs", "untested")
     assert is_untested == (status == 3)
     command = f"study verify --features {features}"
-    assert document["command"] == command if is_untested else document["command"] in (None, command)
+    assert document["test"] == command if is_untested else document["test"] in (None, command)
 
 
 def test_an_equal_run_with_what_lifts_a_fault_does_not_answer_for_combinations_without_it() -> None:
@@ -1062,3 +1104,57 @@ def test_a_strategy_with_an_offload_is_suggested_as_features(name: str, features
     assert f"did you mean {features}?" in refusal.value.fix
     # The suggestion is a combination.
     assert make_combination(features.split(",")).conflict is None
+
+
+def variants(stack: JudgedStack) -> list[Combination]:
+    """Return the combinations that a request of `study releases RELEASE STRATEGY --precision` asks about."""
+    precision = ["bf16"] if stack.short_precision == "bf16" else []
+    combinations = [
+        combination_of_strategy(str(stack.strategy), *precision, *loop, *accumulation)
+        for loop in ([], ["accelerate"])
+        for accumulation in ([], ["accumulation"])
+    ]
+    return [combination for combination in combinations if combination is not None]
+
+
+# One of each span of causes and of stored runs, releases between those that were run, and one to come.
+@pytest.mark.parametrize("release", ["0.15.1", "0.17.6", "0.18.2", "0.18.4", "0.18.9", "0.19.1", "0.19.8", "0.20.0"])
+@pytest.mark.parametrize("precision", PRECISIONS.values())
+def test_one_request_has_one_answer_by_its_strategy_and_by_its_features(release: str, precision: str) -> None:
+    grid = json.loads(GRID.read_text(encoding="utf-8"))
+    packages = {name: f"{grid['versions'][name]}" for name in ("accelerate", "torch", "transformers")}
+    for strategy in STUDIED_STRATEGIES:
+        stack = JudgedStack(release, **packages, precision=precision, strategy=strategy)
+        verdict = judge(grid, stack)
+        answers = [find_answer(combination, stack.versions) for combination in variants(stack)]
+        if not answers:
+            continue
+        where = (release, strategy, precision, verdict.text)
+        faults = {fault for answer in answers for fault in answer.faults if answer.source != "causes"}
+        assert all(fault in verdict.text for fault in faults), where
+        if any(answer.status == 1 for answer in answers):
+            assert verdict.status == 1, where
+        elif all(answer.status == 0 for answer in answers):
+            assert verdict.status == 0, where
+        if verdict.status == 1:
+            assert any(answer.status == 1 for answer in answers), where
+
+
+def test_an_untested_combination_has_one_typed_answer_in_releases_explain_and_the_receipt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_optimization": {"stage": 1}}
+    file.write_text(json.dumps(settings | {"gradient_accumulation_steps": 4, "bf16": {"enabled": True}}))
+    main(["explain", str(file), "gpt2", "--world_size", "2", "--json"])
+    explained = json.loads(capsys.readouterr().out)["combination"]
+    combination = make_combination(explained["features"])
+    answer = find_answer(combination, fill_releases({"deepspeed": None, "accelerate": None, "torch": None}))
+    assert explained == json.loads(json.dumps(answer.document))
+    main(["releases", f"{answer.releases['deepspeed']}", "--features", combination.name])
+    assert capsys.readouterr().out.splitlines() == answer.lines
+    # The receipt has the same fields.
+    assert CombinationFacts(**explained).model_dump(mode="json") == explained
+    older = find_answer(combination, {"deepspeed": "0.16.1", "accelerate": "1.15.0", "torch": "2.13.0"})
+    assert older.document["test"] == f"study verify --features {combination.name}"
+    assert older.lines[0].endswith(f"not tested; run: {older.document['test']}")

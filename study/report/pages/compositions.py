@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -26,6 +26,7 @@ from study.compositions.features import (
     read_common_groups,
     read_reports,
     read_rows,
+    read_rules,
 )
 from study.compositions.matrix import Matrix
 from study.compositions.session import CombinationOutcome
@@ -99,6 +100,7 @@ def page(matrix: Matrix, recall: dict[str, Any], clean: dict[str, Any], matrices
             {"title": "Other releases", "entries": _explain_other_findings(matrix, matrices)},
         ],
         rows=_feature_table(),
+        exclusions=_exclusions_table(),
         reports=_reports_table(matrix),
         deepspeed=_deepspeed_table(matrix, [item for item in matrices if _has_other_deepspeed(matrix, item)]),
         others=_others_table(matrix, [item for item in matrices if not _has_other_deepspeed(matrix, item)]),
@@ -372,6 +374,27 @@ def _feature_table() -> pd.DataFrame:
             for row in read_rows().values()
         ]
     )
+
+
+def _exclusions_table() -> pd.DataFrame:
+    """Return the features that no run combines, and the file of an engine whose line says why."""
+    return pd.DataFrame(
+        [
+            {
+                "Features": _level_names(rule.first),
+                "With": _level_names(rule.second),
+                "Unless": _level_names(rule.unless) or "\N{EN DASH}",
+                "Why": rule.reason,
+                "Line": f"{rule.line[0]}: `{rule.line[1]}`" if rule.line else "\N{EN DASH}",
+            }
+            for rule in read_rules()
+        ]
+    )
+
+
+def _level_names(levels: Collection[str]) -> str:
+    """Return features in the order of the rows."""
+    return ", ".join(f"`{level}`" for row in read_rows().values() for level in row.levels if level in levels)
 
 
 def main() -> None:
