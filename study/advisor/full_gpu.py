@@ -228,7 +228,7 @@ def _rounding(message: str) -> int:
     match = re.search(_TRIED, message)
     assert match is not None
     decimals = len(match[1].partition(".")[2])
-    return round(_UNITS[match[2]] / 10**decimals / 2)
+    return round(_UNITS[match[2]] / 10.0**decimals / 2)
 
 
 def _gib(size: int) -> str:
