@@ -11,6 +11,7 @@ python tools/reports.py --all           also those that are up to date
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -21,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from study.claims.command import dependent_claims
+from study.claims.ledger import committed_ledger
 from study.config.places import REPOSITORY
 from study.experiments.autopsy import page as autopsy
 from study.experiments.autopsy.contrasts import FILE as ARMS_FILE
@@ -102,6 +104,9 @@ def main() -> int:
     chosen = [name for name in names() if not options.names or name in options.names]
     stale = [name for name in chosen if options.all or stamps.get(name) != stamp(name, sources)]
     start, failed = time.monotonic(), False
+    # The ledger is read before the fork, so both processes have it.
+    committed_ledger()
+    gc.freeze()
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(_PROCESSES, mp_context=fork) as pool:
         for name, failure in zip(stale, pool.map(rebuild, stale), strict=True):

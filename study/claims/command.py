@@ -299,14 +299,14 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
     """Return a table row for each claim that rests on a report's records, linked from `output`."""
     with require_extra("report"):
         from study.claims.evidence import Evidence
-        from study.claims.ledger import read_ledger
+        from study.claims.ledger import committed_ledger
         from study.claims.page import address
         from study.claims.scoreboard import REPORTS, judge
         from study.claims.verdicts import PROXY
         from study.report.document import Link
     rows: list[Row] = []
     evidence = Evidence(REPORTS).with_records(report, records)
-    for claim in read_ledger().claims:
+    for claim in committed_ledger().claims:
         if not any(check.numbers.get("report") == report for check in claim.checks):
             continue
         judged = judge(claim, evidence)

@@ -279,6 +279,12 @@ def read_ledger(file: Path = LEDGER) -> Ledger:
         raise _refusal(top, str(file), first) from None
 
 
+@functools.cache
+def committed_ledger() -> Ledger:
+    """Return the ledger in git, read once: reading it takes a second, and each report of a build needs it."""
+    return read_ledger()
+
+
 def _refusal(top: Any, file: str, problem: Any) -> UserError:
     """Return pydantic's first error as a UserError with FILE:LINE of the key."""
     node, place, key = top, getattr(top, "place", file), ""

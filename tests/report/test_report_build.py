@@ -22,7 +22,7 @@ import pytest
 from report_folders import committed, contents, drawn, few, laptop
 from study import cli
 from study.claims.command import dependent_claims
-from study.claims.ledger import read_ledger
+from study.claims.ledger import Ledger, committed_ledger, read_ledger
 from study.config.places import REPOSITORY
 from study.host.machine import detect_machine
 from study.records.frames import Records, read_parquet, read_runs
@@ -95,7 +95,6 @@ def test_notebooks_in_git_have_no_output_take_parameters_and_show_their_own_code
         assert set(re.findall(r"""name["']?[=:] ?["'](\w+)["']""", text)) >= figures
 
 
-read_ledger_once = functools.cache(read_ledger)
 REPORTS = sorted(file.parent.name for file in (REPOSITORY / "reports").glob("*/runs.parquet"))
 
 
@@ -125,7 +124,6 @@ def test_a_summary_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path,
     in_summary = {Path(file).stem for file in listed if file.startswith("figures/")}
     drawing = functools.partial(draw_in_process, records, in_summary)
     monkeypatch.setattr("study.report.site.build.run_notebooks", drawing)
-    monkeypatch.setattr("study.claims.ledger.read_ledger", read_ledger_once)
     claims = dependent_claims(records, name, source)
     build(records, name, tmp_path / name, claims=claims, title=command.title_of(name))
     advice = f"rebuild it: python tools/reports.py {name}"
@@ -139,6 +137,40 @@ def test_a_summary_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path,
         )
         assert before, figure
         assert before == after, advice
+
+
+def test_the_reports_of_a_build_read_the_ledger_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[None] = []
+
+    def read_and_count() -> Ledger:
+        reads.append(None)
+        return read_ledger()
+
+    monkeypatch.setattr("study.claims.ledger.read_ledger", read_and_count)
+    committed_ledger.cache_clear()
+    for name in ("virtual_models", "virtual_tuning"):
+        folder = REPOSITORY / "reports" / name
+        dependent_claims(read_parquet(folder), name, folder)
+    assert len(reads) == 1
+
+
+def test_a_notebook_is_written_when_it_begins_and_ends_and_its_kernel_has_been_imported(tmp_path, monkeypatch):
+    writes: list[str] = []
+
+    def write_and_count(document: nbformat.NotebookNode, path: str) -> None:
+        writes.append(path)
+        nbformat.write(document, path)
+
+    for module in ("engines", "execute"):
+        monkeypatch.setattr(f"papermill.{module}.write_ipynb", write_and_count)
+    # The last library that kernels are forked with; what follows it, the kernel's start has imported.
+    begin = "import sys; modules = list(sys.modules)"
+    cells = (begin, "modules[modules.index('PIL.PpmImagePlugin') + 1 :]", *map(str, range(9)))
+    output = tmp_path / "out.ipynb"
+    execute(notebook(tmp_path / "a.ipynb", *cells), output, {}, tmp_path, 60)
+    assert writes == [str(output)] * 3
+    imported = read(output).cells[3].outputs[0].data["text/plain"]
+    assert not re.findall(r"'(?:IPython|ipykernel|debugpy|matplotlib|pandas|study)[.\w]*'", imported), imported
 
 
 def test_a_folder_that_a_killed_build_left_is_no_report() -> None:

@@ -23,6 +23,7 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from markupsafe import Markup
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from papermill.engines import NBClientEngine, NotebookExecutionManager, papermill_engines
 from papermill.exceptions import PapermillExecutionError
 
 from study.config.errors import UserError
@@ -37,6 +38,8 @@ from study.sweep.fork_server import ForkServer
 START_LIMIT_S = 120
 _KERNELS = Path(__file__).with_name("kernels.py")
 _STARTING = threading.Lock()
+# Its name among papermill's engines.
+_ENGINE = "zero-study"
 _ERROR_TAG = "papermill-error-cell-tag"
 
 
@@ -74,6 +77,22 @@ def _kernel_server() -> ForkServer:
     return server
 
 
+class _SavedAtTheEnd(NBClientEngine):
+    """Papermill's engine, which writes the notebook before and after each cell, with all images until then."""
+
+    @classmethod
+    def execute_managed_notebook(cls, nb_man: NotebookExecutionManager, kernel_name: str, **options: Any) -> Any:
+        """Execute the cells; papermill writes the notebook when they have ended, and when one of them breaks off."""
+        output, nb_man.output_path = nb_man.output_path, None
+        try:
+            return super().execute_managed_notebook(nb_man, kernel_name, **options)
+        finally:
+            nb_man.output_path = output
+
+
+papermill_engines.register(_ENGINE, _SavedAtTheEnd)
+
+
 def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder: Path, time_limit_s: float) -> None:
     """Run `notebook` with `folder` as its working directory and write it, with its outputs, to `output`."""
     deadline = time.monotonic() + time_limit_s
@@ -82,6 +101,7 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder:
             str(notebook),
             str(output),
             parameters=dict(parameters),
+            engine_name=_ENGINE,
             progress_bar=False,
             start_timeout=START_LIMIT_S,
             # Not `cwd`, which changes the folder of the whole process: notebooks run concurrently.

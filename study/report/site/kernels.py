@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 
@@ -14,6 +15,13 @@ _MODULES = (
     "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_svg",
     "study.report.questions",
+    # Imported by each kernel when it starts.
+    "IPython.core.completerlib",
+    "IPython.core.debugger",
+    "IPython.core.logger",
+    "IPython.core.oinspect",
+    "IPython.extensions.storemagic",
+    "ipykernel.debugger",
     # Imported by the first table that is read, and by the first PNG that is saved.
     "pyarrow.dataset",
     "pyarrow.pandas_compat",
@@ -29,6 +37,8 @@ def preload() -> None:
     """Import the libraries of notebooks; matplotlib reads its fonts, too."""
     for module in _MODULES:
         importlib.import_module(module)
+    # A collection of garbage in a kernel would read, and so copy, what the libraries have made.
+    gc.freeze()
 
 
 def main() -> None:
