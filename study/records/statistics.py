@@ -108,9 +108,8 @@ def pivot_by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = 
     """
     # Select columns first, because filtering copies all two hundred columns of runs.
     runs = runs[["status_state", "arm", "seed", "repeat", figure]]
-    valid = runs[(runs["status_state"] == "ok") & runs[figure].notna()]
-    if form is np.log:
-        valid = valid[valid[figure] > 0]
+    is_valid = (runs["status_state"] == "ok") & runs[figure].notna()
+    valid = runs[is_valid & (runs[figure] > 0) if form is np.log else is_valid]
     seeds = valid["seed"].fillna(-1)
     rows = valid["repeat"] if seeds.nunique() <= 1 and "loss" not in figure else seeds
     values = pd.Series(form(valid[figure].to_numpy(dtype=float)), index=valid.index)
@@ -185,7 +184,8 @@ def estimate_noise(runs: pd.DataFrame, figure: str) -> Noise | None:
 
 def repeat_noise(runs: pd.DataFrame, figure: str) -> Noise | None:
     """Return the noise between reruns of one strategy with one seed; None without reruns."""
-    valid = runs[(runs["confounded"] == "") & (runs["status_state"] == "ok") & (runs[figure] > 0)]
+    is_valid = (runs["confounded"] == "") & (runs["status_state"] == "ok") & (runs[figure] > 0)
+    valid = runs.loc[is_valid, ["arm", "seed", figure]]
     logs = np.log(valid[figure].astype(float)).groupby([valid["arm"], valid["seed"].fillna(-1)])
     df = int((logs.count() - 1).sum())
     return Noise(math.sqrt(float((logs.var(ddof=0) * logs.count()).sum()) / df), df) if df else None
@@ -261,8 +261,8 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
     or the baseline is three times noisier, and separate tests of pairs have a power of 16 % instead of 70 % for 10 %.
     """
     pairs = list(dict.fromkeys(pairs))
-    logs = pivot_by_seed(runs, figure)
-    fair_logs = pivot_by_seed(runs[runs["confounded"] == ""], figure)
+    logs, is_fair = pivot_by_seed(runs, figure), runs["confounded"] == ""
+    fair_logs = logs if is_fair.all() else pivot_by_seed(runs[is_fair], figure)
     tests = corrected_tests(fair_logs, pairs)
     all_logs, fair = _by_strategy(logs), _by_strategy(fair_logs)
     ratios = {pair: paired_ratio(all_logs, *pair) for pair in pairs}

@@ -123,7 +123,9 @@ def release_cells(records: Records) -> tuple[ReleaseCell, ...]:
         return ()
     figures = records.steps[["run", "loss", "grad_norm", "lr", "samples_hash"]].astype(object)
     figures = figures.where(figures.notna(), None)
-    steps = {run: table.to_dict("records") for run, table in figures.groupby("run", sort=False)}
+    steps: defaultdict[str, list[Row]] = defaultdict(list)
+    for step in figures.to_dict("records"):
+        steps[step["run"]].append(step)
     rows: list[Row] = runs.to_dict("records")
     # Package versions by stack, from all of its runs: a run that never began has recorded none.
     recorded = runs.groupby("stack")[[f"{name}_version" for name in PACKAGES[1:]]].last().set_axis(PACKAGES[1:], axis=1)
