@@ -237,7 +237,7 @@ def _claim_reducer(inventory: Inventory, model: nn.Module) -> None:
 
 
 def _reduce_buckets(zero: Any) -> list[Any]:
-    """Return the buffers of the buckets: one bucket for each type; in older releases, such as 0.14.5, a single one."""
+    """Return the buffers of the buckets: one bucket for each type; before 0.17.2 a single one."""
     if hasattr(zero, "ipg_buckets"):
         return [bucket.buffer for bucket in zero.ipg_buckets.values()]
     names = ("ipg_buffer", "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer")

@@ -16,7 +16,7 @@ from unit.test_stacks import planned
 
 @pytest.mark.long
 @pytest.mark.parametrize("stack", ["0.14.5", "0.16.9"])
-def test_under_an_older_release_the_trainer_runs_and_unavailable_figures_are_null(tmp_path, stack):
+def test_under_an_older_release_the_trainer_runs_and_the_state_of_each_rank_is_measured(tmp_path, stack):
     assert cli.main(["prepare", "releases", "--only", f"stack={stack}"]) == 0
     for precision in ("fp32", "bf16"):
         cells = planned(tmp_path, {"strategy": ["single", "zero2"], "stack": stack}, {**TINY, "precision": precision})
@@ -34,7 +34,8 @@ def test_under_an_older_release_the_trainer_runs_and_unavailable_figures_are_nul
         control = runs["single"].memory["ranks"][0]["state"]["state_bytes"]
         # The optimizer's part of each rank: an fp32 copy of the weights and Adam's moments.
         for state in states:
-            assert sum(state["state_bytes"]["params"].values()) == sum(control["params"].values())
+            params = sum(state["state_bytes"]["params"].values())
+            assert params == pytest.approx(sum(control["params"].values()), rel=0.01)
             expected = 0.75 * sum(control["optimizer"].values())
             assert sum(state["state_bytes"]["optimizer"].values()) == pytest.approx(expected, rel=0.01)
         single, arm = ([row["loss"] for row in runs[name].steps] for name in ("single", "zero2"))
