@@ -56,7 +56,7 @@ _HOST_PARTS = {
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of model, hardware and output, which `study advise` has, too."""
     add = parser.add_argument
-    names = [*PRESETS, *(name for name, known in known_models().items() if known.config["model_type"] in FAMILIES)]
+    names = [*PRESETS, *(name for name, model in known_models().items() if model.config["model_type"] in FAMILIES)]
     traced = ", ".join(name for name in known_models() if name not in names)
     model = f"a preset ({', '.join(names)}), with torch also {traced}; a folder with config.json, or its sizes"
     add("model_name_or_path", nargs="?", metavar="MODEL", help=model)

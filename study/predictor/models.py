@@ -168,7 +168,7 @@ def _suggest(name: str) -> str:
 def _suggest_known(name: str) -> str:
     """Return the known models of a family without presets, the most similar first; empty if it has none."""
     family = next((family for family in OTHER_FAMILIES if _letters(name).startswith(family)), None)
-    siblings = [known for known in known_models() if family is not None and _letters(known).startswith(family)]
+    siblings = [model for model in known_models() if family is not None and _letters(model).startswith(family)]
     return did_you_mean(without_tuning(name), siblings, cutoff=0.0) if siblings else ""
 
 

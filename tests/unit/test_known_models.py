@@ -1,4 +1,4 @@
-"""Models by name that are no presets, without torch: their names, and parameters of those in the table of families."""
+"""Models by name besides the presets, without torch: their names, and parameters of those in the table of families."""
 
 from __future__ import annotations
 
