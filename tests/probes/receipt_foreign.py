@@ -1,19 +1,23 @@
 """Receipts of programs that nobody here wrote: copies of other projects' files, with two lines added, on two CPU ranks.
 
-    python tests/probes/receipt_foreign.py COPIES FOLDER [PROGRAM ...] [--document docs/receipt.md] [--compare]
+    python tests/probes/receipt_foreign.py COPIES FOLDER [PROGRAM ...] [--compare] [--store]
+    python tests/probes/receipt_foreign.py --document docs/receipt.md
 
 COPIES has the files as PROGRAMS below names them. Each program gets a folder in FOLDER with its changed copy, small
-local data under the names that it asks for, and a tiny model. Nothing is downloaded. With --document the marked block
-there gets the first lines of each receipt; programs that are not named keep theirs.
-With --compare each program with the callback also runs without it, and the weights that both save have to be equal.
+data under the names that it asks for, and a tiny model. Nothing is downloaded. With --store the receipts that they
+print are kept in tests/data/receipts/programs. With --document the marked block there gets those that are kept.
+With --compare each program with the callback also runs without it, and the losses that both print and the weights that
+both save have to be equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,13 +27,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from study.host import folders, operators
+from study.receipt.document import read_receipt
+from study.receipt.page import receipt_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- foreign programs -->", "<!-- /foreign programs -->"
 WORDS = [f"w{number}" for number in range(200)]
 LENGTH = 24
-# The first lines of a screen, up to the parts of memory.
-LAST_SHOWN = "peak memory of rank 0"
+STORE = ROOT / "tests" / "data" / "receipts" / "programs"
 
 
 class Program(NamedTuple):
@@ -79,10 +84,13 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_llama(folder: Path) -> None:
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=256, max_position_embeddings=64, pad_token_id=1)
+    # The same weights with and without a receipt.
+    torch.manual_seed(7)
     LlamaForCausalLM(config).save_pretrained(folder)
     write_tokenizer(folder)
 
@@ -294,7 +302,7 @@ def run(name: str, copies: Path, parent: Path, has_receipt: bool = True) -> None
 
 
 def compare_weights(name: str, copies: Path, parent: Path) -> None:
-    """Run a program without its receipt, too; exit unless it saves the same weights."""
+    """Run a program without its receipt, too; exit unless it prints the same losses and saves the same weights."""
     if {new for _, new in PROGRAMS[name].lines} != {CALLBACK}:
         sys.exit(f"{name} does not run unchanged on CPU ranks, or its loop is changed, and has no --compare")
     run(name, copies, parent / "without", has_receipt=False)
@@ -302,45 +310,74 @@ def compare_weights(name: str, copies: Path, parent: Path) -> None:
     contents = [[file.read_bytes() for file in sorted(out.glob("*.safetensors"))] for out in folders_of_weights]
     if not contents[0] or contents[0] != contents[1]:
         sys.exit(f"{name} saves no weights, or others with a receipt")
-    print(f"{name} saves the same weights with and without a receipt", flush=True)
+    losses, without = [re.findall(r"'loss': '?([\d.]+)", text) for text in read_outputs(name, parent)]
+    if not losses or losses != without:
+        sys.exit(f"{name} prints no losses, or others with a receipt: {losses} and {without}")
+    print(f"{name} has the same losses {losses} and saves the same weights with and without a receipt", flush=True)
 
 
-def read_first_lines(name: str, parent: Path) -> str:
-    """Return the first lines of a program's receipt."""
-    printed = (parent / name / "output.txt").read_text().splitlines()
-    begin = next(number for number, line in enumerate(printed) if line.startswith("receipt of "))
-    end = next(number for number, line in enumerate(printed) if number > begin and line.startswith(LAST_SHOWN))
-    return "\n".join([f"# {PROGRAMS[name].source}", *printed[begin : end + 1]])
+def read_outputs(name: str, parent: Path) -> tuple[str, str]:
+    """Return what a program has printed with and without its receipt."""
+    with_one, without = ((folder / name / "output.txt").read_text() for folder in (parent, parent / "without"))
+    return with_one, without
+
+
+def read_screen(name: str, parent: Path) -> str:
+    """Return a program's receipt as the program has printed it."""
+    lines = receipt_lines(read_receipt(str(parent / name)), "receipt.json")
+    screen = "\n".join(lines) + "\n"
+    if screen not in (parent / name / "output.txt").read_text():
+        sys.exit(f"{name} has not printed the receipt that it has written")
+    return screen
+
+
+def fold_screens() -> str:
+    """Return the receipts that are kept, each below its program's name."""
+    blocks = []
+    for name, program in PROGRAMS.items():
+        screen = (STORE / f"{name}.txt").read_text(encoding="utf-8")
+        blocks.append(
+            f'<details markdown="1">\n<summary>{html.escape(program.source)}</summary>\n\n'
+            f"```text\n{screen}```\n\n</details>\n"
+        )
+    return "\n".join(blocks)
 
 
 def main() -> None:
-    """Run the programs, and print or write the first lines of their receipts."""
+    """Run the programs and print their receipts, or write those that are kept into a document."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("copies", type=Path)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("copies", type=Path, nargs="?")
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", choices=[*PROGRAMS, []])
     parser.add_argument("--document", type=Path)
+    parser.add_argument("--store", action="store_true", help="keep the receipts that the programs print")
     parser.add_argument("--compare", action="store_true", help="also run the programs without a receipt")
     parser.add_argument("--keep", action="store_true", help="do not run again the programs with an output in FOLDER")
     options = parser.parse_args()
-    # Programs of DeepSpeed find its operators.
-    operators.configure_build_environment(folders.cache_directory())
-    screens = dict[str, str]()
-    for name in options.programs or PROGRAMS:
-        if not (options.keep and (options.folder / name / "output.txt").exists()):
-            run(name, options.copies.resolve(), options.folder.resolve())
-        screens[name] = read_first_lines(name, options.folder)
-        print(screens[name], flush=True)
-        if options.compare:
-            compare_weights(name, options.copies.resolve(), options.folder.resolve())
+    if options.copies is not None and options.folder is None:
+        parser.error("give it COPIES and FOLDER, or --document alone")
+    if options.copies is not None:
+        # Programs of DeepSpeed find its operators.
+        operators.configure_build_environment(folders.cache_directory())
+        for name in options.programs or PROGRAMS:
+            run_and_read(name, options)
     if options.document is not None:
-        before, _, rest = options.document.read_text().partition(f"{BEGIN}\n```text\n")
-        block, _, after = rest.partition(f"\n```\n{END}")
-        # Programs that did not run now keep their lines.
-        earlier = {screen.splitlines()[0]: screen for screen in block.split("\n\n")}
-        shown = [screens.get(name) or earlier[f"# {PROGRAMS[name].source}"] for name in PROGRAMS]
-        lines = "\n\n".join(shown)
-        options.document.write_text(f"{before}{BEGIN}\n```text\n{lines}\n```\n{END}{after}")
+        before, _, rest = options.document.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
+        _, _, after = rest.partition(END)
+        options.document.write_text(f"{before}{BEGIN}\n{fold_screens()}{END}{after}", encoding="utf-8")
+
+
+def run_and_read(name: str, options: argparse.Namespace) -> None:
+    copies, folder = options.copies.resolve(), options.folder.resolve()
+    if not (options.keep and (folder / name / "output.txt").exists()):
+        run(name, copies, folder)
+    screen = read_screen(name, folder)
+    print(f"# {PROGRAMS[name].source}\n{screen}", flush=True)
+    if options.store:
+        STORE.mkdir(exist_ok=True)
+        (STORE / f"{name}.txt").write_text(screen, encoding="utf-8")
+    if options.compare:
+        compare_weights(name, copies, folder)
 
 
 if __name__ == "__main__":

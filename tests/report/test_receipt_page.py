@@ -525,6 +525,24 @@ def test_the_screen_and_the_table_of_a_gpu_are_those_of_its_receipts() -> None:
     assert not any(row["equal"] for row in read_gpu_rows().values())
 
 
+PROGRAMS_OF_OTHERS = ("run_clm", "sft", "dpo", "peft_sft", "nlp_example", "nanogpt", "hello_deepspeed")
+
+
+def test_the_docs_have_the_whole_receipts_of_programs_of_others() -> None:
+    screens = re.findall(r"```text\n(.*?)```\n", block_of_docs("foreign programs"), re.DOTALL)
+    files = [RECEIPTS / "programs" / f"{name}.txt" for name in PROGRAMS_OF_OTHERS]
+    assert screens == [file.read_text(encoding="utf-8") for file in files]
+    for name, screen in zip(PROGRAMS_OF_OTHERS, screens, strict=True):
+        assert screen.startswith("receipt of ")
+        assert "% attributed" in screen
+        # To its last line; of HelloDeepSpeed the first ones were kept.
+        assert name == "hello_deepspeed" or "in the measured steps" in " ".join(screen.split())
+        assert len(screen.splitlines()) <= HEIGHT
+        assert "failed inside the receipt" not in screen
+        # No path of a machine.
+        assert not re.search(r"(^|\s)/\w", screen)
+
+
 def older_table() -> Iterator[str]:
     """Yield the rows of the table on older releases."""
     yield "| torch | DeepSpeed | Accelerate | transformers | engine | losses | attributed | not seen |"
