@@ -31,6 +31,14 @@ def test_a_known_model_of_the_table_of_families_needs_no_torch() -> None:
         ("01-ai/Yi-34B-Chat", "yi-34b"),
         ("mosaicml/mpt-7b-instruct", "mpt-7b"),
         ("somebody/pythia-1.4b", None),
+        ("google-t5/t5-3b", "t5-3b"),
+        ("roberta-base", "roberta-base"),
+        ("facebook/opt-6.7b", "opt-6.7b"),
+        ("bigscience/bloomz-7b1", None),
+        ("google/gemma-3-27b-it", "gemma-3-27b"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5-vl-7b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"),
+        ("stabilityai/stablelm-2-1_6b", "stablelm-2-1.6b"),
     ],
 )
 def test_a_known_model_is_found_by_its_hub_id_and_by_tuned_weights(name: str, expected: str | None) -> None:
@@ -39,7 +47,9 @@ def test_a_known_model_is_found_by_its_hub_id_and_by_tuned_weights(name: str, ex
     assert find_preset(name) is None
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("t5-xl", "t5-(small|base|large|3b)"), ("deepseek-v9", "deepseek-v3")])
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("t5-xl", "t5-(small|base|large|3b)"), ("opt-66b", "opt-"), ("bloomz-7b1", "bloom-7b1")]
+)
 def test_a_family_with_known_models_is_not_called_one_without_presets(name: str, nearest: str) -> None:
     with pytest.raises(UserError, match=rf"unknown model '{name}' -> did you mean {nearest}"):
         model_shape(name)
