@@ -182,6 +182,8 @@ def _explained(outcome: CombinationOutcome, finding: CombinationOutcome, stack: 
     if outcome.is_equal:
         return []
     lines = [f"{outcome.combination.name}:", f"  {outcome.says}" + f" ({outcome.line})" * bool(outcome.line)]
+    if outcome.besides is not None:
+        lines.append(f"  besides: {outcome.besides['says']}")
     if finding.combination != outcome.combination:
         lines.append(f"  it takes only {finding.combination.name}: {finding.says}")
     if (entry := match_known_finding(finding, stack)) is not None:

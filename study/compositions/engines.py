@@ -14,11 +14,13 @@ from study.compositions import tiny_model
 from study.compositions.experts import plain_expert_name, replace_experts
 from study.compositions.features import GROUP_SIZE, Combination
 from study.compositions.groups import ATTENTION, ContextRing, UlyssesGroup, divide_layers, make_group
-from study.compositions.trace import FigureTrace, Place, plain_name, watch_modules
+from study.compositions.trace import FigureTrace, LocalGradients, Place, plain_name, watch_modules
 
 if TYPE_CHECKING:
     import torch
 
+# Half a unit in the last place of a type.
+HALF_ULP = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 # Elements of a small bucket: fewer than a matrix has.
 _SMALL_BUCKET = 700
 
@@ -70,6 +72,7 @@ class Loop(abc.ABC):
         self.notes_figures = True
         self._noting: int | None = None
         self._before: dict[str, torch.Tensor] = {}
+        self._local_gradients: LocalGradients | None = None
 
     def train(self) -> FigureTrace:
         self.start(self.seed)
@@ -79,13 +82,21 @@ class Loop(abc.ABC):
             if self.combination.has("evaluation"):
                 self._evaluate(step)
             if self.combination.has("resume") and step == tiny_model.RESUMED_AFTER:
-                self.save()
-                # Other weights, which the checkpoint replaces.
-                self.start(self.seed + 1)
-                self.load()
-                for name, weight in self.read("weight").items():
-                    self.trace.note(Place(step, "resumed", name), weight)
+                self._resume(step)
         return self.trace
+
+    def _resume(self, step: int) -> None:
+        self._note_all(step, "saved master", self.read("master"))
+        self.save()
+        # Other weights, which the checkpoint replaces.
+        self.start(self.seed + 1)
+        self.load()
+        self._note_all(step, "resumed", self.read("weight"))
+        self._note_all(step, "resumed master", self.read("master"))
+
+    def _note_all(self, step: int, stage: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.trace.note(Place(step, stage, name), tensor)
 
     def start(self, seed: int) -> None:
         """Make new objects; the seed is that of the initial weights."""
@@ -96,6 +107,9 @@ class Loop(abc.ABC):
             replace_experts(plain, self.rank)
         # On the plain modules, which every wrapper calls.
         watch_modules(plain, self.trace, self._forward_place, self.group.full_output)
+        if self.notes_figures and self.combination.has_local_gradients:
+            is_fsdp = self.combination.has("fsdp1", "fsdp2", "hsdp")
+            self._local_gradients = LocalGradients(plain, replaces_weights=is_fsdp)
         self.group.prepare(plain)
         self.set_up(plain)
 
@@ -131,8 +145,10 @@ class Loop(abc.ABC):
     def note_gradients(self, step: int) -> None:
         if not self.notes_figures:
             return
-        for name, gradient in self.read("gradient").items():
-            self.trace.note(Place(step, "gradient", name), gradient)
+        if self._local_gradients is not None:
+            self._note_all(step, "local gradient", self._local_gradients.take())
+        self._note_all(step, "gradient", self.read("gradient"))
+        self.trace.note(Place(step, "reduction rounding"), HALF_ULP[self.reduction_type])
 
     def note_update(self, step: int, norm: torch.Tensor | float | None) -> None:
         if not self.notes_figures:
@@ -142,8 +158,7 @@ class Loop(abc.ABC):
             self.trace.note(Place(step, "norm"), norm)
         for name, master in self.read("master").items():
             self.trace.note(Place(step, "update", name), master - self._before[name])
-        for name, weight in self.read("weight").items():
-            self.trace.note(Place(step, "weight", name), weight)
+        self._note_all(step, "weight", self.read("weight"))
 
     def _evaluate(self, step: int) -> None:
         import torch
@@ -171,6 +186,11 @@ class Loop(abc.ABC):
     @abc.abstractmethod
     def read(self, kind: str) -> dict[str, torch.Tensor]:
         """Return whole tensors by plain name: of kind gradient, master (trained weights in fp32) or weight."""
+
+    @property
+    @abc.abstractmethod
+    def reduction_type(self) -> str:
+        """The coarsest type in which ranks add gradients."""
 
     @abc.abstractmethod
     def save(self) -> None: ...
@@ -246,6 +266,12 @@ class DeepSpeedLoop(Loop):
         tensors = {name: read(weight) for name, weight in trained.items()}
         return {name: self.group.full_weight(name, tensor) for name, tensor in tensors.items() if tensor is not None}
 
+    @property
+    def reduction_type(self) -> str:
+        if self.combination.has("autocast", "autocast_modules"):
+            return "bfloat16"
+        return str(self.engine.communication_data_type).removeprefix("torch.")
+
     def _undivided(self, weight: torch.nn.Parameter) -> torch.Tensor:
         import deepspeed
 
@@ -259,7 +285,7 @@ class DeepSpeedLoop(Loop):
     def _gradient(self, weight: torch.nn.Parameter) -> torch.Tensor | None:
         from deepspeed.utils import safe_get_full_grad
 
-        if self.combination.stage and getattr(weight, "use_muon", False):
+        if getattr(weight, "use_muon", False) and not self._has_gradients_of_muon:
             # DeepSpeed has replaced it by Muon's update.
             return None
         if self.combination.has("zenflow"):
@@ -273,6 +299,11 @@ class DeepSpeedLoop(Loop):
             return None
         scale = tiny_model.LOSS_SCALE if self.combination.has("fp16") else 1.0
         return gradient.detach().float() / scale
+
+    @property
+    def _has_gradients_of_muon(self) -> bool:
+        """Whether Muon takes gradients in the engine's step: without ZeRO, and at stage 3 since 0.19.8."""
+        return not self.combination.stage or hasattr(self.engine.optimizer, "_apply_muon_to_accumulated_grads")
 
     def _master(self, weight: torch.nn.Parameter) -> torch.Tensor | None:
         from deepspeed.utils import safe_get_full_fp32_param
@@ -401,6 +432,12 @@ class TorchLoop(Loop):
 
     def read(self, kind: str) -> dict[str, torch.Tensor]:
         return read_torch(self.model, kind, self.combination)
+
+    @property
+    def reduction_type(self) -> str:
+        # FSDP1 and FSDP2 reduce in the type of the weights that compute, unless reduce_dtype is set. Accelerate's mixed
+        # precision is a policy of FSDP with 16-bit weights.
+        return "bfloat16" if self.combination.has("bf16", "autocast") else "float32"
 
     def save(self) -> None:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -531,6 +568,12 @@ class AccelerateTorchLoop(_AccelerateLoop):
     def read(self, kind: str) -> dict[str, torch.Tensor]:
         return read_torch(self.model, kind, self.combination)
 
+    @property
+    def reduction_type(self) -> str:
+        # FSDP1 and FSDP2 reduce in the type of the weights that compute, unless reduce_dtype is set. Accelerate's mixed
+        # precision is a policy of FSDP with 16-bit weights.
+        return "bfloat16" if self.combination.has("bf16", "autocast") else "float32"
+
 
 class AccelerateDeepSpeedLoop(_AccelerateLoop):
     """DeepSpeed under Accelerate, whose backward steps the engine."""
@@ -594,6 +637,8 @@ class AccelerateDeepSpeedLoop(_AccelerateLoop):
         return self.model
 
     read = DeepSpeedLoop.read
+    reduction_type = DeepSpeedLoop.reduction_type
+    _has_gradients_of_muon = DeepSpeedLoop._has_gradients_of_muon
     _undivided = DeepSpeedLoop._undivided
     _gradient = DeepSpeedLoop._gradient
     _master = DeepSpeedLoop._master

@@ -84,6 +84,11 @@ class Combination:
         return self.has("autotp", "tp", "ulysses", "cp")
 
     @property
+    def has_local_gradients(self) -> bool:
+        """Whether the gradient of a rank's own samples is of whole weights: ZenFlow transposes them."""
+        return self.has("data_only") and not self.has("zenflow")
+
+    @property
     def data_ranks(self) -> int:
         """Number of ranks, or groups of ranks, with different samples."""
         return self.ranks // GROUP_SIZE if self.shares_samples else self.ranks

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from study.compositions.features import Combination, make_combination
-from study.compositions.locate import first_difference, largest_share_of_limit
+from study.compositions.locate import largest_share_of_limit, locate_differences
 from study.compositions.reference import PlainReference, make_reference, reference_key
 from study.compositions.trace import FigureTrace
 from study.config.errors import Unsupported
@@ -105,10 +105,17 @@ def _outcome(request: dict[str, Any], folder: Path, references: _References) -> 
         return outcome | failure
     traces = {rank: FigureTrace.load(folder / f"trace-{rank}.npz") for rank in range(combination.ranks)}
     expanded = reference.expand_ranks(combination)
-    mismatch = first_difference(traces, expanded)
-    if mismatch is None:
-        return outcome | {"kind": "equal", "says": "", "share_of_limit": largest_share_of_limit(traces, expanded)}
-    return outcome | {"kind": "differs", "says": mismatch.describe, "difference": dataclasses.asdict(mismatch)}
+    located = locate_differences(traces, expanded, combination)
+    if not located:
+        share_of_limit = largest_share_of_limit(traces, expanded, combination)
+        return outcome | {"kind": "equal", "says": "", "share_of_limit": share_of_limit}
+    first, *later = [dataclasses.asdict(mismatch) | {"says": mismatch.describe} for mismatch in located]
+    return outcome | {
+        "kind": "differs",
+        "says": first.pop("says"),
+        "difference": first,
+        "besides": later[0] if later else None,
+    }
 
 
 def run_ranks(
@@ -221,7 +228,10 @@ def _run_rank(
 
 
 def plant_fault(file: str, name: str) -> None:
-    """Put a fault of a table FAULTS in a Python file into the imported engines."""
+    """Put a fault of a table FAULTS in a Python file into the imported engines, with its setting of a table SETTINGS.
+
+    The name may also be that of a setting alone.
+    """
     from importlib.util import module_from_spec, spec_from_file_location
 
     spec = spec_from_file_location(Path(file).stem, file)
@@ -231,7 +241,13 @@ def plant_fault(file: str, name: str) -> None:
     # Data classes look their module up.
     sys.modules[Path(file).stem] = module
     spec.loader.exec_module(module)
-    module.FAULTS[name].plant()
+    settings: dict[str, Any] = getattr(module, "SETTINGS", {})
+    if (fault := module.FAULTS.get(name)) is None:
+        settings[name].plant()
+        return
+    if fault.given:
+        settings[fault.given].plant()
+    fault.plant()
 
 
 def _described(error: BaseException) -> dict[str, Any]:

@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from study.compositions.features import Combination
+from study.compositions.own_figures import expect_figures
 from study.compositions.reference import PlainReference, difference
 from study.compositions.trace import FigureTrace, Place
 
+# The basis of a figure that is compared with one process.
+THE_REFERENCE = "the reference"
 # A gradient is a combination of the micro-batches' gradients if this share of it is.
 _EXPLAINED = 0.02
 
@@ -34,6 +38,8 @@ class FirstDifference:
     weights: tuple[tuple[float, ...], ...] | None
     # Shapes of the figure and of the reference, if they are two.
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    # The figure is compared with one process, or with earlier figures of the same ranks.
+    basis: str = THE_REFERENCE
 
     @property
     def describe(self) -> str:
@@ -48,15 +54,15 @@ class FirstDifference:
     @property
     def what(self) -> str:
         if self.shapes is not None:
-            return f"has the shape {self.shapes[0]}, the reference {self.shapes[1]}"
+            return f"has the shape {self.shapes[0]}, {self.basis} {self.shapes[1]}"
         if self.factor is not None:
-            return f"{self.factor:.3g} times the reference"
+            return f"{self.factor:.3g} times {self.basis}"
         if self.weights is not None:
             return _shares_text(self.weights)
         size = (
-            "not finite, or above a reference of 0"
+            f"not finite, or above {'a reference' if self.basis == THE_REFERENCE else self.basis} of 0"
             if not np.isfinite(self.size)
-            else f"differs by {self.size:.2g} of it"
+            else f"differs by {self.size:.2g} of {'it' if self.basis == THE_REFERENCE else self.basis}"
         )
         return f"{size} (rounding: {self.allowed:.1g})"
 
@@ -69,40 +75,110 @@ def _shares_text(weights: tuple[tuple[float, ...], ...]) -> str:
     return f"each micro-batch counts ({'; '.join(ranks)}), right is 1"
 
 
-def first_difference(traces: Mapping[int, FigureTrace], reference: PlainReference) -> FirstDifference | None:
-    """Return the first place outside rounding over all ranks; None if there is none."""
+@dataclasses.dataclass(frozen=True)
+class _Deviation:
+    """A figure that is further from its basis than rounding allows."""
+
+    rank: int
+    place: Place
+    size: float
+    allowed: float
+    expected: np.ndarray[Any, Any]
+    basis: str = THE_REFERENCE
+
+
+def first_difference(
+    traces: Mapping[int, FigureTrace], reference: PlainReference, combination: Combination | None = None
+) -> FirstDifference | None:
+    """Return the first place outside rounding over all ranks; None if there is none.
+
+    With a combination the figures are also compared with earlier ones of the same ranks.
+    """
+    located = locate_differences(traces, reference, combination)
+    return located[0] if located else None
+
+
+def locate_differences(
+    traces: Mapping[int, FigureTrace], reference: PlainReference, combination: Combination | None = None
+) -> list[FirstDifference]:
+    """Return the first difference, and the first later one of another stage that it cannot have caused, if there are
+    any."""
     wrong = [
-        (place.order, rank, place, size)
+        _Deviation(rank, place, size, reference.allowed[rank][place], reference.traces[rank].figures[place])
         for rank, place, size in _differences(traces, reference)
         if size > reference.allowed[rank][place]
     ]
-    if not wrong:
-        return None
-    first = min(order for order, *_ in wrong)
-    entries = [entry for entry in wrong if entry[0] == first]
+    inconsistencies = list(_inconsistencies(traces, reference, combination)) if combination is not None else []
+    if not wrong and not inconsistencies:
+        return []
+    first = min(excess.place.order for excess in [*wrong, *inconsistencies])
+    entries = [excess for excess in wrong if excess.place.order == first]
+    located = [_describe(entries or _earliest(inconsistencies), traces, reference)]
+    stage = located[0].stage
+    if later := [excess for excess in inconsistencies if excess.place.order > first and excess.place.stage != stage]:
+        located.append(_describe(_earliest(later), traces, reference))
+    return located
+
+
+def _earliest(excesses: list[_Deviation]) -> list[_Deviation]:
+    first = min(excess.place.order for excess in excesses)
+    return [excess for excess in excesses if excess.place.order == first]
+
+
+def _inconsistencies(
+    traces: Mapping[int, FigureTrace], reference: PlainReference, combination: Combination
+) -> Iterator[_Deviation]:
+    for expectation in expect_figures(traces, reference, combination):
+        size = difference(traces[expectation.rank].figures[expectation.place], expectation.expected)
+        if size > expectation.allowed:
+            yield _Deviation(
+                expectation.rank, expectation.place, size, expectation.allowed, expectation.expected, expectation.basis
+            )
+
+
+def _describe(
+    entries: list[_Deviation], traces: Mapping[int, FigureTrace], reference: PlainReference
+) -> FirstDifference:
+    """Return the clearest of the differences of one place in the order."""
     # The forward pass has an order; of the rest the largest difference is the clearest.
-    _, rank, place, size = entries[0] if entries[0][2].stage == "forward" else max(entries, key=lambda entry: entry[3])
-    tensors = {entry[2] for entry in entries}
-    compared_tensors = {other_place for other_place in traces[rank].figures if other_place.order == first}
-    value, expected = traces[rank].figures[place], reference.traces[rank].figures[place]
+    clearest = entries[0] if entries[0].place.stage == "forward" else max(entries, key=lambda entry: entry.size)
+    place, trace = clearest.place, traces[clearest.rank]
+    value, expected = trace.figures[place], clearest.expected
+    compared_tensors = {other_place for other_place in trace.figures if other_place.order == place.order}
     return FirstDifference(
         place.step,
         place.stage,
         place.tensor,
-        rank,
-        size,
-        reference.allowed[rank][place],
-        len(tensors),
+        clearest.rank,
+        clearest.size,
+        clearest.allowed,
+        len({entry.place for entry in entries}),
         len(compared_tensors),
-        _factor(value, expected, reference.allowed[rank][place]),
-        _weights(entries, traces[rank], reference) if place.stage == "gradient" and place.step == 1 else None,
+        _factor(value, expected, clearest.allowed),
+        _weights(entries, trace, reference) if _is_of_micro_batches(clearest) else None,
         (value.shape, expected.shape) if value.shape != expected.shape else None,
+        clearest.basis,
     )
 
 
-def largest_share_of_limit(traces: Mapping[int, FigureTrace], reference: PlainReference) -> float:
+def _is_of_micro_batches(excess: _Deviation) -> bool:
+    """Whether a difference is that of a gradient whose micro-batches the reference has."""
+    return (excess.place.step, excess.place.stage, excess.basis) == (1, "gradient", THE_REFERENCE)
+
+
+def largest_share_of_limit(
+    traces: Mapping[int, FigureTrace], reference: PlainReference, combination: Combination | None = None
+) -> float:
     """Return the largest difference of a figure as a share of its limit, which rounding gives; above 1 it differs."""
-    return max(size / reference.allowed[rank][place] for rank, place, size in _differences(traces, reference))
+    shares = [size / reference.allowed[rank][place] for rank, place, size in _differences(traces, reference)]
+    if combination is not None:
+        for expectation in expect_figures(traces, reference, combination):
+            if expectation.allowed:
+                shares.append(
+                    difference(traces[expectation.rank].figures[expectation.place], expectation.expected)
+                    / expectation.allowed
+                )
+    return max(shares)
 
 
 def _differences(traces: Mapping[int, FigureTrace], reference: PlainReference) -> Iterator[tuple[int, Place, float]]:
@@ -127,10 +203,10 @@ def _factor(value: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], allowed
 
 
 def _weights(
-    wrong: Iterable[tuple[Any, int, Place, float]], trace: FigureTrace, reference: PlainReference
+    wrong: Iterable[_Deviation], trace: FigureTrace, reference: PlainReference
 ) -> tuple[tuple[float, ...], ...] | None:
     """Solve for the weight with which each micro-batch's gradient entered the wrong tensors; None if they do not."""
-    tensors = sorted({place.tensor for _, _, place, _ in wrong})
+    tensors = sorted({excess.place.tensor for excess in wrong})
     step = 1
     keys = sorted(reference.shares)
     # A rank with one of several experts has the gradient of that expert.

@@ -177,6 +177,7 @@ class _PlainTraining:
         ranks, micro_steps = combination.data_ranks, combination.micro_steps
         total: dict[str, torch.Tensor] = {}
         for rank in range(ranks):
+            rank_sums: dict[str, torch.Tensor] = {}
             for micro_step in range(micro_steps):
                 batch = tiny_model.make_batch(combination, step, micro_step, rank, ranks, seed=self._seed)
                 self._place = (step, rank) if micro_step == 0 else None
@@ -200,6 +201,11 @@ class _PlainTraining:
                     self._perturb(gradient)
                     mean = gradient / (ranks * micro_steps)
                     total[name] = total[name] + mean if name in total else mean
+                    rank_sums[name] = (
+                        rank_sums[name] + gradient / micro_steps if name in rank_sums else gradient / micro_steps
+                    )
+            for name, gradient in rank_sums.items():
+                self.traces[rank].note(Place(step, "local gradient", plain_name(name)), gradient)
         return total
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -28,6 +28,8 @@ class CombinationOutcome:
     line: str
     seconds: float
     difference: dict[str, Any] | None = None
+    # A later difference that the first cannot have caused, with its text.
+    besides: dict[str, Any] | None = None
     # Of an equal run just made: its largest difference as a share of the limit there.
     share_of_limit: float | None = dataclasses.field(default=None, compare=False)
 
@@ -44,7 +46,7 @@ class CombinationOutcome:
         return self.line == earlier.line
 
     def document(self) -> dict[str, Any]:
-        return {
+        document = {
             "features": list(self.combination.features),
             "kind": self.kind,
             "says": self.says,
@@ -52,6 +54,7 @@ class CombinationOutcome:
             "seconds": self.seconds,
             "difference": self.difference,
         }
+        return document | ({"besides": self.besides} if self.besides is not None else {})
 
     @classmethod
     def read_document(cls, document: dict[str, Any]) -> CombinationOutcome:
@@ -146,6 +149,7 @@ class CombinationSession(RankServer):
             fields.get("line", ""),
             fields["seconds"],
             fields.get("difference"),
+            fields.get("besides"),
             fields.get("share_of_limit"),
         )
 

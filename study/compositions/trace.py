@@ -13,8 +13,23 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-# The order within a step; `resumed` are the weights after a checkpoint was loaded.
-STAGES = ("forward", "loss", "gradient", "norm", "update", "weight", "evaluation", "resumed")
+# The order within a step. `local gradient` is that of one rank's micro-batches, before ranks reduce it to `gradient`;
+# `resumed` are the weights after a checkpoint was loaded, `resumed master` the same in fp32.
+STAGES = (
+    "forward",
+    "loss",
+    "local gradient",
+    "gradient",
+    "norm",
+    "update",
+    "weight",
+    "evaluation",
+    "resumed",
+    "resumed master",
+)
+# What own_figures.py compares those with: fp32 weights before a checkpoint is loaded, and half a unit in the last place
+# of the type in which ranks reduce.
+BASES = ("saved master", "reduction rounding")
 # Prefixes that wrappers add to the names of parameters and modules.
 _WRAPPERS = re.compile(
     r"\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|_orig_mod|base_model\.model)\."
@@ -44,7 +59,7 @@ class Place:
 
     @property
     def order(self) -> tuple[int, int]:
-        return self.step, STAGES.index(self.stage)
+        return self.step, (STAGES + BASES).index(self.stage)
 
     @classmethod
     def parse(cls, key: str) -> Place:
@@ -100,3 +115,48 @@ def watch_modules(
     for name, module in model.named_modules():
         if re.search(r"(embed_tokens|embed_positions|layers\.\d+|final_layer_norm|lm_head)$", name):
             module.register_forward_hook(watch(plain_name(name)))
+
+
+class LocalGradients:
+    """Sums of a rank's gradients by plain name, from hooks on weights: before any engine reduces them.
+
+    `replaces_weights`: the engine computes with other tensors than the model's, as FSDP does, and each layer's hook is
+    set before it computes. Under stage 3 reading a layer's weight at that time would gather it.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, replaces_weights: bool = False) -> None:
+        from torch.utils.weak import WeakIdKeyDictionary
+
+        self._sums: dict[str, torch.Tensor] = {}
+        self._hooked: Any = WeakIdKeyDictionary()
+        # A tied weight has one name, that of its first layer.
+        plain_names = {weight: plain_name(name) for name, weight in model.named_parameters()}
+        if not replaces_weights:
+            for weight, name in plain_names.items():
+                self._watch(weight, name)
+            return
+        for module in model.modules():
+            layer_names = {name: plain_names[weight] for name, weight in module.named_parameters(recurse=False)}
+            if layer_names:
+                module.register_forward_pre_hook(self._make_hook(layer_names))
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Return the sums since the last call."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+    def _make_hook(self, layer_names: dict[str, str]) -> Any:
+        def watch_weights(module: torch.nn.Module, inputs: Any) -> None:
+            for attribute, name in layer_names.items():
+                self._watch(getattr(module, attribute), name)
+
+        return watch_weights
+
+    def _watch(self, weight: torch.Tensor, name: str) -> None:
+        if weight.requires_grad and weight not in self._hooked:
+            self._hooked[weight] = name
+            weight.register_hook(lambda gradient: self._add(name, gradient))
+
+    def _add(self, name: str, gradient: torch.Tensor) -> None:
+        exact = gradient.detach().double()
+        self._sums[name] = self._sums[name] + exact if name in self._sums else exact.clone()

@@ -15,6 +15,7 @@ from study.compositions.session import CombinationSession
 from study.config.places import REPOSITORY
 
 FAULTS_FILE = REPOSITORY / "tests" / "probes" / "replanted.py"
+GRADIENT_FAULTS_FILE = REPOSITORY / "tests" / "probes" / "planted_gradients.py"
 REPLANTED = json.loads((REPOSITORY / "reports" / "compositions" / "replanted.json").read_text(encoding="utf-8"))
 
 
@@ -36,6 +37,7 @@ def session() -> Iterator[CombinationSession]:
         "zero3,cpu_adam,optimizer_cpu,zenflow",
         "fsdp2,tp",
         "fsdp2,cp",
+        "fsdp2,accelerate,autocast",
     ],
 )
 def test_an_engine_trains_as_one_process(session: CombinationSession, features: str) -> None:
@@ -67,6 +69,58 @@ def test_a_replanted_fault_is_found_where_it_shows(session: CombinationSession, 
     result = session.run_with_fault(combination, f"{FAULTS_FILE}:{name}")
     assert result.kind == row["with"]
     assert result.says == row["says"]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "zero2", "zero3"])
+def test_a_fault_of_the_backward_pass_is_in_a_rank_s_gradient_before_reduction(
+    session: CombinationSession, engine: str
+) -> None:
+    combination = make_combination([engine, "accumulation"])
+    result = session.run_with_fault(combination, f"{GRADIENT_FAULTS_FILE}:backward")
+    assert result.difference is not None
+    assert (result.difference["stage"], result.difference["rank"]) == ("local gradient", 1)
+    assert result.says == (
+        "step 1, local gradient of model.decoder.embed_positions.weight: 2 times the reference"
+    ) or result.says.startswith("step 1, local gradient of model.decoder.embed_positions.weight and")
+    # The reduction gives what these gradients should give.
+    assert result.besides is None
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+def test_a_fault_of_the_reduction_is_in_the_gradient_after_it(session: CombinationSession, engine: str) -> None:
+    combination = make_combination([engine])
+    result = session.run_with_fault(combination, f"{GRADIENT_FAULTS_FILE}:reduction")
+    assert result.difference is not None
+    assert result.difference["stage"] == "gradient"
+    assert result.difference["factor"] == pytest.approx(2, rel=1e-3)
+
+
+def test_watching_gradients_leaves_the_engine_s_gathers_as_they_are(session: CombinationSession) -> None:
+    """Stage 3 gathers a weight when a forward hook reads it, and would not use the wrong secondary shard."""
+    row = next(row for row in REPLANTED["faults"] if row["name"] == "hpz_keeps_the_old_shard")
+    result = session.run_with_fault(make_combination(row["features"].split(",")), f"{FAULTS_FILE}:{row['name']}")
+    assert result.difference is not None
+    assert (result.difference["step"], result.difference["stage"]) == (3, "forward")
+
+
+# Before, they were found at the wrong place, or another fault of the installed release came first.
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("stage0_bf16_saves_as_zero", "resumed master of "),
+        ("frozen_weights_have_masters", "of the first weights"),
+        ("muon_in_each_micro_step", "step 1, gradient of "),
+        ("reduced_in_the_weights_dtype", "of the mean of the ranks' gradients"),
+    ],
+)
+def test_a_replanted_fault_is_found_by_earlier_figures_of_the_same_ranks(
+    session: CombinationSession, name: str, says: str
+) -> None:
+    row = next(row for row in REPLANTED["faults"] if row["name"] == name)
+    assert row["located"]
+    result = session.run_with_fault(make_combination(row["features"].split(",")), f"{FAULTS_FILE}:{name}")
+    assert says in (result.says if result.besides is None else result.besides["says"])
+    assert row["says"] in (result.says, result.besides["says"] if result.besides is not None else "")
 
 
 def test_a_verified_combination_names_what_accelerate_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:

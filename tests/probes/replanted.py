@@ -36,7 +36,16 @@ class Fault:
     fixed_in: str  # first release with the fix; "" if not known
     title: str  # what goes wrong
     features: tuple[str, ...]  # a combination that shows it
-    shows: str  # where first: forward | gradient | norm | update | weights | resume | crash
+    shows: str  # where first: forward | local gradient | gradient | norm | update | weights | resume | crash
+    plant: Callable[[], None]
+    given: str = ""  # a name in SETTINGS: what the combination needs besides, also without the fault
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a fault needs besides its features, and how to set it."""
+
+    title: str
     plant: Callable[[], None]
 
 
@@ -143,6 +152,40 @@ _EXPERTS_BY_THEIR_OWN_GROUP = """if bucket.has_moe_params:
                 self.get_gradient_for_reduction(param).data.div_(dist.get_world_size(group=process_group))
 """
 
+
+def _communicate_in_fp32() -> None:
+    """Set communication_data_type, which fp32 gradients leave at the type of the weights, to fp32."""
+    import torch
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    initialize = DeepSpeedConfig._initialize_params
+
+    def initialize_with_fp32(self, *arguments) -> None:
+        initialize(self, *arguments)
+        self.communication_data_type = torch.float32
+
+    DeepSpeedConfig._initialize_params = initialize_with_fp32
+
+
+def _optimize_all_weights() -> None:
+    """Give the optimizer frozen weights, too, as `model.parameters()` does."""
+    from study.compositions import engines
+
+    make_optimizer = engines.make_optimizer
+
+    def make_with_frozen_weights(combination, model):
+        optimizer = make_optimizer(combination, model)
+        optimizer.param_groups[0]["params"] += [weight for weight in model.parameters() if not weight.requires_grad]
+        return optimizer
+
+    engines.make_optimizer = make_with_frozen_weights
+
+
+SETTINGS: dict[str, Setting] = {
+    "fp32_communication": Setting("communication_data_type is fp32", _communicate_in_fp32),
+    "all_weights_in_the_optimizer": Setting("the optimizer has frozen weights, too", _optimize_all_weights),
+}
+
 _FAULTS = (
     Fault(
         "divided_twice",
@@ -151,7 +194,7 @@ _FAULTS = (
         "0.19.6",
         "a gradient that comes through two outputs of the model is divided by the accumulation steps twice",
         ("zero1", "accumulation"),
-        "gradient",
+        "local gradient",
         _all_of(
             _replaced(
                 _ENGINE,
@@ -371,7 +414,7 @@ _FAULTS = (
         "0.19.2",
         "stage 0 in 16 bits gives frozen weights of the optimizer's groups masters, which weight decay moves",
         ("zero0", "bf16", "frozen"),
-        "update",
+        "weights",
         _all_of(
             *(
                 _replaced(
@@ -386,6 +429,7 @@ _FAULTS = (
                 )
             )
         ),
+        "all_weights_in_the_optimizer",
     ),
     Fault(
         "bf16_optimizer_has_no_loss_scaler",
@@ -605,6 +649,7 @@ _FAULTS = (
             "g.to(self.gradient_accumulation_dtype)",
             "g.to(self.dtype)",
         ),
+        "fp32_communication",
     ),
     Fault(
         "accumulation_of_the_configuration",

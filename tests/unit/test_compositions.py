@@ -47,12 +47,12 @@ from study.compositions.features import (
     read_rules,
 )
 from study.compositions.groups import ContextRing, make_group
-from study.compositions.locate import first_difference, largest_share_of_limit
+from study.compositions.locate import first_difference, largest_share_of_limit, locate_differences
 from study.compositions.matrix import Matrix
 from study.compositions.reference import PlainReference, make_reference, reference_key
 from study.compositions.session import CombinationOutcome
 from study.compositions.tiny_model import make_batch
-from study.compositions.trace import FigureTrace, Place, plain_name
+from study.compositions.trace import STAGES, FigureTrace, LocalGradients, Place, plain_name
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.config.strategies import STUDIED_STRATEGIES
@@ -252,6 +252,98 @@ def test_a_gradient_of_a_quarter_is_named_with_its_factor(reference: PlainRefere
     assert (mismatch.step, mismatch.stage) == (1, "gradient")
     assert mismatch.factor == pytest.approx(0.25, rel=1e-3)
     assert "0.25 times the reference" in mismatch.describe
+
+
+def with_reduction_type(reference: PlainReference, half_ulp: float = 2.0**-24) -> dict[int, FigureTrace]:
+    """Return the traces of an engine that is right."""
+    traces = {rank: FigureTrace(dict(trace.figures)) for rank, trace in reference.traces.items()}
+    for trace in traces.values():
+        for step in (1, 2, 3):
+            trace.figures[Place(step, "reduction rounding")] = np.array(half_ulp)
+    return traces
+
+
+def test_gradients_before_reduction_precede_those_after_it(reference: PlainReference) -> None:
+    order = ["forward", "local gradient", "gradient", "norm", "update", "weight"]
+    assert [stage for stage in STAGES if stage in order] == order
+    combination = make_combination(["zero2", "accumulation"])
+    assert locate_differences(with_reduction_type(reference), reference, combination) == []
+    assert largest_share_of_limit(with_reduction_type(reference), reference, combination) < 1
+    tensor = "model.decoder.layers.1.fc2.weight"
+    # A backward pass that is wrong on rank 1, and a reduction that is right.
+    traces = with_reduction_type(reference)
+    wrong = 3 * traces[1].figures[Place(1, "local gradient", tensor)]
+    traces[1].figures[Place(1, "local gradient", tensor)] = wrong
+    mean = (traces[0].figures[Place(1, "local gradient", tensor)] + wrong) / 2
+    for trace in traces.values():
+        trace.figures[Place(1, "gradient", tensor)] = mean
+    backward, *further = locate_differences(traces, reference, combination)
+    assert (backward.stage, backward.rank, further) == ("local gradient", 1, [])
+    assert backward.describe == f"step 1, local gradient of {tensor}: 3 times the reference"
+    # The same gradients, reduced wrongly besides.
+    for trace in traces.values():
+        trace.figures[Place(1, "gradient", tensor)] = 2 * mean
+    backward, reduction = locate_differences(traces, reference, combination)
+    assert backward.stage == "local gradient"
+    assert reduction.describe == f"step 1, gradient of {tensor}: 2 times the mean of the ranks' gradients"
+
+
+def test_a_rounding_that_the_reduction_s_type_does_not_have_is_a_difference(reference: PlainReference) -> None:
+    """Below the limit of the reference in 16 bits, and above that of fp32."""
+    combination = make_combination(["zero2", "accumulation"])
+    tensor = "model.decoder.layers.1.fc2.weight"
+    for half_ulp, count in ((2.0**-24, 1), (2.0**-9, 0)):
+        traces = with_reduction_type(reference, half_ulp)
+        allowed = {rank: dict.fromkeys(by_place, 2.0 ** (-5)) for rank, by_place in reference.allowed.items()}
+        for trace in traces.values():
+            trace.figures[Place(1, "gradient", tensor)] = trace.figures[Place(1, "gradient", tensor)] * (1 + 2.0**-9)
+        coarse = PlainReference(reference.traces, allowed, reference.shares)
+        located = locate_differences(traces, coarse, combination)
+        assert [(mismatch.stage, mismatch.tensor) for mismatch in located] == [("gradient", tensor)] * count
+
+
+def test_a_frozen_weight_that_moves_is_found_besides_a_wrong_update() -> None:
+    combination = make_combination(["zero1", "frozen"])
+    reference = make_reference(combination)
+    traces = with_reduction_type(reference)
+    frozen, trained = "model.decoder.layers.0.fc1.weight", "model.decoder.layers.1.fc1.weight"
+    for trace in traces.values():
+        trace.figures[Place(1, "update", trained)] = 2 * trace.figures[Place(1, "update", trained)]
+        # Less than rounding allows of a trained weight.
+        trace.figures[Place(1, "weight", frozen)] = trace.figures[Place(1, "weight", frozen)] * (1 + 1e-7)
+    first, besides = locate_differences(traces, reference, combination)
+    assert (first.stage, first.tensor) == ("update", trained)
+    assert besides.describe.startswith(f"step 1, weight of {frozen}: ")
+    assert besides.basis == "the first weights"
+
+
+def test_a_checkpoint_that_loses_weights_is_found_besides_a_wrong_update() -> None:
+    combination = make_combination(["zero1", "resume"])
+    reference = make_reference(combination)
+    tensor = "model.decoder.layers.1.fc1.weight"
+    for loaded, names in ((1.0, []), (1.5, ["resumed master"])):
+        traces = with_reduction_type(reference)
+        for trace in traces.values():
+            trace.figures[Place(1, "update", tensor)] = 2 * trace.figures[Place(1, "update", tensor)]
+            saved = trace.figures[Place(2, "weight", tensor)]
+            trace.figures[Place(2, "saved master", tensor)] = saved
+            trace.figures[Place(2, "resumed master", tensor)] = loaded * saved
+        first, *besides = locate_differences(traces, reference, combination)
+        assert first.stage == "update"
+        assert [mismatch.stage for mismatch in besides] == names
+
+
+@pytest.mark.parametrize("replaces_weights", [False, True])
+def test_local_gradients_of_a_tied_weight_are_added_once_per_backward_pass(replaces_weights: bool) -> None:
+    layer = torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.Sequential(layer, torch.nn.ReLU(), torch.nn.Linear(2, 2, bias=False))
+    model[2].weight = layer.weight
+    gradients = LocalGradients(model, replaces_weights=replaces_weights)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    (sums,) = gradients.take().values()
+    assert torch.equal(sums, layer.weight.grad.double())
+    assert gradients.take() == {}
 
 
 def test_a_rank_whose_micro_batches_are_missing_is_named(reference: PlainReference) -> None:
@@ -485,10 +577,9 @@ def test_the_recorded_recall() -> None:
     faults = REPLANTED["faults"]
     assert len(faults) >= 25
     assert not any(row["alarm"] for row in faults)
-    # The others need a setting that no feature has.
     assert sum(row["found"] for row in faults) >= 0.9 * len(faults)
-    # One of them is found at a later place than it arises.
-    assert sum(row["located"] for row in faults) >= sum(row["found"] for row in faults) - 1
+    assert sum(row["located"] for row in faults) >= 0.9 * len(faults)
+    assert [row["name"] for row in faults if not row["located"]] == []
     # Each group of ranks that share samples has one: tensors, sequences by Ulysses, sequences by a ring.
     divided = {level for row in faults for level in row["features"].split(",") if level in ("tp", "ulysses", "cp")}
     assert divided == {"tp", "ulysses", "cp"}

@@ -354,7 +354,7 @@ def _restored_faults_table(faults: Iterable[dict[str, Any]]) -> pd.DataFrame:
             {
                 "Fault": row["title"],
                 "Fixed by": f"https://github.com/{repositories[row['package']]}/pull/{row['pull']}",
-                "Combination": f"`{row['features']}`",
+                "Combination": f"`{row['features']}`" + f"; {row['given']}" * bool(row["given"]),
                 "Outcome": row["with"] if row["found"] else "not found",
                 "Message": _shortened(row["says"]) if row["found"] else "\N{EN DASH}",
             }
