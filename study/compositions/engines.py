@@ -268,7 +268,7 @@ class DeepSpeedLoop(Loop):
 
     @property
     def reduction_type(self) -> str:
-        if self.combination.has("autocast_modules"):
+        if self.combination.has("autocast", "autocast_modules"):
             return "bfloat16"
         return str(self.engine.communication_data_type).removeprefix("torch.")
 
@@ -435,8 +435,9 @@ class TorchLoop(Loop):
 
     @property
     def reduction_type(self) -> str:
-        # FSDP1 and FSDP2 reduce in the type of the weights that compute, unless reduce_dtype is set.
-        return "bfloat16" if self.combination.has("bf16") else "float32"
+        # FSDP1 and FSDP2 reduce in the type of the weights that compute, unless reduce_dtype is set. Accelerate's mixed
+        # precision is a policy of FSDP with 16-bit weights.
+        return "bfloat16" if self.combination.has("bf16", "autocast") else "float32"
 
     def save(self) -> None:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -569,8 +570,9 @@ class AccelerateTorchLoop(_AccelerateLoop):
 
     @property
     def reduction_type(self) -> str:
-        # FSDP1 and FSDP2 reduce in the type of the weights that compute, unless reduce_dtype is set.
-        return "bfloat16" if self.combination.has("bf16") else "float32"
+        # FSDP1 and FSDP2 reduce in the type of the weights that compute, unless reduce_dtype is set. Accelerate's mixed
+        # precision is a policy of FSDP with 16-bit weights.
+        return "bfloat16" if self.combination.has("bf16", "autocast") else "float32"
 
 
 class AccelerateDeepSpeedLoop(_AccelerateLoop):

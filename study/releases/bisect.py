@@ -226,7 +226,7 @@ def print_bisected(
 ) -> int:
     """Print the boundaries of a bad span with its changes; return exit status 1 if no release is bad.
 
-    `subject`: what is bisected, as JSON has it.
+    `subject`: the bisected strategy or features, as JSON has them.
     """
     releases = releases_between(options.between)
     result = bisect(releases, judge.is_bad)

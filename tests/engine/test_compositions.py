@@ -38,6 +38,7 @@ def session(one_server: None) -> Iterator[CombinationSession]:
         "zero3,cpu_adam,optimizer_cpu,zenflow",
         "fsdp2,tp",
         "fsdp2,cp",
+        "fsdp2,accelerate,autocast",
     ],
 )
 def test_an_engine_trains_as_one_process(session: CombinationSession, features: str) -> None:
@@ -88,7 +89,7 @@ def test_a_fault_of_the_backward_pass_is_in_a_rank_s_gradient_before_reduction(
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
 def test_a_fault_of_the_reduction_is_in_the_gradient_after_it(session: CombinationSession, engine: str) -> None:
-    combination = make_combination([engine, "accumulation"])
+    combination = make_combination([engine])
     result = session.run_with_fault(combination, f"{GRADIENT_FAULTS_FILE}:reduction")
     assert result.difference is not None
     assert result.difference["stage"] == "gradient"

@@ -75,7 +75,7 @@ class Job:
     def ended(self) -> str:
         """Return the job's last state. `sbatch --wait` would poll only every ten seconds."""
         states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL")
-        # Each look starts scontrol, beside ranks that need the cores.
+        # Each look starts scontrol, while ranks need the cores.
         return str(wait_until(lambda: state if (state := self.fact("JobState")) in states else None, 240, pause=0.5))
 
 

@@ -54,7 +54,7 @@ def _add_instead_of_averaging() -> None:
     def average_doubled(self, tensor, communication_data_type) -> None:
         average(self, tensor.mul_(torch.distributed.get_world_size()), communication_data_type)
 
-    DistributedDataParallel.__init__ = initialize_with_sums
+    DistributedDataParallel.__init__ = initialize_with_sums  # type: ignore[method-assign]
     DeepSpeedZeroOptimizer.average_tensor = average_doubled
     _fsdp_collectives._get_gradient_divide_factors = lambda *arguments, **keywords: (
         None,

@@ -113,7 +113,7 @@ def test_labels_of_points_do_not_overlap_and_of_many_points_only_the_best_have_o
 
 
 def test_a_layout_clips_no_arrow_and_leaves_each_with_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_arrow: FancyArrowPatch, *_: object) -> None:
+    def fail_at_arrow(_arrow: FancyArrowPatch, *_: object) -> None:
         raise AssertionError("an arrow needs no space in a layout")
 
     figure, (axes,) = canvas.sheet(3)
@@ -121,7 +121,7 @@ def test_a_layout_clips_no_arrow_and_leaves_each_with_its_label(monkeypatch: pyt
     canvas.label_ends(axes, [canvas.EndLabel(1, 1, "one", "#000000"), canvas.EndLabel(1, 0.99, "two", "#000000")])
     notes = [text for text in axes.texts if isinstance(text, Annotation)]
     arrows = [(note.arrowprops, note.arrow_patch) for note in notes]
-    monkeypatch.setattr(FancyArrowPatch, "get_window_extent", refuse)
+    monkeypatch.setattr(FancyArrowPatch, "get_window_extent", fail_at_arrow)
     canvas.finish(figure, "A title", "a subject", "", "words")
     canvas.as_png(figure)
     assert [(note.arrowprops, note.arrow_patch) for note in notes] == arrows

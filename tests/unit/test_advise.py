@@ -890,7 +890,7 @@ def test_speeds_have_one_base_and_a_slow_plain_training_has_its_reason() -> None
 def test_a_limit_is_printed_as_it_was_given() -> None:
     page = print_page("qwen2.5-7b", "4x4090", "--host_memory", "128")
     assert "do not fit 128 GiB of host memory a node: " in page
-    # By the option's memory, whatever its reason says.
+    # By the option's memory, not by its reason.
     advice = ask("qwen2.5-7b", "4x4090", "--host_memory", "128")
     left_out = [dataclasses.replace(option, why="") for option in advice.options if not option.fits]
     lines = list(advise_command._left_out_lines(left_out, left_out[0].request.box))

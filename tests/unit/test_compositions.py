@@ -342,6 +342,7 @@ def test_local_gradients_of_a_tied_weight_are_added_once_per_backward_pass(repla
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
     (sums,) = gradients.take().values()
+    assert layer.weight.grad is not None
     assert torch.equal(sums, layer.weight.grad.double())
     assert gradients.take() == {}
 

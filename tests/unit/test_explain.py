@@ -676,12 +676,12 @@ def test_a_model_counts_as_compiled_where_the_launcher_tells_its_processes(
     options, *_ = _validate_launch_command(options)
     # As deepspeed_launcher sets it.
     options.deepspeed_fields_from_accelerate_config = ""
-    is_told = environment(options).get("ACCELERATE_DYNAMO_BACKEND") == "INDUCTOR"
+    reaches_processes = environment(options).get("ACCELERATE_DYNAMO_BACKEND") == "INDUCTOR"
     case = resolve(read_user_file(str(file)), model_shape(LLAMA_8B), 2, ProgramSettings(), to_box("2xH100"))
-    assert case.request.compiled == is_told
+    assert case.request.compiled == reaches_processes
     lost = [finding.key for finding in findings(case) if "dynamo" in finding.key]
-    assert lost == ([] if is_told else [form.partition(":")[0]])
-    assert is_told == (engine != "DEEPSPEED")
+    assert lost == ([] if reaches_processes else [form.partition(":")[0]])
+    assert reaches_processes == (engine != "DEEPSPEED")
 
 
 def test_muon_at_stage_3_is_refused_with_the_default_reduce_scatter_as_the_engine_does(tmp_path: Path) -> None:

@@ -377,7 +377,7 @@ def _feature_table() -> pd.DataFrame:
 
 
 def _exclusions_table() -> pd.DataFrame:
-    """Return the features that no run combines, and the file of an engine whose line says why."""
+    """Return the features that no run combines, and the file of the engine with the line of the reason."""
     return pd.DataFrame(
         [
             {

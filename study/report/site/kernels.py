@@ -37,7 +37,7 @@ def preload() -> None:
     """Import the libraries of notebooks; matplotlib reads its fonts, too."""
     for module in _MODULES:
         importlib.import_module(module)
-    # A collection of garbage in a kernel would read, and so copy, what the libraries have made.
+    # A collection of garbage in a kernel would read, and so copy, the objects of the libraries.
     gc.freeze()
 
 
