@@ -55,6 +55,8 @@ def plan_runs(matrix: Matrix, count: int, seed: int, rows: Mapping[str, Mapping[
 def make_row(outcome: CombinationOutcome, seed: int) -> dict[str, Any]:
     """Return the row of a run: how near it came to an alarm, or its first difference or error."""
     row: dict[str, Any] = {"features": outcome.combination.name, "seed": seed, "kind": outcome.kind}
+    # Earlier rows precede this comparison.
+    row["local_gradients"] = True
     if outcome.share_of_limit is not None:
         return row | {"share_of_limit": float(f"{outcome.share_of_limit:.2g}")}
     return row | {"says": outcome.says, "line": outcome.line}

@@ -331,6 +331,17 @@ class DeepSpeedLoop(Loop):
         self.engine.load_checkpoint(str(self.folder / "checkpoint"))
 
 
+def _fsdp_reduction_type(combination: Combination) -> str:
+    """Return the coarser of the types in which FSDP adds micro-batches and reduces.
+
+    It reduces in the type of the weights that compute, unless reduce_dtype is set; Accelerate's mixed precision is a
+    policy of FSDP with 16-bit weights. FSDP1 adds the micro-batches in the type of these weights, whatever reduce_dtype
+    is (_post_backward_hook in torch's _runtime_utils.py).
+    """
+    adds_in_16_bits = combination.has("fsdp1") and combination.has("fp32_accumulation") and combination.micro_steps > 1
+    return "bfloat16" if combination.has("bf16", "autocast") or adds_in_16_bits else "float32"
+
+
 class TorchLoop(Loop):
     """torch's own DDP, FSDP1, FSDP2 or a mesh of it."""
 
@@ -435,9 +446,7 @@ class TorchLoop(Loop):
 
     @property
     def reduction_type(self) -> str:
-        # FSDP1 and FSDP2 reduce in the type of the weights that compute, unless reduce_dtype is set. Accelerate's mixed
-        # precision is a policy of FSDP with 16-bit weights.
-        return "bfloat16" if self.combination.has("bf16", "autocast") else "float32"
+        return _fsdp_reduction_type(self.combination)
 
     def save(self) -> None:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -570,9 +579,7 @@ class AccelerateTorchLoop(_AccelerateLoop):
 
     @property
     def reduction_type(self) -> str:
-        # FSDP1 and FSDP2 reduce in the type of the weights that compute, unless reduce_dtype is set. Accelerate's mixed
-        # precision is a policy of FSDP with 16-bit weights.
-        return "bfloat16" if self.combination.has("bf16", "autocast") else "float32"
+        return _fsdp_reduction_type(self.combination)
 
 
 class AccelerateDeepSpeedLoop(_AccelerateLoop):

@@ -42,6 +42,8 @@ FLAGS = _by_name(
         "--chunked_loss": "liger use_liger use_liger_kernel",
         "--with_reference": "dpo grpo ref_model",
         "--gradient_checkpointing": "activation_checkpointing recompute",
+        "--compile": "torch_compile",
+        "--attn_implementation sdpa": "attention attn attn_impl",
     }
 )
 VALUES = {
@@ -96,7 +98,6 @@ _FILES = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config",
 # The calculator's page lists them, too.
 NOT_MODELLED = _by_name(
     {
-        "torch.compile": "compile torch_compile",
         "fp8": "fp8",
         "DoRA": "dora use_dora",
         "tensor parallelism": "tp",

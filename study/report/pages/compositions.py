@@ -327,6 +327,7 @@ def _clean_counts(clean: dict[str, Any]) -> dict[str, Any]:
         "clean_alarms": alarms,
         "clean_faults": faults,
         "clean_bound": format(share_upper_bound(alarms, len(runs) - faults), ".1%"),
+        "clean_local": sum(row.get("local_gradients", False) for row in runs),
         "clean_nearest": format(max(row["share_of_limit"] for row in runs if row["kind"] == "equal"), ".0%"),
     }
 
