@@ -146,7 +146,11 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     untested = find_untested(document, stack)
     notes = [untested] if untested else []
     if untested and stack.deepspeed not in tested and not faults:
-        notes += _neighbours_note(stack, tested)
+        # A release of the grid may not run with these packages, or without this strategy.
+        ran = [
+            name for name in tested if find_untested(document, dataclasses.replace(stack, deepspeed=name)) is None
+        ]
+        notes += _neighbours_note(stack, ran)
     if is_default and not package_version("deepspeed"):
         notes.append("not installed here, but the newest tested")
     daggered = {name for row in _fault_rows(document, stack) for name in row["from_source"]}

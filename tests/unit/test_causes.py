@@ -127,3 +127,11 @@ def test_without_its_lines_a_cause_is_gone(name: str) -> None:
     else:
         assert [is_right(row) for row in as_released] == [False if name in CAUSES else None]
         assert [is_right(row) for row in edited] == [True]
+
+
+def test_a_neighbour_that_did_not_run_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    # 0.14.0 does not run with the packages of the test.
+    for release, is_between in (("0.14.4", False), ("0.17.3", True)):
+        packages = ["--accelerate", "1.15.0", "--torch", "2.13.0"]
+        assert main(["releases", release, "zero3", *packages]) == 3
+        assert ("on either side were, without a fault" in capsys.readouterr().out) == is_between
