@@ -386,6 +386,8 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
         notes.append(
             f"{device.name}'s best matrix product is not published: {MEASURED_OVER_PEAK:.0%} of its peak is assumed"
         )
+    if device.names and device.compute_capability is None and not request.box.is_cpu_only:
+        notes.append(f"no published run on {device.name} validates this time")
     if memory is not None and device.memory_gib and device_bytes(memory) > usable_bytes(request.box):
         notes.append(f"this does not fit: the time assumes more memory of each {device.name}")
     notes += _offload_notes(request, total)

@@ -147,9 +147,7 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     notes = [untested] if untested else []
     if untested and stack.deepspeed not in tested and not faults:
         # A release of the grid may not run with these packages, or without this strategy.
-        ran = [
-            name for name in tested if find_untested(document, dataclasses.replace(stack, deepspeed=name)) is None
-        ]
+        ran = [name for name in tested if find_untested(document, dataclasses.replace(stack, deepspeed=name)) is None]
         notes += _neighbours_note(stack, ran)
     if is_default and not package_version("deepspeed"):
         notes.append("not installed here, but the newest tested")

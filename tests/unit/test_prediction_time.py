@@ -378,3 +378,13 @@ def test_a_step_that_waits_for_the_cpu_says_so() -> None:
     # A launch that waits takes the same time with twice the tokens.
     twice = predict_time(make_request(shape=model_shape("gpt2"), strategy=read_strategy("single"), micro_batch=2))
     assert twice.step_s.value == pytest.approx(small.step_s.value, rel=0.01)
+
+
+def test_a_device_without_published_runs_is_named() -> None:
+    shape, strategy = model_shape("qwen3-14b"), read_strategy("zero1")
+    request = Request(shape, strategy, to_box("8xMI300X"), 2048, 1, 1, "bf16", False, "sdpa")
+    note = "no published run on MI300X validates this time"
+    assert note in predict_time(request).notes
+    assert note not in predict_time(dataclasses.replace(request, box=to_box("8xH200"))).notes
+    # 51 % of its peak, by the table that has the other devices' rates.
+    assert request.box.device.matmul_tflops["bf16"] / request.box.device.peak_tflops["bf16"] < 0.52
