@@ -9,7 +9,7 @@ import re
 from study.config.text import percent, rounded
 from study.host.memory import GIB
 from study.predictor.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
-from study.workloads.presets import PRESETS, known_models
+from study.workloads.presets import PRESETS
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
@@ -178,12 +178,11 @@ def find_logits(size: int, rounding: int = 0) -> list[Logits]:
 
 @functools.cache
 def _vocabularies() -> dict[int, str]:
-    """Return the vocabularies of known models, each with one that has it."""
-    models = {name: preset.architecture for name, preset in PRESETS.items()}
-    models |= {name: model.config for name, model in known_models().items()}
+    """Return the vocabularies of presets, each with one that has it: with those of all known models more sizes match by
+    chance."""
     sizes: dict[int, str] = {}
-    for name, config in models.items():
-        size = config.get("vocab_size", 0)
+    for name, preset in PRESETS.items():
+        size = preset.architecture.get("vocab_size", 0)
         odd_part = size // (size & -size) if size else 0
         if size >= _MIN_VOCABULARY and odd_part >= _MIN_ODD_PART:
             sizes.setdefault(size, name)
