@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -437,7 +436,6 @@ def test_the_runs_of_a_matrix_are_read_at_most_once_whatever_the_number_of_files
         return read(file)
 
     monkeypatch.setattr(Matrix, "read", count)
-    monkeypatch.setattr("study.advisor.explain_combinations._read_matrix", functools.cache(count))
     stored_evidence()
     reads.clear()
     combination = make_combination(ZENFLOW.split(","))
