@@ -178,8 +178,8 @@ def find_logits(size: int, rounding: int = 0) -> list[Logits]:
 
 @functools.cache
 def _vocabularies() -> dict[int, str]:
-    """Return the vocabularies of presets, each with one that has it: with those of all known models more sizes match by
-    chance."""
+    """Return the vocabularies of presets, each with one that has it: with those of all known models more sizes match
+    without a cause."""
     sizes: dict[int, str] = {}
     for name, preset in PRESETS.items():
         size = preset.architecture.get("vocab_size", 0)

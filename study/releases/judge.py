@@ -364,11 +364,12 @@ def judge_rows(
     document: Mapping[str, Any], stack: JudgedStack, rows: Sequence[Mapping[str, str]]
 ) -> tuple[list[list[str]], dict[str, Cause]]:
     """Return the texts of rows of the grid, of one strategy if one was asked for, and their faults by letter."""
-    by_letter = dict(shown_causes(document, rows, stack.precision, with_muon=not stack.strategy))
     if not stack.strategy:
-        return grid_cells(rows), by_letter
+        return grid_cells(rows), dict(shown_causes(document, rows, stack.precision, with_muon=True))
     cells, letters = strategy_cells(document, stack, [row["DeepSpeed"] for row in rows])
-    return cells, {letter: cause for letter, cause in by_letter.items() if letter in letters}
+    # Also those of precisions that the grid does not have.
+    by_cause = {document["letters"].get(cause.id): cause for cause in read_causes()}
+    return cells, {letter: by_cause[letter] for letter in sorted(letters)}
 
 
 def grid_cells(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
