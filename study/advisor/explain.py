@@ -80,7 +80,7 @@ _FALLS_TO = 2 / 3
 # The peak falls with more ranks if twice as many have less than this fraction of it.
 _FALLS = 0.95
 # Rules of settings that DeepSpeed's reader accepts and with which a run ends all the same.
-_LATE_ERRORS = (WRONG_ARGUMENT, ENDS_WITH_ERROR)
+LATE_ERRORS = (WRONG_ARGUMENT, ENDS_WITH_ERROR)
 # Flags with a default, which a trainer's file replaces.
 _WITH_DEFAULT = ("peft", "optimizer", "quantization", "attn_implementation", "loss_kernel")
 
@@ -438,10 +438,10 @@ def first_line(case: ConfigCase) -> str:
     left_out += [item.key for item in case.findings if item.rule == trainer_files.WITHOUT]
     if left_out:
         verdict = f"Without {', '.join(left_out)} (not modelled): {verdict[0].lower()}{verdict[1:]}"
-    refusals = [item for item in case.findings if item.kind == "refused" and item.rule not in _LATE_ERRORS]
+    refusals = [item for item in case.findings if item.kind == "refused" and item.rule not in LATE_ERRORS]
     refused = [item.key for item in refusals if item.rule != trainer_files.BY_TRAINER]
     refused_by_trainer = [item.key for item in refusals if item.rule == trainer_files.BY_TRAINER]
-    late_errors = [item.key for item in case.findings if item.rule in _LATE_ERRORS]
+    late_errors = [item.key for item in case.findings if item.rule in LATE_ERRORS]
     wrong_training = [item.key for item in case.findings if item.rule == "wrong-training" and item.kind == "conflict"]
     for problem, keys in (
         ("Refused by the engine", refused),
