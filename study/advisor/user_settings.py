@@ -527,7 +527,7 @@ def _dynamo_backend(document: Mapping[str, Any], findings: list[Finding]) -> str
         key = "dynamo_backend" if old_form else "dynamo_config"
         text = "accelerate launch does not pass it to DeepSpeed's processes, so that the model is not compiled"
         fix = "compile it in the program: torch.compile, or torch_compile of the TrainingArguments"
-        findings.append(Finding("ineffective", key, f"{text}: {fix}"))
+        findings.append(Finding("ineffective", key, text, fix))
     return "no"
 
 

@@ -1,7 +1,7 @@
 """The figures of a receipt in trackers of the Trainer and of Accelerate: prints what each of them got.
 
 receipt_trackers.py FOLDER           tensorboard, and a tracker of somebody's own
-receipt_trackers.py FOLDER TRACKER   wandb, trackio or mlflow, which send nothing, and tensorboard beside them
+receipt_trackers.py FOLDER TRACKER   wandb, trackio or mlflow, which send nothing, and also tensorboard
 """
 
 from __future__ import annotations
