@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python tools/install.py --quiet
 # Tests, reports and the site write the bytecode that the installation has not compiled, and pytest its own.
 COMPILING := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 
-.PHONY: install lock study test test-fast test-report test-experiments test-long test-gpu quality types rules golden readme claims releases prediction reports bench site clean
+.PHONY: install lock study test test-fast test-report test-experiments test-long test-gpu quality types rules collected golden readme claims releases prediction reports bench site clean
 
 install: .venv/installed
 
@@ -84,6 +84,10 @@ rules: install
 	$(BIN)/python tools/house.py --check
 	$(BIN)/python tools/words.py --check
 	$(BIN)/python tools/tree.py
+
+# Every test is imported, so that a wrong import ends `.ci/run` in its first minute; the tests then find pytest's bytecode.
+collected: install
+	$(COMPILING) -m pytest --collect-only -qq
 
 # The guard of a refactoring: what the project computes, kept in runs/golden, and what differs from the last time.
 golden: install

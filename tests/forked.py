@@ -1,4 +1,4 @@
-"""Runs of a real engine without the time that each needs for imports: forks of study/sweep/fork_server.py.
+"""Runs of a real engine without the time that each needs for imports: forks of tests/probe_server.py.
 
 The imports of its ranks and of the launcher are four fifths of the cost of a test's run. A fork is still a separate
 process with the environment of `accelerate launch`, and it ends with its run. Tests of the launcher, of imports or of a
@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import probe_server
 import torch
 
 from engines import ONE_THREAD, ROOT
@@ -107,7 +108,7 @@ def _server(read_at_import: tuple[tuple[str, str], ...]) -> str:
     folder = tempfile.TemporaryDirectory()
     address = str(Path(folder.name) / "socket")
     process = subprocess.Popen(
-        [sys.executable, fork_server.__file__, address],
+        [sys.executable, probe_server.__file__, address],
         cwd=ROOT,
         env={**os.environ, **ONE_THREAD, **dict(read_at_import)},
         stdin=subprocess.PIPE,

@@ -64,12 +64,17 @@ def links_with_targets(page: Page, file: Path) -> list[str]:
     return links
 
 
-def drawn(notebook: str, records: Records, **parameters: Any) -> list[Drawing]:
-    """Run the cells of a notebook on these records in this process, and return the figures that they display."""
+def drawn(notebook: str, records: Records, written: Path | None = None, **parameters: Any) -> list[Drawing]:
+    """Run the cells of a notebook on these records in this process, and return the figures that they display.
+
+    `written` is a folder that has the records already.
+    """
     shown: list[Any] = []
     names: dict[str, Any] = {"display": shown.append}
-    with tempfile.TemporaryDirectory() as folder:
-        write_parquet(records, Path(folder))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = str(written or temporary)
+        if written is None:
+            write_parquet(records, Path(folder))
         for cell in nbformat.read(REPOSITORY / "notebooks" / f"{notebook}.ipynb", as_version=4).cells:
             if cell.cell_type == "code":
                 exec(cell.source, names)

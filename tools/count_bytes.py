@@ -45,7 +45,9 @@ _IN_OWN_NAMESPACE = "ZERO_STUDY_OWN_LOOPBACK"
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
-def measured(strategy: str, ranks: int, accumulation: int, root: Path, forks: ForkServer) -> dict[str, Any]:
+def measured(
+    strategy: str, ranks: int, accumulation: int, seq_length: int, root: Path, forks: ForkServer
+) -> dict[str, Any]:
     """Return the counted and the recorded bytes of one rank's step, or the ending of a failed run."""
     # Tensor parallelism without ZeRO needs all ranks in one group.
     group_size = ranks if strategy == "tp" else None
@@ -60,7 +62,7 @@ def measured(strategy: str, ranks: int, accumulation: int, root: Path, forks: Fo
             weights="random",
             data="builtin",
             model_name_or_path="gpt-tiny",
-            seq_length=128,
+            seq_length=seq_length,
             per_device_train_batch_size=_MICRO_BATCH,
             global_batch_size=_MICRO_BATCH * accumulation * groups,
             max_steps=steps,
@@ -165,6 +167,8 @@ def main() -> int:
     parser.add_argument("--strategy", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--ranks", nargs="+", type=int, choices=[2, 4], default=[2, 4])
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4])
+    tokens = "tokens per sample (default: 128, as in reports/traffic)"
+    parser.add_argument("--seq_length", type=int, default=128, help=tokens)
     parser.add_argument("--csv", type=Path, default=REPOSITORY / "reports" / "traffic" / "bytes.csv")
     parser.add_argument("--markdown", action="store_true", help="write summary.md to the folder of the CSV file")
     options = parser.parse_args()
@@ -185,7 +189,9 @@ def main() -> int:
             for case in cases:
                 if case in done:
                     continue
-                rows.append(dict(zip(_CASE, case, strict=True)) | measured(*case, Path(root), forks))
+                rows.append(
+                    dict(zip(_CASE, case, strict=True)) | measured(*case, options.seq_length, Path(root), forks)
+                )
                 print(rows[-1], flush=True)
                 pd.DataFrame(rows).to_csv(options.csv, index=False)
     finally:

@@ -28,7 +28,7 @@ from study.experiments.autopsy import page as autopsy
 from study.experiments.autopsy.contrasts import FILE as ARMS_FILE
 from study.records.frames import RUNS_FILE, read_parquet
 from study.report.site import build, command
-from study.report.site.publishing import LIST, PAGES_LIST
+from study.report.site.publishing import LIST, PAGES_LIST, READING
 
 REPORTS = REPOSITORY / "reports"
 # Digests of the inputs and of the files of each report.
@@ -44,7 +44,7 @@ _SOURCES = (
     "tools/reports.py",
     "constraints.txt",
 )
-_RECORDS = ("*.parquet", "*.json", "*.csv")
+_RECORDS = ("*.parquet", "*.json", "*.csv", READING)
 
 
 def names() -> list[str]:

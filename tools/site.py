@@ -49,7 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File, Files
 
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    committed = {name for name in listed.split("\0") if (ROOT / name).is_file()}
+    # The summary of a report has its reading, with the numbers.
+    committed = {name for name in listed.split("\0") if (ROOT / name).is_file() and Path(name).name != "reading.md"}
     pages = {
         name for name in committed if re.fullmatch(r"([A-Z]+|accelerate_configs/README|(docs|reports)/.*)\.md", name)
     }

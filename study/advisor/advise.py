@@ -41,20 +41,26 @@ from study.predictor.request import (
     SetupCorrection,
     StepTime,
     TrainerSettings,
+    with_tensor_group,
 )
 from study.predictor.shape import ModelShape
 from study.predictor.state import forces_cpu_adam, unswapped_kind
+from study.releases.causes import unsound_releases
 
 # On none of the listed devices a larger micro-batch raises the throughput.
 MAX_MICRO_BATCH = 512
 # The simpler of two strategies is recommended if their speeds differ by less than this fraction.
 SPEED_TOLERANCE = 0.05
+# A strategy that some release of DeepSpeed trains wrong makes way for one that is slower by less than this fraction.
+_SOUND_TOLERANCE = 0.02
 # Less than a digit of the printed percentage.
 SAME_SPEED = 0.0005
 # Peaks that differ by less are equal, as a fraction: of replicas with adapters only buckets differ.
 _SAME_MEMORY = 0.02
 # Rented machines have 1 TiB for eight GPUs; many have twice as much, and some half.
 USUAL_HOST_GIB_PER_GPU = 128
+# A host memory that is given has room for the system and for the error of the peak from this fraction on.
+_HOST_USED = 0.9
 # Parts of the peak that more ranks do not reduce: those of one sample, and the CUDA context.
 _PARTS_OF_A_SAMPLE = ("logits", "activations", "attention", "context")
 # What-if questions skip the options that are slower than this fraction of the best one.
@@ -72,6 +78,8 @@ _ROOM = 0.05
 # The changes that are tried if nothing fits.
 _FEWEST_TOKENS = 128
 _MACHINES = (2, 4, 8, 16, 32, 64)
+# Strategies that are compared with tensor-parallel groups.
+WITH_AUTOTP = ("zero0", "zero1", "zero2", "zero3")
 # Strategies without an engine: they train the loaded weights.
 PLAIN = ("single", "ddp")
 # Flags of adapters on weights in 16 and 4 bits.
@@ -116,6 +124,18 @@ class AdviceRequest:
     correction: SetupCorrection | None = None
     # Plain training loads its weights in bf16, and trains them without fp32 masters.
     plain_in_16_bits: bool = False
+    # Ranks that divide the tensors of each layer, and process the same samples.
+    tensor_ranks: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with different samples."""
+        return self.box.ranks // self.tensor_ranks
+
+    def find_strategy(self, name: str) -> Strategy:
+        """Return a strategy, with the tensor-parallel groups of the question."""
+        strategy = read_strategy(name)
+        return strategy if self.tensor_ranks == 1 else strategy.with_tensor_parallelism(self.tensor_ranks)
 
     def configuration(self, strategy: Strategy, micro_batch: int, accumulation: int, checkpointing: bool) -> Request:
         """Return the request of one configuration."""
@@ -143,7 +163,7 @@ class AdviceRequest:
             correction=self.correction,
             **vars(self.trainer),
         )
-        return loaded_where_it_fits(request)
+        return with_tensor_group(loaded_where_it_fits(request))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,15 +287,18 @@ def advise_without_losers(
     return _ranked(question, [options[name] for name in names if name in options], at_upper_bound)
 
 
-def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tuple[Option, ...]:
+def rank_options(
+    options: Sequence[Option], at_upper_bound: bool = True, *, counts_host: bool = True
+) -> tuple[Option, ...]:
     """Reorder options: first the simplest of those within `SPEED_TOLERANCE` of the fastest, then the rest in their
     order.
 
-    Of equally fast options those that fit a typical host come first, and an option is not called simpler than one that
-    is both faster and smaller. An offload counts as the fastest only if it leads
+    Of equally fast options those that fit a typical host come first (not without `counts_host`), and an option is not
+    called simpler than one that is both faster and smaller. An offload counts as the fastest only if it leads
     by more than the largest error of a predicted offload step; otherwise an option without offload whose fit is as
     certain takes its place. Options that both stay on the device have similar errors, so `SPEED_TOLERANCE` is enough
-    there. If no bound fits, only those that exceed the memory least are compared.
+    there. If no bound fits, only those that exceed the memory least are compared. One whose gradients a release of
+    DeepSpeed computes wrong makes way for the simplest without such a release that is hardly slower.
     """
     surest = list(options)
     if at_upper_bound and options[0].fits and not options[0].is_safe:
@@ -293,9 +316,29 @@ def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tupl
         for candidate in comparable
         if candidate.tokens_per_s >= slowest and candidate.request.strategy.offloads == first.request.strategy.offloads
     ]
-    dominated = [option for option in equal if _is_dominated(option, equal)]
-    equal.sort(key=lambda option: (needs_large_host(option), option in dominated, SIMPLEST_FIRST.index(option.name)))
-    return (*equal, *(option for option in options if option not in equal))
+    equal = _simplest_first(equal, counts_host)
+    first_of_all = _simplest_first([option for option in equal if _is_sounder(option, equal[0])], counts_host)
+    return tuple({id(option): option for option in (*first_of_all, *equal, *options)}.values())
+
+
+def _simplest_first(options: Sequence[Option], counts_host: bool) -> list[Option]:
+    """Return equally fast options: those for a typical host first unless it is not counted, then those without a better
+    rival, the simplest first."""
+    large = [option for option in options if counts_host and needs_large_host(option)]
+    dominated = [option for option in options if _is_dominated(option, options, large)]
+    return sorted(options, key=lambda it: (it in large, it in dominated, SIMPLEST_FIRST.index(it.name)))
+
+
+def _is_sounder(option: Option, best: Option) -> bool:
+    """Whether an option that is hardly slower and needs no larger host has no release with wrong gradients, as the best
+    one has."""
+    is_near = speed_gap(option, best) > -_SOUND_TOLERANCE and needs_large_host(option) <= needs_large_host(best)
+    return is_near and bool(wrong_releases(best)) and not wrong_releases(option)
+
+
+def wrong_releases(option: Option) -> str:
+    """Return the releases of DeepSpeed that compute wrong gradients with an option; empty if none is known."""
+    return unsound_releases(option.name, option.request.accumulation, option.request.precision)
 
 
 def _surest(options: Sequence[Option]) -> list[Option]:
@@ -310,13 +353,14 @@ def _surest(options: Sequence[Option]) -> list[Option]:
     return [option for option in fitting if excess(option) <= least + _SAME_MEMORY]
 
 
-def _is_dominated(option: Option, rivals: Sequence[Option]) -> bool:
-    """Whether a rival that needs no larger host is both faster and notably smaller."""
+def _is_dominated(option: Option, rivals: Sequence[Option], large: Sequence[Option]) -> bool:
+    """Whether a rival is both faster and notably smaller, and not of `large`, which need a large host, if the option is
+    none of them."""
     peak = timing.device_bytes(option.memory)
     return any(
         speed_gap(rival, option) > SAME_SPEED and timing.device_bytes(rival.memory) < (1 - _SAME_MEMORY) * peak
         for rival in rivals
-        if needs_large_host(option) or not needs_large_host(rival)
+        if option in large or rival not in large
     )
 
 
@@ -332,8 +376,8 @@ def speed_range(option: Option) -> str:
     """Return the ends of the speed of all ranks in brackets; nothing if no measurement validated them."""
     if option.speed_ends is None:
         return ""
-    is_hosts = option.request.strategy.offloads and option.request.box.host_memory_gb_per_s is None
-    return f" ({' to '.join(map(rounded, option.speed_ends))}{' by its host' * is_hosts})"
+    causes = timing.range_causes(option.request) if option.request.strategy.offloads else ""
+    return f" ({' to '.join(map(rounded, option.speed_ends))}{causes})"
 
 
 def speed_text(option: Option, base: Option) -> str:
@@ -353,6 +397,8 @@ def reason_against(option: Option, simpler: Option) -> str:
     if needs_large_host(option) and not needs_large_host(simpler):
         sizes = (rounded(item.memory.host_peak.value / GIB) for item in (simpler, option))
         return f"needs less host memory ({' and not '.join(sizes)} GiB a node)"
+    if wrong_releases(option) and not wrong_releases(simpler):
+        return "has no release of DeepSpeed that computes wrong gradients"
     stages = [3 if strategy.is_fsdp else strategy.zero_stage or 0 for strategy in (ours, theirs)]
     if stages[0] < stages[1]:
         return "shards fewer parts of the model state" if option.request.box.ranks > 1 else "is of a lower stage"
@@ -364,10 +410,17 @@ def reason_against(option: Option, simpler: Option) -> str:
 
 
 def needs_large_host(option: Option) -> bool:
-    """Whether it exceeds the host memory of a typical node; False if the request sets the host memory."""
+    """Whether it exceeds the host memory of a typical node, or nearly fills the one that the request sets."""
     box = option.request.box
-    usual = USUAL_HOST_GIB_PER_GPU * GIB * box.gpus_per_node
-    return box.host_gib_per_node is None and option.memory.host_peak.value > usual
+    most: float = USUAL_HOST_GIB_PER_GPU * box.gpus_per_node
+    if box.host_gib_per_node is not None:
+        most = _HOST_USED * box.host_gib_per_node
+    return option.memory.host_peak.value > most * GIB
+
+
+def loads_whole_in_fp32(request: Request) -> bool:
+    """Whether each process is assumed to load the full model in fp32."""
+    return not (request.strategy.zero_stage == 3 or request.pure or request.loads_16_bits or request.quantized)
 
 
 def order_key(option: Option, at_upper_bound: bool) -> RankKey:
@@ -383,6 +436,9 @@ def candidates(question: AdviceRequest) -> list[str]:
     keeps fp32 weights and autocasts. Without it an offload would be credited with that difference. With adapters plain
     training has 16-bit weights too.
     """
+    if question.tensor_ranks > 1:
+        # DeepSpeed's stage 0 as below.
+        return [name for name in WITH_AUTOTP if name != "zero0" or question.precision == "fp32"]
     left_out = {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"} if question.box.ranks == 1 else {"single"}
     if question.precision != "fp32" and not question.shape.lora_rank:
         left_out -= {"zero1"}
@@ -413,8 +469,11 @@ class _Search:
 
     def __init__(self, question: AdviceRequest, name: str, at_upper_bound: bool) -> None:
         self.name, self._question, self._at_upper_bound = name, question, at_upper_bound
-        self._strategy = read_strategy(name)
-        strategies = tuned_variants(self._strategy, question.shape, question.box)
+        self._strategy = question.find_strategy(name)
+        shape = question.shape
+        if question.tensor_ranks > 1:
+            shape = question.configuration(self._strategy, 1, 1, checkpointing=False).shape
+        strategies = tuned_variants(self._strategy, shape, question.box)
         requested = question.gradient_checkpointing
         checkpointing = (False, True) if requested is None else (requested,)
         # Of adapters the gradients are small.
@@ -468,7 +527,7 @@ class _Variant:
         self._question, self._strategy, self._checkpointing = question, strategy, checkpointing
         self._syncs, self._at_upper_bound = syncs, at_upper_bound
         batch = question.global_batch
-        samples = None if batch is None else max(1, round(batch / question.box.ranks))
+        samples = None if batch is None else max(1, round(batch / question.data_ranks))
         most = question.micro_batch or MAX_MICRO_BATCH
         largest = min(most, samples or most)
         self._samples = samples
@@ -546,7 +605,41 @@ def _option(question: AdviceRequest, request: Request, memory: MemoryUse) -> Opt
     if question.price_per_gpu_hour is not None and time is not None:
         cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
     reason = f"no part of the {unused_nvme} has the 1 MiB that is swapped" if unused_nvme else timing.why(memory, box)
-    return Option(request.strategy.name, request, memory, time, reason, cost)
+    option = Option(request.strategy.name, request, memory, time, reason, cost)
+    return dataclasses.replace(option, why=f"{reason} ({host_flag(option)})") if lacks_host_alone(option) else option
+
+
+def lacks_host_alone(option: Option) -> bool:
+    """Whether an option fits the GPUs, and not the given host memory of a node."""
+    box = option.request.box
+    if option.fits or box.host_gib_per_node is None or box.is_cpu_only or unswapped_kind(option.request) is not None:
+        return False
+    return timing.fits(option.memory, dataclasses.replace(box, host_gib_per_node=None))
+
+
+def host_flag(option: Option) -> str:
+    """Return the flag of a host memory, in GiB or tenths of TB, in which the upper bound of an option's fits, and which
+    its need does not nearly fill."""
+    peak = option.memory.host_peak
+    needed = max(peak.value / _HOST_USED, peak.high or 0.0)
+    size = f"{math.ceil(needed / GIB)}" if needed <= 1024 * GIB else f"{math.ceil(needed / 1e11) / 10:g}TB"
+    return f"--host_memory {size}"
+
+
+def _large_host_line(advice: Advice) -> Iterator[str]:
+    """Yield the option that only its host memory keeps from being recommended, if the request sets no host memory."""
+    best, order = advice.best, functools.partial(order_key, at_upper_bound=True)
+    if best is None or not any(map(needs_large_host, advice.fitting)):
+        return
+    first = rank_options(sorted(advice.options, key=order), counts_host=False)[0]
+    if first.name != best.name:
+        usual = USUAL_HOST_GIB_PER_GPU * first.request.box.gpus_per_node
+        needed = rounded(first.memory.host_peak.value / GIB)
+        how = ", if each process loads the full model in fp32" * loads_whole_in_fp32(first.request)
+        yield (
+            f"with {host_flag(first)} it would be {first.name}, {speed_text(first, best)}: it needs {needed} GiB of a"
+            f" node's host memory {timing.when(first.memory)}{how}; a usual host has {usual:,}"
+        )
 
 
 # Confidence and sensitivity of a recommendation.
@@ -595,7 +688,9 @@ def _why_best(advice: Advice, best: Option) -> str:
     if abs(gap) < SAME_SPEED:
         return f"as fast as {rival.name}, but {reason_against(rival, best)}"
     if gap > 0:
-        return f"{rival.name} is {text}, but {best.name} is simpler ({reason_against(rival, best)})"
+        is_sounder = wrong_releases(rival) and not wrong_releases(best)
+        how = "safer" if is_sounder else "simpler"
+        return f"{rival.name} is {text}, but {best.name} is {how} ({reason_against(rival, best)})"
     if -gap <= SPEED_TOLERANCE:
         return f"the fastest that fits, {rival.name} is {text}"
     return f"the next, {runner_up.name}, is {text}, {_certainty_of_gap(best, runner_up, -gap)}"
@@ -631,7 +726,7 @@ def _why_nothing_fits(advice: Advice) -> str:
         if short:
             nearest = min(short, key=lambda option: option.memory.host_peak.value)
             needed = f"{rounded(nearest.memory.host_peak.value / GIB)} GiB, the least of all that fit on the GPUs"
-            return f"nothing fits this host: {nearest.name} needs {needed}"
+            return f"nothing fits this host: {nearest.name} needs {needed} ({host_flag(nearest)})"
     # Data parallelism shards model state, but not the activations of one sample.
     undivided = {name: parts[name] for name in _PARTS_OF_A_SAMPLE if parts[name]}
     if sum(undivided.values()) <= (usable := timing.usable_bytes(box)):
@@ -655,12 +750,26 @@ def _why_nothing_fits(advice: Advice) -> str:
 def unchecked_needs(option: Option) -> Iterator[str]:
     """Yield the requirements of an offload that could not be checked: host memory and NVMe bandwidth."""
     box, strategy = option.request.box, option.request.strategy
+    needed = rounded(option.memory.host_peak.value / GIB)
     if strategy.offloads and box.host_gib_per_node is None:
-        needed = rounded(option.memory.host_peak.value / GIB)
         yield f"its {needed} GiB of host memory are not checked (--host_memory GIB)"
-    if strategy.uses_nvme:
+    if box.host_gib_per_node is not None and needs_large_host(option) and not box.is_cpu_only:
+        yield f"its {needed} GiB of host memory leave little of the {rounded(box.host_gib_per_node)} that are given"
+    if strategy.uses_nvme and not box.is_nvme_given:
         read, write = box.nvme_read_gb_per_s, box.nvme_write_gb_per_s
-        yield f"NVMe is assumed to read {read:g} and write {write:g} GB/s (--nvme_gb_per_s)"
+        yield f"NVMe is assumed to read {read:g} and write {write:g} GB/s (--nvme_gb_per_s){_slow_disk_text(option)}"
+
+
+def _slow_disk_text(option: Option) -> str:
+    """Return the speed of an option with NVMe on a slow disk, to put after its assumed rates; empty without a time."""
+    if option.time is None:
+        return ""
+    step_s = option.time.step_s.value
+    speed = rounded(option.tokens_per_s * step_s / (step_s + timing.slow_disk_s(option.request)))
+    read, write = timing.SLOW_DISK_GB_PER_S
+    return (
+        f", and a disk with {read} and {write} makes it {speed} tokens/s: study doctor --nvme_path DIR measures yours"
+    )
 
 
 def explain_slowdown(option: Option, best: Option) -> str:
@@ -733,7 +842,7 @@ def plain_option_in_16_bits(advice: Advice) -> Option | None:
     It is not recommended: weights and moments have 16 bits, and no fp32 masters keep small updates.
     """
     question, best, name = advice.question, advice.best, _plain_name(advice.question)
-    if best is None or not _can_train_in_16_bits(question):
+    if best is None or question.tensor_ranks > 1 or not _can_train_in_16_bits(question):
         return None
     with_fp32 = [option.tokens_per_s for option in advice.options if option.name == name and option.is_safe]
     enough = _FAR_BEHIND * best.tokens_per_s
@@ -779,8 +888,13 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
     If nothing fits, also a chunked loss, adapters, and the least change of tokens or machines that makes something fit.
     """
     question, best = advice.question, advice.best
+    if question.tensor_ranks > 1:
+        yield _line_without_groups(question, best)
+        return
+    yield from _large_host_line(advice)
     if best is not None:
-        yield from _chunked_loss_line(question, best)
+        if best.is_safe:
+            yield from _chunked_loss_line(question, best)
         yield from _larger_batch_line(question, best)
     if question.box.nodes > 1:
         worth = (1 - SPEED_TOLERANCE) * best.tokens_per_s if best is not None and best.is_safe else 0.0
@@ -799,6 +913,39 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
             is_twice_enough |= scenario.box.nodes == 2 * question.box.nodes
     if best is None:
         yield from _fitting_lines(question, is_twice_enough)
+
+
+def _line_without_groups(question: AdviceRequest, best: Option | None) -> str:
+    """Return the recommendation without tensor parallelism, for the same samples per step if all ranks have some."""
+    plain = advise(dataclasses.replace(question, tensor_ranks=1)).best
+    if plain is None:
+        return "without --tensor_parallel nothing fits"
+    peak = f"{rounded(timing.device_bytes(plain.memory) / GIB)} GiB, 90 % bound {_bound_text(plain)}"
+    speed = f"{rounded(plain.tokens_per_s)} tokens/s"
+    if best is not None:
+        speed += f", {speed_text(plain, best)}"
+    return f"without --tensor_parallel {_name_with_loading(plain)} ({workload_text(plain.request)}): {peak}, {speed}"
+
+
+def safer_lines(advice: Advice) -> Iterator[str]:
+    """Yield a change of the program with which a 90 % bound fits, if that of the recommendation does not: a chunked
+    loss, else fewer tokens per sample."""
+    question, best, scenarios = advice.question, advice.best, dict[str, AdviceRequest]()
+    if best is None or best.is_safe:
+        return
+    if question.trainer.loss_kernel == "transformers" and question.shape.family == "causal-lm":
+        scenarios["--chunked_loss"] = _with_chunked_loss(question)
+    for label, scenario in (scenarios | _with_fewer_tokens(question)).items():
+        changed = advise_without_losers(scenario, candidates(scenario))
+        option = None if changed is None else changed.best
+        if option is not None and option.is_safe:
+            peak, usable = (
+                rounded(size / GIB) for size in (timing.device_bytes(option.memory), timing.usable_bytes(question.box))
+            )
+            figures = f"{peak} of {usable} GiB (90 % bound {_bound_text(option)}), {speed_text(option, best)}"
+            settings = f"{_name_with_loading(option)} ({workload_text(option.request)})"
+            yield f"With {label} a 90 % bound fits: {settings}, {figures}"
+            return
 
 
 def _larger_batch_line(question: AdviceRequest, best: Option) -> Iterator[str]:
@@ -833,13 +980,12 @@ def _without_chunked_loss(scenario: AdviceRequest) -> str:
 
 
 def _chunked_loss_line(question: AdviceRequest, best: Option) -> Iterator[str]:
-    """Yield the gain of a chunked loss if the logits take a large part of the memory: a higher speed, or a bound that
-    fits."""
+    """Yield the higher speed of a chunked loss if the logits take a large part of the memory."""
     large = _LARGE_LOGITS * timing.usable_bytes(question.box)
     if question.trainer.loss_kernel != "transformers" or best.memory.device_parts["logits"] < large:
         return
     chunked = _with_chunked_loss(question)
-    worth = (1 + _WORTH_SAYING) * best.tokens_per_s if best.is_safe else 0.0
+    worth = (1 + _WORTH_SAYING) * best.tokens_per_s
     changed = advise_without_losers(chunked, candidates(chunked), worth=worth)
     option = None if changed is None else changed.best
     if option is not None and option.is_safe and option.tokens_per_s >= worth:
@@ -865,21 +1011,27 @@ def _fitting_lines(question: AdviceRequest, is_twice_enough: bool) -> Iterator[s
             scenarios["QLoRA (4-bit weights)"] = dataclasses.replace(_with_adapters(question, "4bit"), quantized=True)
     for label, scenario in scenarios.items():
         yield from _fitting_line(label, scenario)
-    shorter, more = dict[str, AdviceRequest](), dict[str, AdviceRequest]()
-    length = question.sequence_length // 2
-    while length >= _FEWEST_TOKENS:
-        shorter[f"{length} tokens per sample"] = dataclasses.replace(question, sequence_length=length)
-        length //= 2
+    more = dict[str, AdviceRequest]()
     for times in _MACHINES:
         label = f"{times} such machines" if question.box.nodes == 1 else f"{times} x the nodes"
         more[label] = _resized(question, nodes=times * question.box.nodes)
-    yield from _smallest_change(shorter)
+    yield from _smallest_change(_with_fewer_tokens(question))
     if is_twice_enough:
         return
     label = [*more][-1]
     # For a model that is far too large not even the most machines are enough, which one question shows.
     if [*_fitting_line(label, more[label])]:
         yield from _smallest_change(more)
+
+
+def _with_fewer_tokens(question: AdviceRequest) -> dict[str, AdviceRequest]:
+    """Return requests of half the tokens per sample, of a quarter, and so on, by the words for their change."""
+    shorter = dict[str, AdviceRequest]()
+    length = question.sequence_length // 2
+    while length >= _FEWEST_TOKENS:
+        shorter[f"{length} tokens per sample"] = dataclasses.replace(question, sequence_length=length)
+        length //= 2
+    return shorter
 
 
 def _smallest_change(scenarios: dict[str, AdviceRequest]) -> Iterator[str]:
@@ -891,13 +1043,19 @@ def _smallest_change(scenarios: dict[str, AdviceRequest]) -> Iterator[str]:
 def _fitting_line(label: str, scenario: AdviceRequest) -> Iterator[str]:
     changed = advise_without_losers(scenario, candidates(scenario))
     if changed is not None and changed.best is not None:
-        yield f"with {label} it would be {_name_with_loading(changed.best)}"
+        yield f"with {label} it would be {_name_with_doubt(changed.best)}"
 
 
 def _name_with_loading(option: Option) -> str:
     """Return the name of an option, with the flag that it needs to be loaded."""
     is_added = option.request.loads_on_host
     return f"{option.name} (--quantized_on_host)" if is_added else option.name
+
+
+def _name_with_doubt(option: Option) -> str:
+    """Return the name of an option, and whether its bound does not fit."""
+    doubt = "" if option.is_safe else f", which may not fit (90 % bound {_bound_text(option)} GiB)"
+    return f"{_name_with_loading(option)}{doubt}"
 
 
 def _with_adapters(question: AdviceRequest, quantization: Quantization) -> AdviceRequest:
@@ -923,6 +1081,7 @@ def adapters_lines(advice: Advice) -> Iterator[str]:
                 memory = option.memory
                 peak, bound = (rounded(timing.device_bytes(memory, at_upper=upper) / GIB) for upper in (False, True))
                 figures = f"{peak} GiB, 90 % bound {bound}, {rounded(option.tokens_per_s)} tokens/s"
+                figures += f" with {workload_text(option.request)}"
                 on_host = " --quantized_on_host" * option.request.loads_on_host
                 texts.append(f"{flags}{on_host} under {option.name}: {figures}")
     if texts:
@@ -1028,7 +1187,7 @@ def _changed_advice(best: Option | None, changed: Advice) -> str | None:
         return "it may not fit" if best and best.is_safe and not first.is_safe else None
     least = (1 - _WORTH_SAYING) * first.tokens_per_s
     is_nearly_as_fast = any(item.is_safe and item.tokens_per_s >= least for item in still)
-    return None if is_nearly_as_fast else f"it would be {_name_with_loading(first)}"
+    return None if is_nearly_as_fast else f"it would be {_name_with_doubt(first)}"
 
 
 def _is_as_good(alone: Option, best: Option) -> bool:

@@ -38,8 +38,8 @@ from study.config.text import format_parameters, rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
-from study.predictor.communication import bus_bandwidth_gb_per_s
-from study.predictor.hardware import Hardware, HardwareFlags, parse_int, real
+from study.predictor.communication import ASSUMED_OF_LINE, bus_bandwidth_gb_per_s
+from study.predictor.hardware import Hardware, HardwareFlags, pair_notes, parse_int, real
 from study.predictor.models import model_shape
 from study.predictor.request import Request
 from study.predictor.shape import lora_text, resolve_length
@@ -174,7 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--price_per_gpu_hour", type=real, metavar="X", help="price per GPU hour; adds the cost per million tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="folder on NVMe, written to the files")
-    Workload.add_arguments(parser, "optimizer")
+    Workload.add_arguments(parser, "optimizer", "tensor_parallel")
     add("--details", action="store_true", help="also print the legend, measurements and excluded strategies")
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
     measured.add_arguments(parser)
@@ -198,16 +198,16 @@ def run(
             question = _corrected(question, runs)
             advice = advise.advise(question)
             riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
-            plain = advise.plain_option_in_16_bits(advice)
+            plain, safer = advise.plain_option_in_16_bits(advice), list(advise.safer_lines(advice))
         best, files = advice.best, None
         if best and options.output:
             files = write_files(best, options.output, flags.nvme_path, flags.workload.model_name_or_path)
         # Only a request that prints them reads the records, which takes as long as the advice.
         similar = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
-        document = functools.partial(_document, advice, riskier, plain, what_ifs, similar, files, runs)
+        document = functools.partial(_document, advice, riskier, plain, [*safer, *what_ifs], similar, files, runs)
         lines = [*calibration_lines(runs), *what_ifs, *(similar if options.details else [])]
         # It compares adapters, too.
-        page = _page(advice, riskier, plain, lines, files, flags, options.details)
+        page = _page(advice, riskier, plain, lines, files, flags, options.details, safer)
         print_result(options.json, document, page, options.details or files is not None)
     return 0 if best else 1
 
@@ -230,7 +230,7 @@ def _measured_request(question: advise.AdviceRequest, run: measured.RunText) -> 
         raise UserError(f"--measured {run.text} names no strategy", "add strategy=zero2, or the name of another one")
     if run.strategy == "single":
         question = dataclasses.replace(question, box=dataclasses.replace(question.box, gpus_per_node=1, nodes=1))
-    strategy = predict_command.predicted_strategy(run.strategy)
+    strategy = question.find_strategy(predict_command.predicted_strategy(run.strategy).name)
     batch = (run.micro_batch or 1, run.accumulation or 1)
     request = question.configuration(strategy, *batch, bool(run.checkpointing))
     return fit_settings(dataclasses.replace(request, sequence_length=run.seq_length or question.sequence_length))
@@ -250,8 +250,15 @@ def build_advice_request(flags: AdviseFlags) -> advise.AdviceRequest:
     workload, box = flags.workload, flags.hardware.box()
     precision = workload.precision or predict_command.usual_precision(box)
     predict_command.check_precision(box, precision)
-    batch = _global_batch(flags, box)
-    shape = workload.adapt(model_shape(workload.model_name_or_path, ask_hub=workload.hub))
+    tensor_ranks = workload.tensor_parallel or 1
+    if box.ranks % tensor_ranks:
+        problem = f"--tensor_parallel {tensor_ranks} does not divide {box.ranks} ranks"
+        raise UserError(problem, "use a divisor of the number of GPUs")
+    data_ranks = box.ranks // tensor_ranks
+    batch = _global_batch(flags, box, data_ranks)
+    shape = workload.adapt(
+        model_shape(workload.model_name_or_path, ask_hub=workload.hub, check_traced=workload.check_traced)
+    )
     question = advise.AdviceRequest(
         shape=shape,
         box=box,
@@ -261,34 +268,46 @@ def build_advice_request(flags: AdviseFlags) -> advise.AdviceRequest:
         attention=workload.attn_implementation,
         global_batch=batch,
         is_default_batch=flags.global_batch_size is None and not (workload.micro_batch or workload.accumulation),
-        micro_batch=workload.micro_batch or (workload.accumulation and batch // box.ranks // workload.accumulation),
+        micro_batch=workload.micro_batch or (workload.accumulation and batch // data_ranks // workload.accumulation),
         optimizer=workload.optimizer,
         price_per_gpu_hour=flags.price_per_gpu_hour,
         reference_model=workload.with_reference,
         quantized=workload.is_quantized,
         fsdp_version=workload.fsdp_version or Request.fsdp_version,
         trainer=workload.trainer,
+        tensor_ranks=tensor_ranks,
     )
+    _check_tensor_groups(question)
     predict_command.check_attention(question)
     return question
 
 
-def _global_batch(flags: AdviseFlags, box: Hardware) -> int:
-    """Return the samples of an optimizer step; raise UserError if ranks and the flags of a rank do not divide it."""
+def _check_tensor_groups(question: advise.AdviceRequest) -> None:
+    """Raise UserError if tensor-parallel groups cannot divide the model, or with a reference model."""
+    if question.tensor_ranks > 1:
+        if question.reference_model:
+            raise UserError("a reference model is not predicted with --tensor_parallel", "leave one of them out")
+        question.configuration(question.find_strategy(advise.WITH_AUTOTP[-1]), 1, 1, checkpointing=False)
+
+
+def _global_batch(flags: AdviseFlags, box: Hardware, ranks: int) -> int:
+    """Return the samples of an optimizer step; raise UserError if ranks with different samples and the flags of a rank
+    do not divide it. By default all ranks can share it, with tensor-parallel groups and without."""
     per_rank = {"micro_batch": flags.workload.micro_batch, "accumulation": flags.workload.accumulation}
     fixed = {name: count for name, count in per_rank.items() if count}
-    unit, batch = box.ranks * math.prod(fixed.values()), flags.global_batch_size
+    unit, batch = ranks * math.prod(fixed.values()), flags.global_batch_size
     if len(fixed) == 2:
         # Both leave nothing open.
         if batch not in (None, unit):
-            problem = f"--micro_batch, --accumulation and {box.ranks} ranks make {unit} samples per step, not {batch}"
+            problem = f"--micro_batch, --accumulation and {ranks} ranks make {unit} samples per step, not {batch}"
             raise UserError(problem, "leave --global_batch_size out")
         return unit
     if batch is None:
-        return unit * -(-_BATCH // unit) if fixed else next(n * unit for n in _SHARES if n * unit >= _BATCH)
+        by_all = box.ranks
+        return unit * -(-_BATCH // unit) if fixed else next(n * by_all for n in _SHARES if n * by_all >= _BATCH)
     if batch % unit:
         what = "".join(f" with --{name} {count}" for name, count in fixed.items())
-        problem = f"--global_batch_size {batch} is not a multiple of {box.ranks} ranks{what}"
+        problem = f"--global_batch_size {batch} is not a multiple of {ranks} ranks{what}"
         raise UserError(problem, f"use {-(-batch // unit) * unit}")
     return batch
 
@@ -309,8 +328,10 @@ def _document(
         "trained_parameters": question.shape.trained_parameters,
         "lora_rank": question.shape.lora_rank,
         "lora_targets": question.shape.lora_targets,
+        "lora_modules_to_save": question.shape.lora_saved,
         "hardware": question.box.name,
         "ranks": question.box.ranks,
+        "tensor_parallel": question.tensor_ranks,
         "sequence_length": question.sequence_length,
         "precision": question.precision,
         "chunked_loss": question.trainer.loss_kernel == "liger",
@@ -365,10 +386,12 @@ def _page(
     files: AdvisedFiles | None,
     flags: AdviseFlags,
     details: bool,
+    safer: list[str],
 ) -> Iterator[str | TextTable]:
     question, best = advice.question, advice.best
     shape, box = question.shape, question.box
     program = predict_command.program_text(question.trainer)
+    yield from safer
     yield _verdict(advice)
     if best is not None:
         # Before the table: a screen may cut the last lines.
@@ -380,8 +403,9 @@ def _page(
     count = format_parameters(shape.parameters)
     yield (
         f"{shape.name} ({count} parameters{lora_text(shape)}) on {box.name}:"
-        f" {box.ranks} x {box.device.name}, global batch {question.global_batch}, {question.sequence_length} tokens per"
-        f" sample, {question.precision}{program}{predict_command.optimizer_text(question.optimizer)}\n"
+        f" {box.ranks} x {box.device.name}{_groups_text(question)}, global batch {question.global_batch},"
+        f" {question.sequence_length} tokens per sample, {question.precision}{program}"
+        f"{predict_command.optimizer_text(question.optimizer)}\n"
     )
     listed = [option for option in advice.options if option.fits or details or best is None]
     rows = _rows(listed, best, plain)
@@ -406,6 +430,11 @@ def _page(
         yield f"  {predict_words(best.request, flags)}"
 
 
+def _groups_text(question: advise.AdviceRequest) -> str:
+    """Return the ranks of a tensor-parallel group with a leading comma; empty without them."""
+    return f" in tensor-parallel groups of {question.tensor_ranks}" * (question.tensor_ranks > 1)
+
+
 def _left_out_lines(options: Sequence[Option], box: Hardware) -> Iterator[str]:
     """Yield the options that do not fit, and their needs, by the limit that they exceed."""
     usable, needs = usable_bytes(box), dict[str, list[str]]()
@@ -417,7 +446,7 @@ def _left_out_lines(options: Sequence[Option], box: Hardware) -> Iterator[str]:
             limit, need = f"{rounded(usable / GIB)} GiB a rank while weights are loaded", rounded(loading / GIB)
         elif box.host_gib_per_node and excess_bytes(option.memory, box) > 0 and unswapped_kind(option.request) is None:
             limit = f"{round(box.host_gib_per_node, 1):,g} GiB of host memory a node"
-            need = rounded(option.memory.host_peak.value / GIB)
+            need = f"{rounded(option.memory.host_peak.value / GIB)}, {advise.host_flag(option)}"
             if box.is_cpu_only:
                 # Its ranks are there, too.
                 limit += ", all ranks together"
@@ -441,13 +470,8 @@ def _verdict(advice: Advice) -> str:
     if not best.is_safe:
         figures.append("may not fit")
     is_measured = request.correction is not None and request.correction.find_measured_factor(request) is not None
-    if request.strategy.offloads:
-        limit, needed = request.box.host_gib_per_node, rounded(memory.host_peak.value / GIB)
-        figures.append(
-            f"{needed} GiB of host memory (unchecked)"
-            if limit is None
-            else f"{needed} of {round(limit, 1):,g} GiB on the host"
-        )
+    if host := predict_command.host_text(request, memory):
+        figures.append(host)
     if memory.nvme:
         figures.append(f"{rounded(memory.nvme / GIB)} GiB on NVMe")
     if is_measured:
@@ -517,9 +541,7 @@ def _program_notes(best: Option) -> Iterator[str]:
     """Yield assumptions about the user's program and machine."""
     request = best.request
     loading = best.memory.host_parts["load"]
-    is_in_16_bits = request.pure or request.loads_16_bits
-    is_in_fp32 = request.strategy.zero_stage != 3 and not is_in_16_bits and not request.quantized
-    if loading > _LARGE_HOST_BYTES and is_in_fp32:
+    if loading > _LARGE_HOST_BYTES and advise.loads_whole_in_fp32(request):
         needed = f"{rounded(loading / GIB)} GiB of a node's host memory"
         yield f"loading needs {needed} if each process loads the full model in fp32"
     if (note := host_adam_note(request)) is not None:
@@ -558,11 +580,13 @@ def _link_notes(request: Request) -> Iterator[str]:
     """Yield the assumed speed of the network, and of PCIe between the GPUs of a machine."""
     box = request.box
     if box.nodes > 1:
-        yield f"each GPU is assumed to have {box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
+        line = f"{box.network_gb_per_s:g} GB/s of network bandwidth per GPU (--network_gb_per_s)"
+        yield f"{line}, {ASSUMED_OF_LINE}"
     if box.uses_pcie_links:
-        payload = request.stored.parameters * request.weight_bytes
-        rate = rounded(bus_bandwidth_gb_per_s(box, "all_gather", payload))
+        payload, machine = request.stored.parameters * request.weight_bytes, dataclasses.replace(box, nodes=1)
+        rate = rounded(bus_bandwidth_gb_per_s(machine, "all_gather", payload))
         yield f"ranks are assumed to communicate at {rate} GB/s over PCIe (--bus_gb_per_s): without peer-to-peer less"
+    yield from pair_notes(box)
 
 
 def plain_note(plain: Option, best: Option) -> str:
@@ -817,9 +841,11 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     fp32 weights under FSDP, whose gradients it reduces once a step. It keeps fp32 weights without DeepSpeed, and adds
     adapters to all linear layers, without dropout.
     """
-    if request.shape.lora_targets or request.lora_dropout or request.loss_kernel != "transformers":
+    if request.shape.lora_targets or request.shape.lora_saved or request.lora_dropout:
         return None
-    if request.optimizer != "adamw" or request.sync_each_batch:
+    if request.loss_kernel != "transformers":
+        return None
+    if request.optimizer != "adamw" or request.sync_each_batch or request.tensor_group is not None:
         return None
     preset, is_loaded = find_preset(model), "=" not in model and not Path(model).expanduser().is_file()
     if (known_model := find_known(model)) is not None:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from study.advisor import advise, advise_command, explain
 from study.compositions.command import parse_features
 from study.compositions.features import read_rows
-from study.config.errors import NotInstalled, UserError
+from study.config.errors import MissingFile, NotInstalled, UserError
 from study.config.flags import Parser
 from study.config.places import PACKAGE
 from study.config.strategies import STRATEGY_NAMES, read_strategy
@@ -175,7 +175,11 @@ class Calculator:
         if self.advice is None:
             raise self._missing_question()
         return {
-            "changes": [*advise.adapters_lines(self.advice), *advise.sensitivity_lines(self.advice)],
+            "changes": [
+                *advise.adapters_lines(self.advice),
+                *advise.safer_lines(self.advice),
+                *advise.sensitivity_lines(self.advice),
+            ],
             "optimizer_on_host": advise.offload_line(self.advice),
         }
 
@@ -218,9 +222,7 @@ class Calculator:
         os.chdir(self._given)
         try:
             case = explain.read_case(parser.parse_args(json.loads(words)))
-        except UserError as refusal:
-            if "there is no file of that name" not in refusal.problem:
-                raise
+        except MissingFile as refusal:
             raise UserError(refusal.problem, "choose that file, too") from None
         finally:
             os.chdir(before)

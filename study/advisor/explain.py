@@ -24,9 +24,10 @@ from study.advisor.explain_combinations import (
     untested_line,
 )
 from study.advisor.explain_findings import findings
+from study.advisor.explain_releases import parse_releases, release_document, release_line, with_releases
 from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
-from study.advisor.workload import FSDP1_UNITS, FSDP_FLAGS, Workload
+from study.advisor.workload import FSDP1_UNITS, FSDP_FLAGS, Workload, WorkloadError
 from study.config.errors import UserError, clip
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_number, rounded, rounded_seconds
@@ -40,7 +41,7 @@ from study.predictor.models import model_shape
 from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
 from study.predictor.shape import USUAL_LENGTH, ModelShape, lora_text, resolve_length
 from study.predictor.state import persistent_params, sub_groups
-from study.predictor.time import device_bytes, fits, predict_time, usable_bytes, why
+from study.predictor.time import device_bytes, excess_on_host, fits, predict_time, usable_bytes, why
 from study.predictor.zero3_gathers import simulate_gathers
 from study.workloads.presets import find_preset
 
@@ -132,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         type=_mixed_precision,
         choices=("no", "bf16", "fp16"),
-        help="mixed precision if the file does not set it",
+        help="mixed precision if the file does not set it (no is not set)",
     )
     add("--micro_batch", type=_COUNT, metavar="B", help="if it is auto in the file; by default 1")
     add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
@@ -141,6 +142,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Workload.add_arguments(parser, "optimizer")
     generated = "tokens that the program generates for each sample, as PPO and GRPO do"
     add("--generated_tokens", type=_COUNT, metavar="T", help=generated)
+    release_help = (
+        "of the program: deepspeed=0.17.5,accelerate=1.10; by default the installed ones, else the newest tested"
+    )
+    add("--release", type=parse_releases, metavar="NAME=X", help=release_help)
     add("--engine", metavar="FILE", help="of a trainer's file: the DeepSpeed JSON or Accelerate YAML that it runs with")
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
     add("--strict", action="store_true", help="check files, and fail on errors and warnings")
@@ -214,9 +219,12 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
     file = _with_fsdp_version(read_user_file(options.config), options.fsdp_version)
     workload = _workload(options)
     _check_fsdp_flags(file, options)
-    shape = workload.adapt(model_shape(options.model[0], ask_hub=workload.hub))
+    _check_precision(file, options.precision)
+    model = model_shape(options.model[0], ask_hub=workload.hub, check_traced=workload.check_traced)
+    shape = workload.adapt(model)
     box = HardwareFlags.from_options(options).box() if options.hardware else None
     case = resolve(file, shape, options.world_size, program_settings(workload, shape), box)
+    case = with_releases(case, options.release)
     text = resolve_path(options.config).read_text(encoding="utf-8")
     results = tuple(in_file(finding, file, text) for finding in findings(case))
     return dataclasses.replace(case, findings=results, generated_tokens=options.generated_tokens)
@@ -234,13 +242,18 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         options.sync_each_batch = False
     _check_fsdp_flags(file, options)
     try:
-        model = model_shape(name, ask_hub=options.hub)
+        workload = _workload(options)
+    except UserError as refusal:
+        raise trainer_files.values_error(trainer, refusal) from None
+    try:
+        model = model_shape(name, ask_hub=options.hub, check_traced=workload.check_traced)
+    except WorkloadError as refusal:
+        raise trainer_files.values_error(trainer, refusal) from None
     except UserError as refusal:
         if name != trainer.values.get("model_name_or_path"):
             raise
         raise trainer_files.model_error(trainer, refusal) from None
     try:
-        workload = _workload(options)
         shape = workload.adapt(model)
         work = dataclasses.replace(
             program_settings(workload, shape),
@@ -248,7 +261,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
             loads_16_bits=trainer_files.loads_for_engine(trainer) or None,
             freezes_fp32=trainer_files.freezes_fp32(trainer),
         )
-        case = resolve(file, shape, options.world_size, work, box)
+        case = with_releases(resolve(file, shape, options.world_size, work, box), options.release)
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
     lines = (*trainer_files.workload_lines(trainer, name, options, replaced), *engine.lines)
@@ -264,6 +277,16 @@ def _check_fsdp_flags(file: UserFile, options: argparse.Namespace) -> None:
         is_for_fsdp1 = name in FSDP1_UNITS
         if getattr(options, name) and (file.sharding if is_for_fsdp1 else file.fsdp) is None:
             raise UserError(f"--{name} is for FSDP{'1' * is_for_fsdp1}, and {file.name} is not", "leave it out")
+
+
+def _check_precision(file: UserFile, precision: str | None) -> None:
+    """Raise UserError if the file sets another mixed precision than --precision; "no" leaves it to the program."""
+    # Accelerate uses bf16 for fp8.
+    precision_of_file = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}.get(file.mixed_precision or "no")
+    if None not in (precision, precision_of_file) and precision != precision_of_file:
+        flag = "fp32" if precision == "no" else precision
+        problem = f"{file.name} sets mixed_precision: {file.mixed_precision}, and --precision is {flag}"
+        raise UserError(problem, f"leave --precision out, or set mixed_precision: {precision} in the file")
 
 
 def _with_fsdp_version(file: UserFile, version: int | None) -> UserFile:
@@ -316,7 +339,7 @@ def _check(options: argparse.Namespace) -> int:
     if options.skip_others:
         checked = [name for name in names if not is_inside(name, checked_tree(name)) or is_config(name)]
     for name in checked:
-        problems = check_file(name, model, options.world_size, work)
+        problems = check_file(name, model, options.world_size, work, options.release)
         results += sorted(problems, key=lambda problem: problem.line)
     levels = Counter[str](finding.severity for finding in results)
     total = f"errors: {levels['error']}, warnings: {levels['warning']}"
@@ -342,9 +365,10 @@ def _document(case: ConfigCase) -> dict[str, Any]:
         "launcher": case.file.launcher,
         "distributed_type": case.file.distributed_type,
         "model": case.shape.name,
-        "parameters": case.shape.parameters,
-        "trained_parameters": case.shape.trained_parameters,
+        "parameters": case.request.full_shape.parameters,
+        "trained_parameters": case.request.full_shape.trained_parameters,
         "world_size": case.ranks,
+        "tensor_parallel": case.request.tensor_ranks,
         "hardware": None if box.device is ANY_DEVICE else box.name,
         "fits": None if box.device is ANY_DEVICE or memory.missing else fits(memory, box),
         "precision": predict_command.precision_name(case.request),
@@ -353,6 +377,7 @@ def _document(case: ConfigCase) -> dict[str, Any]:
         "micro_batch": case.request.micro_batch,
         "accumulation": case.request.accumulation,
         "gradient_checkpointing": case.request.gradient_checkpointing,
+        "releases": release_document(case),
         "settings": [dataclasses.asdict(cost) for cost in costs(case)],
         "findings": [finding.document for finding in case.findings],
         "combination": combination.document if combination is not None else None,
@@ -421,7 +446,8 @@ def _excess(memory: MemoryUse, box: Hardware) -> str:
             names = " and ".join(_STATES.get(name, name) for name, _ in parts[:count])
             needs = "need" if names.endswith("s") or count > 1 else "needs"
             needed = f"alone {needs} {rounded(size / GIB)} of {_about(usable)}"
-            return f"{names} {needed}, all together {_about(device_bytes(memory))}"
+            on_host = f", and {excess}" if (excess := excess_on_host(memory, box)) else ""
+            return f"{names} {needed}, all together {_about(device_bytes(memory))}{on_host}"
     return why(memory, box)
 
 
@@ -434,7 +460,7 @@ def first_line(case: ConfigCase) -> str:
         remedy = predict_command.loading_remedy(case.request)
         problem = f"Does not fit while quantized weights are loaded: {loaded} of {room}{remedy}"
         verdict = f"{problem}. After that: {verdict[0].lower()}{verdict[1:]}"
-    left_out = [key for _, key in group_keys(case)]
+    left_out = [key for _, key in group_keys(case)] if case.request.tensor_group is None else []
     left_out += [item.key for item in case.findings if item.rule == trainer_files.WITHOUT]
     if left_out:
         verdict = f"Without {', '.join(left_out)} (not modelled): {verdict[0].lower()}{verdict[1:]}"
@@ -467,13 +493,16 @@ def subject_lines(case: ConfigCase) -> Iterator[str]:
         yield from predict_command.pair_notes(request)
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
+    if request.tensor_group is not None:
+        ranks += f" in tensor-parallel groups of {request.tensor_ranks}"
     yield f"{case.file.name}: {engine}, {predict_command.precision_name(request)}{unset}, {ranks}"
     yield (
-        f"{case.shape.name}: {case.shape.parameters:,} parameters{lora_text(case.shape)}, micro-batch"
+        f"{case.shape.name}: {request.full_shape.parameters:,} parameters{lora_text(case.shape)}, micro-batch"
         f" {request.micro_batch} x accumulation {request.accumulation}, {request.sequence_length} tokens per sample"
         f"{predict_command.program_text(request)}"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )
+    yield release_line(case)
 
 
 def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
@@ -583,7 +612,7 @@ def bucket_bytes(case: ConfigCase) -> float:
 
 def _stage_costs(case: ConfigCase) -> Iterator[SettingCost]:
     # Without offloads, whose own rows have the state that they move.
-    state, count = case.at(offload_optimizer=None, offload_param=None).state, case.shape.parameters
+    state, count = case.at(offload_optimizer=None, offload_param=None).state, case.request.full_shape.parameters
     parameters, gradients, optimizer = (
         size / count for size in (state.params_device, state.grads_device, state.optimizer_device)
     )
@@ -598,7 +627,7 @@ def _stage_costs(case: ConfigCase) -> Iterator[SettingCost]:
     reason = f"{size:,.0f} elements of {case.weight} bytes are reserved, full or not"
     if reserved > size * case.weight:
         reason += ", twice: overlap_comm fills one while the other is reduced"
-    if size >= count:
+    if size >= case.shape.parameters:
         reason += "; all of this model's gradients fit, so they are there at once and no gradient is released early"
     yield _cost(case, "reduce_bucket_size", reason, reserved)
     largest = case.largest.elements
@@ -613,7 +642,7 @@ def _stage3_costs(case: ConfigCase) -> Iterator[SettingCost]:
     persistent = sum(param.elements for param in persistent_params(case.request))
     threshold = case.zero["stage3_param_persistence_threshold"]
     reason = f"tensors of up to {threshold:,.0f} elements stay unpartitioned, {persistent:,} elements of this model"
-    yield _cost(case, "stage3_param_persistence_threshold", reason, persistent * weight * (1 - 1 / case.ranks))
+    yield _cost(case, "stage3_param_persistence_threshold", reason, persistent * weight * (1 - 1 / case.data_ranks))
     released = case.at(stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
     gathers, least = simulate_gathers(case.request), simulate_gathers(released.request).gathered_at_once
     reason = (
@@ -674,15 +703,15 @@ def find_answers(case: ConfigCase) -> Iterator[Explanation]:
     """Yield the answers to the frequent questions that apply to this case."""
     if case.request.box.device is not ANY_DEVICE and not case.memory.missing:
         yield _explain_time(case)
-    if case.stage in (1, 2) and case.ranks > 1:
+    if case.stage in (1, 2) and case.data_ranks > 1:
         yield _compare_stages(case, 1, 2)
-    if case.stage and case.ranks > 1:
+    if case.stage and case.data_ranks > 1:
         yield _compare_stages(case, 2, 3)
     if case.stage == 3:
         yield from _explain_loading(case)
     if case.generated_tokens:
         yield _explain_generation(case, case.generated_tokens)
-    if case.file.distributed_type != "NO":
+    if case.file.distributed_type != "NO" and case.request.strategy.name != "tp":
         yield _compare_ranks(case)
     if case.stage >= 2 and case.offload("offload_optimizer"):
         yield _compare_host_memory(case)
@@ -693,7 +722,8 @@ def _explain_time(case: ConfigCase) -> Explanation:
     request, (time, text) = case.request, _time_text(case)
     parts = sorted(time.parts.items(), key=lambda part: -part[1])
     shares = [f"{name.replace('_', ' ')} {rounded_seconds(size)}" for name, size in parts if size > parts[0][1] / 50]
-    short = f"{text}: {', '.join(shares)}"
+    by_host = predict_command.offload_range_text(request, time.step_s.value)
+    short = f"{text}{by_host}: {', '.join(shares)}"
     short += "".join(f"; {alternative}" for alternative in _other_times(case, time.step_s.value))
     because = list(time.notes[1:])
     if case.ranks > 1 and not request.box.is_cpu_only:
@@ -712,9 +742,9 @@ def _other_times(case: ConfigCase, seconds: float) -> Iterator[str]:
     elif case.stage == 3:
         yield f"stage 2 {_time_text(case.at(stage=2))[1]}"
     machines, group = request.box.nodes, request.box.gpus_per_node
-    if machines == 1:
+    if machines == 1 or request.tensor_ranks > group:
         return
-    if case.stage == 3 and group > 1 and case.zero["zero_hpz_partition_size"] == 1:
+    if case.stage == 3 and group > 1 and request.tensor_group is None and case.zero["zero_hpz_partition_size"] == 1:
         within = case.at(zero_hpz_partition_size=group)
         time, text = _time_text(within)
         if time.step_s.value < (1 - _MIN_GAIN) * seconds:
@@ -859,7 +889,8 @@ def _stage_reasons(case: ConfigCase) -> Iterator[str]:
 
 def _compare_ranks(case: ConfigCase) -> Explanation:
     """Compare the peak at half, the same and twice the number of ranks."""
-    counts = sorted({max(case.ranks // 2, 1), case.ranks, 2 * case.ranks})
+    half = max(case.data_ranks // 2, 1) * case.request.tensor_ranks
+    counts = sorted({half, case.ranks, 2 * case.ranks})
     memories = {count: case.at(count).memory for count in counts}
     now, twice = memories[case.ranks], memories[2 * case.ranks]
     fixed = ", ".join(
@@ -895,7 +926,7 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
     because = (
         ", ".join(f"{name} {gib(at_2.host_parts[name])} and {gib(at_3.host_parts[name])}" for name in phases),
         f"outside stage 3 each of a node's {per_node} processes creates the full model, assumed in fp32"
-        f" ({gib(4 * case.shape.parameters)} each; transformers 5 loads in the checkpoint's type)",
+        f" ({gib(4 * case.request.full_shape.parameters)} each; transformers 5 loads in the checkpoint's type)",
         f"stage 2 has a pinned copy of the largest tensor, {gib(largest * case.weight)} a rank, next to its shard and,"
         " with accumulation, the gradients of its shard as full tensors",
         "pinned memory is allocated in powers of two, so a tensor just above one needs twice as much",

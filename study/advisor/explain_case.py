@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from study.advisor.fitted import loads_16_bits, usual_weights
-from study.advisor.user_settings import OFFLOADS, ZERO, Finding, UserFile, known_settings
+from study.advisor.user_settings import NOT_MODELLED, OFFLOADS, ZERO, Finding, UserFile, known_settings
 from study.config.errors import UserError, clip
 from study.config.flags import Precision
-from study.config.strategies import Strategy
+from study.config.strategies import ModelParallelGroup, Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
 from study.predictor.memory import predict_memory
 from study.predictor.request import (
@@ -22,9 +22,11 @@ from study.predictor.request import (
     Request,
     TrainerSettings,
     auto_bucket_sizes,
+    with_tensor_group,
 )
 from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
+from study.predictor.tensor_group import UNDER_FSDP2
 
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -69,6 +71,8 @@ class ConfigCase:
     read_from: tuple[str, ...] = ()
     # Of the packages of a run, whose settings these are; None: the installed ones.
     releases: Mapping[str, str | None] | None = None
+    # Those of `study explain --release`.
+    stated_releases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def stage(self) -> int:
@@ -80,7 +84,13 @@ class ConfigCase:
         return self.request.box.ranks
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks with different samples."""
+        return self.request.data_ranks
+
+    @property
     def shape(self) -> ModelShape:
+        """The shape of the model, or of a rank's part of it."""
         return self.request.shape
 
     @functools.cached_property
@@ -115,7 +125,7 @@ class ConfigCase:
         if ranks is not None:
             box = box_of_ranks(box.name, box.device, ranks)
         if strategy.deepspeed is not None:
-            strategy = _strategy(self.file, self.top, changed)
+            strategy = dataclasses.replace(_strategy(self.file, self.top, changed), group=strategy.group)
         request = dataclasses.replace(self.request, strategy=strategy, box=box)
         return dataclasses.replace(self, zero=changed, request=request)
 
@@ -200,7 +210,60 @@ def resolve(
         quantized=work.quantized,
         **vars(dataclasses.replace(work.trainer, compiled=work.trainer.compiled or file.compiled)),
     )
-    return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
+    request, notes = _divide_tensors(file, request)
+    return ConfigCase(file, zero, dict(file.deepspeed or {}), request, (*findings, *notes))
+
+
+def _divide_tensors(file: UserFile, request: Request) -> tuple[Request, list[Finding]]:
+    """Return the request of a rank with its part of each layer if the file sets tensor-parallel groups, and a finding
+    that the figures are those of it, or why they are not."""
+    section = (file.deepspeed or {}).get("tensor_parallel")
+    key, ranks = "parallelism_config.tp_size", file.group_sizes.get("tp_size", 1)
+    if file.deepspeed is not None:
+        key = "tensor_parallel.autotp_size"
+        ranks = section.get("autotp_size", 0) if isinstance(section, Mapping) else 0
+    if type(ranks) is not int or ranks < 2:
+        return request, []
+    strategy = dataclasses.replace(request.strategy, group=ModelParallelGroup("tensors", ranks))
+    if not strategy.is_fsdp and strategy.deepspeed is None:
+        # Accelerate does not wrap such a model with DDP.
+        strategy = dataclasses.replace(strategy, name="tp")
+    reason = _undivided_reason(file, request, ranks)
+    if reason is None:
+        try:
+            request = with_tensor_group(dataclasses.replace(request, strategy=strategy))
+        except UserError as refusal:
+            reason = refusal.problem
+    if reason is not None:
+        return request, [Finding("noted", key, f"{reason}; {NOT_MODELLED}", rule="not-modelled")]
+    if file.deepspeed is not None:
+        # A rule of known_settings.yaml has the samples of its groups.
+        return request, []
+    count = f"{request.data_ranks} rank{'s' * (request.data_ranks > 1)}"
+    message = f"{ranks} ranks divide each layer and share samples: a step trains on those of {count}"
+    if strategy.is_fsdp:
+        message += f"; {UNDER_FSDP2}"
+    return request, [Finding("noted", key, message)]
+
+
+def _undivided_reason(file: UserFile, request: Request, ranks: int) -> str | None:
+    """Return why the figures do not divide layers; None if the model decides it."""
+    zero, section = request.strategy.deepspeed or {}, (file.deepspeed or {}).get("tensor_parallel") or {}
+    checkpointing = zero.get("activation_checkpointing") or {}
+    for holds, reason in (
+        (set(file.group_sizes) - {"tp_size"} or zero.get("sequence_parallel_size"), "with groups of another kind"),
+        (file.mesh_ranks not in (1, request.box.ranks), "its groups do not make all ranks"),
+        (file.distributed_type == "MULTI_GPU" and ranks != request.box.ranks, "without FSDP in groups of some ranks"),
+        (request.strategy.is_fsdp and request.fsdp_version == 1, "under FSDP1, which Accelerate refuses with it"),
+        (request.has_reference_copy or request.reference_model, "with a reference model"),
+        (request.offloads, "with an offload"),
+        (bool(section.get("partition_config") or section.get("preset_model")), "with a custom plan"),
+        (bool(checkpointing.get("partition_activations")), "with partitioned activations"),
+        (request.ranks_per_replica is not None and zero != {}, "with zero_hpz_partition_size"),
+    ):
+        if holds:
+            return reason
+    return None
 
 
 def _loads_16_bits(shape: ModelShape, strategy: Strategy, precision: Precision, work: ProgramSettings) -> bool:

@@ -18,6 +18,7 @@ from study.advisor import user_settings
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ProgramSettings, resolve
 from study.advisor.explain_combinations import WRONG_TRAINING
 from study.advisor.explain_findings import WRONG_BLOCK, findings
+from study.advisor.explain_releases import with_releases
 from study.advisor.user_settings import Finding
 from study.config.errors import UserError
 from study.config.yaml_sections import Section, read_document
@@ -104,7 +105,13 @@ def _is_deepspeed(text: str) -> bool:
     return is_deepspeed or any(difflib.get_close_matches(key, document, cutoff=0.85) for key in keys)
 
 
-def check_file(name: str, model: ModelShape | None, ranks: int | None, work: ProgramSettings) -> Iterator[Finding]:
+def check_file(
+    name: str,
+    model: ModelShape | None,
+    ranks: int | None,
+    work: ProgramSettings,
+    releases: Mapping[str, str] | None = None,
+) -> Iterator[Finding]:
     """Yield the problems of a file; without a model or a number of ranks, those that it has with any.
 
     The file may be a stranger's, who sees the findings: no file outside of its tree is read, and its values are
@@ -124,7 +131,10 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
         shapes = [model] if model else [model_shape(preset) for preset in _MODELS]
         is_one_process = file.distributed_type == "NO"
         counts = [None] if is_one_process else [ranks] if ranks else _fitting_ranks(file)
-        cases = [resolve(file, shape, count, work) for shape, count in itertools.product(shapes, counts)]
+        cases = [
+            with_releases(resolve(file, shape, count, work), releases)
+            for shape, count in itertools.product(shapes, counts)
+        ]
     except UserError as refusal:
         for item in (item for item in early if item.severity != "note"):
             yield replace(_without_texts(item), file=name, line=item.line or find_line(text, item.key) or 1)

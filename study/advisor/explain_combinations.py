@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from study.advisor.explain_case import ConfigCase
+from study.advisor.explain_releases import ENGINES, read_stack
 from study.advisor.user_settings import ZERO, Finding
 from study.compositions.answers import (
     KnownFinding,
@@ -20,11 +20,8 @@ from study.compositions.answers import (
 )
 from study.compositions.features import Combination, make_combination
 from study.config.errors import UserError
-from study.host.stacks import package_version
 from study.releases.feature_answers import FeatureAnswer, find_answer
 
-# Packages whose releases make a difference.
-_PACKAGES = ("deepspeed", "accelerate", "torch")
 # Features that no run on CPUs has.
 _OF_GPUS = ("fp16", "quantized_weights", "quantized_gradients", "super_offload")
 
@@ -60,12 +57,7 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
     keys = feature_keys(case)
     stack = read_stack(case)
     known_by = f"{'tested with' if _is_tested(stack) else 'by the source, for'} {_releases_text(stack)}"
-    for entry in read_known_findings():
-        conditions = _conditions(entry, keys, _program_features(case))
-        if entry.verdict not in ("wrong", "refused") or entry.needs_program or not _is_in(entry, stack):
-            continue
-        if conditions is None or not _has_settings(case, entry):
-            continue
+    for entry, conditions in _entries(case):
         key = entry.setting[0][0] if entry.setting else _key(entry, keys)
         if _BY_MPU in conditions:
             key = "sequence_parallel_size"
@@ -84,28 +76,31 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
         yield Finding(kind, key, message, entry.instead, rule=WRONG_TRAINING)
 
 
-def read_stack(case: ConfigCase) -> dict[str, str | None]:
-    """Return the releases of a case's run, else the installed ones; the newest tested ones of missing packages."""
-    newest = newest_tested_stack()
-    releases = _find_releases(package_version) if case.releases is None else case.releases
-    return {name: releases.get(name) or newest[name] for name in _PACKAGES}
+def _entries(case: ConfigCase) -> Iterator[tuple[KnownFinding, list[str]]]:
+    """Yield the known faults and errors that a config has on its releases, each with its conditions."""
+    keys, stack = feature_keys(case), read_stack(case)
+    for entry in read_known_findings():
+        conditions = _conditions(entry, keys, _program_features(case))
+        if entry.verdict not in ("wrong", "refused") or entry.needs_program or not _is_in(entry, stack):
+            continue
+        if conditions is not None and _has_settings(case, entry):
+            yield entry, conditions
 
 
-@functools.cache
-def _find_releases(find_release: Callable[[str], str | None]) -> dict[str, str | None]:
-    """Return the installed releases, whose files take longer to read than a config to judge."""
-    return {name: find_release(name) for name in _PACKAGES}
+def known_causes(case: ConfigCase) -> set[str]:
+    """Return the causes of `study releases` that the findings about combinations already have."""
+    return {entry.cause for entry, _ in _entries(case) if entry.cause}
 
 
 def _is_in(entry: KnownFinding, stack: Mapping[str, str | None]) -> bool:
     """Whether a stack has an entry, by its own runs or those of others and by the source."""
-    if has_same_releases(stack, newest_tested_stack(), _PACKAGES):
+    if has_same_releases(stack, newest_tested_stack(), ENGINES):
         return entry.is_in(stack)
     return is_known_in(entry, stack, stored_evidence())
 
 
 def _is_tested(stack: Mapping[str, str | None]) -> bool:
-    return any(has_same_releases(read_releases(file), stack, _PACKAGES) for file in stored_files())
+    return any(has_same_releases(read_releases(file), stack, ENGINES) for file in stored_files())
 
 
 def _releases_text(stack: Mapping[str, str | None]) -> str:
@@ -240,7 +235,8 @@ def _offload(case: ConfigCase) -> Iterator[tuple[str, str]]:
     parameters = case.offload("offload_param") if case.stage == 3 else None
     if optimizer is not None:
         what = "all" if parameters is not None else "optimizer"
-        device = "nvme" if optimizer["device"] == "nvme" else "cpu"
+        # Stages 1 and 2 read nvme as the host.
+        device = "nvme" if optimizer["device"] == "nvme" and case.stage == 3 else "cpu"
         yield f"{what}_{device}", f"{ZERO}.offload_optimizer.device"
 
 

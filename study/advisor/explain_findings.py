@@ -9,9 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
-from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT, combination_findings, whole_number
+from study.advisor.explain_combinations import (
+    ENDS_WITH_ERROR,
+    WRONG_ARGUMENT,
+    combination_findings,
+    known_causes,
+    whole_number,
+)
+from study.advisor.explain_releases import REFUSE_1_BIT, judge_by_release, release_facts, release_faults
 from study.advisor.fitted import usual_weights
-from study.advisor.request_notes import holding_rules, is_met, request_facts, request_findings
+from study.advisor.request_notes import (
+    choice_without_bf16,
+    holding_rules,
+    is_met,
+    lacks_bf16,
+    overflows_in_fp16,
+    request_facts,
+    request_findings,
+)
 from study.advisor.user_settings import (
     AUTO_VALUE,
     OFFLOADS,
@@ -28,7 +43,7 @@ from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, Request
-from study.predictor.state import engine_refusal, quantization_refusal
+from study.predictor.state import engine_refusal, quantization_refusal, sub_groups
 from study.predictor.time import device_bytes, fits, usable_bytes
 from study.releases.causes import unsound_releases
 from study.releases.races import read_races
@@ -46,7 +61,11 @@ _TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def findings(case: ConfigCase) -> list[Finding]:
-    """Return all findings of a config, including those of parsing it."""
+    """Return all findings of a config, including those of parsing it, for its releases."""
+    return [judge_by_release(case, finding) for finding in _findings(case)]
+
+
+def _findings(case: ConfigCase) -> list[Finding]:
     facts, reference = _facts(case), known_settings()
     combinations = list(combination_findings(case))
     if case.file.deepspeed is None:
@@ -72,6 +91,7 @@ def findings(case: ConfigCase) -> list[Finding]:
         *request_findings(case.request, facts),
         *_batch(case),
         *combinations,
+        *release_faults(case, _tested_strategy(case), known_causes(case)),
     ]
     if case.stage and case.request.strategy.offloads and case.request.box.device.memory_gib:
         used = [what for what in OFFLOADS if case.offload(what)]
@@ -86,10 +106,27 @@ def findings(case: ConfigCase) -> list[Finding]:
                 )
                 results.append(Finding("noted", f"{ZERO}.{without[0]}", message, rule="offload-not-needed"))
                 break
-    results += [*_quantization(case.request), *_missing_units(case)]
+    results += [*_large_sub_groups(case), *_quantization(case.request), *_missing_units(case)]
     if refusal := engine_refusal(case.request):
         results.append(Finding("refused", *refusal))
     return results
+
+
+def _large_sub_groups(case: ConfigCase) -> Iterator[Finding]:
+    """Yield the pinned host memory that the default sub_group_size would save in swapping the optimizer."""
+    optimizer, key = case.offload("offload_optimizer"), "sub_group_size"
+    if optimizer is None or optimizer["device"] != "nvme" or case.stage != 3:
+        return
+    default = section_entries(ZERO)[key]["default"]
+    largest = [max(sub_groups(it.request)) for it in (case, case.at(sub_group_size=default))]
+    pinned, by_default = (optimizer["buffer_count"] * elements * FP32_BYTES for elements in largest)
+    if pinned - by_default < _WORTH_NOTING:
+        return
+    message = (
+        f"a sub-group of {largest[0]:,} elements: its {optimizer['buffer_count']} buffers (buffer_count) pin"
+        f" {rounded(pinned / GIB)} GiB of host memory a rank, and with the default {rounded(by_default / GIB)} GiB"
+    )
+    yield Finding("noted", f"{ZERO}.{key}", message, f"set {default}, or leave it out", "large-sub-groups")
 
 
 def _quantization(request: Request) -> list[Finding]:
@@ -102,11 +139,15 @@ def _quantization(request: Request) -> list[Finding]:
 def _missing_units(case: ConfigCase) -> Iterator[Finding]:
     """Yield types and kernels that the GPU lacks: torch emulates bf16, and flash attention ends with an error."""
     device, request = case.request.box.device, case.request
-    if request.box.is_cpu_only or device.peak_tflops.get("bf16", 0.0) is not None:
+    if not lacks_bf16(request):
         return
     if request.precision.startswith("bf16"):
         message = f"{device.name} has no units for bf16, which torch emulates at the rate of fp32 at best"
-        yield Finding("conflict", _precision_key(case), message, "use fp16, or fp32", NO_UNITS)
+        fix = "use fp16, or fp32"
+        if overflows_in_fp16(request):
+            message += f", and activations of {case.shape.name} exceed fp16's largest number"
+            fix = choice_without_bf16(request)
+        yield Finding("conflict", _precision_key(case), message, fix, NO_UNITS)
     if request.attention == "flash_attention_2":
         message = f"ends with an error: {device.name} has no flash_attention_2"
         yield Finding("refused", "attn_implementation", message, "use sdpa", ENDS_WITH_ERROR)
@@ -232,13 +273,27 @@ def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
         message = f"the engine ends with an error: neither it nor torch.optim has {clip(name)}"
         gone = known_settings()["removed"].get(name.lower())
         refused = Finding("refused", key, message, did_you_mean(name, optimizers["torch"]).strip())
-        yield removed(key, gone) if gone else refused
+        yield _removed_optimizer(case, name, removed(key, gone)) if gone else refused
         return
     if case.request.optimizer not in name.lower():
         yield Finding("noted", key, f"{name}: bytes here are AdamW's, which keeps two moments of each parameter")
     is_allowed = case.file.launcher != "deepspeed" or case.top.get("zero_allow_untested_optimizer")
     if case.stage and name.lower() not in optimizers["zero"] and not is_allowed:
         yield Finding("refused", key, f"ZeRO accepts {name} only with zero_allow_untested_optimizer: true")
+
+
+def _removed_optimizer(case: ConfigCase, name: str, finding: Finding) -> Finding:
+    """Return the finding of a 1-bit optimizer, which no release has with ZeRO ("1bit-Adam is not compatible with ZeRO",
+    _configure_basic_optimizer in engine.py before 0.19.7)."""
+    if case.stage == 0:
+        return finding
+    message, fix = f"{finding.message}; earlier releases {REFUSE_1_BIT}", "set AdamW"
+    if case.stage in section_entries(ZERO)["zero_quantized_gradients"]["stages"]:
+        fix += ", with zero_quantized_gradients for less communication"
+    elif name.lower() == "onebitlamb":
+        # Its norms are those of whole tensors, of which ZeRO has shards.
+        fix += ", or Lamb at stage 0"
+    return dataclasses.replace(finding, message=message, fix=fix)
 
 
 def _arguments(case: ConfigCase) -> Iterator[Finding]:
@@ -314,6 +369,8 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         "tp_ranks": file.group_sizes.get("tp_size", 1),
         "cp_ranks": file.group_sizes.get("cp_size", 1),
         **request_facts(case.request),
+        **release_facts(case),
+        "has_stated_release": bool(case.stated_releases),
     }
     if file.deepspeed is None:
         settings = file.fsdp or {}
@@ -336,11 +393,9 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     devices = {what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS}
     # The engine limits the secondary partition to the number of ranks (groups.py).
     group = min(case.zero["zero_hpz_partition_size"], case.ranks)
-    request, tested = case.request, f"zero{case.stage}"
+    request, tested = case.request, _tested_strategy(case)
     parallel = case.top.get("tensor_parallel")
     autotp_ranks = whole_number(parallel.get("autotp_size")) if isinstance(parallel, Mapping) else 0
-    if case.stage == 2 and case.offload("offload_optimizer"):
-        tested = "zero2_cpu"
     return {**flatten(defaults), **flatten(top), **flatten(case.zero), **flatten(file.plugin, "plugin."), **facts} | {
         "unsound": unsound_releases(tested, request.accumulation, request.precision) or "none",
         "unsound_accumulating": _unsound_accumulating(case, tested) or "none",
@@ -357,14 +412,22 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         "autotp_groups": case.ranks // max(autotp_ranks, 1),
         "group": group,
         "machine_ranks": case.request.box.gpus_per_node,
+        "machines": file.num_machines or 1,
+        # prepare_deepspeed_cmd_env of accelerate/utils/launch.py.
+        "node_launcher": str(file.plugin.get("deepspeed_multinode_launcher") or "pdsh")[:60],
         "ungrouped_ranks": case.ranks % max(group, 1),
-        "shard": -(-shape.largest // case.ranks),
+        "shard": -(-shape.largest // case.data_ranks),
         "largest": case.largest.name,
         "nvme_weights": case.state.params_nvme,
         "parameters": shape.parameters,
         "twice_parameters": 2 * shape.parameters,
         "max_in_cpu": (case.offload("offload_param") or {}).get("max_in_cpu"),
     }
+
+
+def _tested_strategy(case: ConfigCase) -> str:
+    """Return the strategy that `study releases` tested of a stage and its offload."""
+    return "zero2_cpu" if case.stage == 2 and case.offload("offload_optimizer") else f"zero{case.stage}"
 
 
 def saves_whole_model(settings: Mapping[str, Any]) -> bool:

@@ -24,6 +24,12 @@ _UNUSED = rf"{_SIZE} is reserved by PyTorch but unallocated|{_SIZE} cached"
 _RESERVED = rf"{_SIZE} reserved in total by PyTorch"
 _NAMED_PROCESS = r"Process \d+ has"
 _THIS_PROCESS = "this process has"
+# A rank, a GPU or a number of processes that one GPU alone has not: rank1, cuda:1, GPU 1, world_size=2.
+_SEVERAL = re.compile(
+    r"(?:(?<!lora )\brank|local_rank|cuda:|\bGPU)\W{0,3}[1-9]"
+    r"|(?:world.size|num_processes|nproc_per_node)\W{1,3}(?!1\b)[1-9]",
+    re.IGNORECASE,
+)
 # The next message of a log is another rank's.
 _NEXT = "Tried to allocate"
 _MAX_LETTERS = 4000
@@ -60,6 +66,8 @@ class FullGpu:
     other_processes: int
     # Largest rounding of the printed size that was asked for.
     tried_rounding: int = 0
+    # The text names no other GPU or rank: ZeRO has none to shard over.
+    is_alone: bool = False
 
     @property
     def outside(self) -> int:
@@ -94,10 +102,11 @@ class FullGpu:
         remedies = self._logits()
         missing = self.tried - self.free - self.unused
         if self.is_full:
+            state = "adapters on 4-bit weights" if self.is_alone else "a higher ZeRO stage"
             remedies.append(
                 f"tensors fill {percent(self.allocated / self.capacity)} of the GPU"
                 + (f", at least {_gib(missing)} GiB are missing" if missing > 0 else "")
-                + ": a smaller micro-batch, gradient checkpointing, a higher ZeRO stage or offload (study advise)"
+                + f": a smaller micro-batch, gradient checkpointing, {state} or offload (study advise)"
             )
         if missing <= 0:
             words = (
@@ -187,6 +196,11 @@ def _vocabularies() -> dict[int, str]:
         if size >= _MIN_VOCABULARY and odd_part >= _MIN_ODD_PART:
             sizes.setdefault(size, name)
     return sizes
+
+
+def names_several_gpus(text: str) -> bool:
+    """Whether a text names a GPU or a rank besides the first, or several processes."""
+    return bool(_SEVERAL.search(text))
 
 
 def read_full_gpu(text: str) -> FullGpu | None:

@@ -53,7 +53,7 @@ class RunText:
         """Return the run of a request with these figures."""
         step_s = self.step_s
         if step_s is None and self.tokens_per_s is not None:
-            samples = request.micro_batch * request.accumulation * request.box.ranks
+            samples = request.micro_batch * request.accumulation * request.data_ranks
             step_s = samples * request.sequence_length / self.tokens_per_s
         return MeasuredRun(f"--measured {self.text}", request, step_s, self.peak_bytes, self.peak_kind)
 

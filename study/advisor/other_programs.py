@@ -47,8 +47,25 @@ def check_program(name: str, document: Mapping[str, Any]) -> None:
     if program is None:
         return
     strategy = _lightning_strategy(document) if program == "Lightning" else "fsdp2"
-    question = f"study predict MODEL --strategy {strategy} --hardware BOX, with its batch and precision as flags"
+    adapters, flags = "", "batch and precision"
+    if program == "torchtune" and (adapters := _torchtune_adapters(document)):
+        flags = "batch, precision and modules with adapters"
+    question = f"study predict MODEL --strategy {strategy}{adapters} --hardware BOX, with its {flags} as flags"
     raise UserError(f"{name} is a file of {program}, which is not read", question)
+
+
+def _torchtune_adapters(document: Mapping[str, Any]) -> str:
+    """Return the flags of the adapters that a torchtune file trains, whose builder is lora_llama3_8b or qlora_...;
+    empty for full training."""
+    model = document.get("model")
+    builder = str(model.get("_component_", "")).rpartition(".")[2] if isinstance(model, Mapping) else ""
+    if not builder.startswith(("lora_", "qlora_")):
+        return ""
+    assert isinstance(model, Mapping)
+    rank = model.get("lora_rank")
+    # torchtune's adapters have the type of the weights.
+    flags = " --peft lora" + (f" --lora_rank {rank}" if type(rank) is int else "") + " --adapters_in_16_bits"
+    return flags + " --quantization 4bit" * builder.startswith("qlora_")
 
 
 def _lightning_strategy(document: Mapping[str, Any]) -> str:

@@ -24,13 +24,31 @@ from study.host.memory import GIB
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
 from study.predictor.communication import leaving_bytes, predict_payload, sent_bytes
 from study.predictor.families import FAMILIES
-from study.predictor.hardware import BOX_NAMES, Hardware, HardwareFlags, parse_int
+from study.predictor.hardware import BOX_NAMES, WHICH_TFLOPS, Hardware, HardwareFlags, parse_int
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
-from study.predictor.request import Estimate, MemoryUse, OptimizerName, Request, StepTime, TrainerSettings
+from study.predictor.request import (
+    Estimate,
+    MemoryUse,
+    OptimizerName,
+    Request,
+    StepTime,
+    TrainerSettings,
+    with_tensor_group,
+)
 from study.predictor.shape import ModelShape, lora_text, resolve_length
 from study.predictor.state import checkpoint_bytes, engine_refusal, quantization_refusal
-from study.predictor.time import device_bytes, estimate, fits, offload_range, predict_time, usable_bytes, why
+from study.predictor.time import (
+    device_bytes,
+    estimate,
+    excess_on_host,
+    fits,
+    offload_range,
+    predict_time,
+    range_causes,
+    usable_bytes,
+    why,
+)
 from study.workloads.presets import PRESETS, known_models
 
 if TYPE_CHECKING:
@@ -44,6 +62,9 @@ that a rank sends if each collective is a ring, as with NCCL.
 # Characters of the longest bar.
 _BAR = 40
 _PREDICTED = [name for name in strategies.STRATEGY_NAMES if name not in strategies.WITH_GROUPS]
+# Those whose ranks divide the tensors of each layer in a file of accelerate_configs/, or with --tensor_parallel.
+_WITH_TENSOR_GROUPS = [name for name in strategies.WITH_GROUPS if name == "tp" or name.endswith("_tp")]
+_ALLOW_TENSOR_GROUPS = ("fsdp2", "zero0", "zero1", "zero2", "zero3")
 _HOST_PARTS = {
     "load": "while the model is loaded",
     "train": "in training",
@@ -58,13 +79,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names = [*PRESETS, *(name for name, model in known_models().items() if model.config["model_type"] in FAMILIES)]
     traced = ", ".join(name for name in known_models() if name not in names)
-    model = f"a preset ({', '.join(names)}), with torch also {traced}; a folder with config.json, or its sizes"
+    model = f"a preset ({', '.join(names)}), with torch also these, which are traced in up to a minute: {traced};"
+    model += " a folder with config.json, or its sizes"
     add("model_name_or_path", nargs="?", metavar="MODEL", help=model)
     add("--model", "--model_name_or_path", dest="named_model", metavar="M", help="the same as MODEL")
     box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}; another GPU by its"
-    box += (
-        " figures: 8xmemory=192GiB,tflops=1300,bandwidth=5300GB/s, and if known nvlink=450 (without it: PCIe), pcie=55,"
-    )
+    box += f" figures: 8xmemory=192GiB,tflops=1300,bandwidth=5300GB/s ({WHICH_TFLOPS}), and if known"
+    box += " nvlink=450 (without it: PCIe), pcie=55,"
     box += " network=50 (GB/s, one direction) and fp32=80"
     add("--hardware", metavar="BOX", help=box)
     add_program_arguments(parser)
@@ -126,14 +147,14 @@ def check_required(options: argparse.Namespace, example: str) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--strategy", metavar="S", help=f"one of {', '.join(_PREDICTED)}")
+    add("--strategy", metavar="S", help=f"one of {', '.join([*_PREDICTED, *_WITH_TENSOR_GROUPS])}")
     add_model_arguments(parser)
     add("--micro_batch", type=parse_int, metavar="B", help="samples of one forward pass on one rank")
     add("--accumulation", type=parse_int, metavar="A", help="micro-batches of an optimizer step")
     default = "default: bf16, else fp16, with 16-bit weights under DeepSpeed (--autocast: fp32 weights); fp32 on a CPU"
     add("--precision", choices=get_args(Precision), help=default)
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
-    Workload.add_arguments(parser, "optimizer")
+    Workload.add_arguments(parser, "optimizer", "tensor_parallel")
     add("--autocast", action="store_true", help="fp32 weights under autocast, as study/train.py has them")
     add("--dropout", action="store_true", help="the model's dropout is on")
     pure = "without DeepSpeed: weights, gradients and moments in bf16, no masters; by default with --peft lora in bf16"
@@ -209,9 +230,11 @@ def check_attention(request: Request | AdviceRequest) -> None:
 
 
 def strategy_text(request: Request) -> str:
-    """Return the strategy's name, with FSDP's version if it is not that of its file."""
-    version = request.fsdp_version
-    return f"{request.strategy.name} as FSDP{version}" if version != Request.fsdp_version else request.strategy.name
+    """Return the strategy's name, with FSDP's version if it is not that of its file, and the ranks of a tensor-parallel
+    group."""
+    name, version = request.strategy.name, request.fsdp_version
+    groups = f" in tensor-parallel groups of {request.tensor_ranks}" * (request.tensor_group is not None)
+    return f"{name} as FSDP{version}" if version != Request.fsdp_version else f"{name}{groups}"
 
 
 def program_text(settings: Request | TrainerSettings) -> str:
@@ -271,12 +294,56 @@ def predicted_strategy(name: str) -> strategies.Strategy:
     return strategy
 
 
+def _with_tensor_ranks(name: str, workload: Workload, box: Hardware) -> strategies.Strategy:
+    """Return a strategy with the tensor-parallel groups that its file or --tensor_parallel sets; raise UserError if its
+    engine does not allow them."""
+    name = strategies.spelled_strategy(name)
+    ranks = workload.tensor_parallel
+    if ranks is None and name not in _WITH_TENSOR_GROUPS:
+        return predicted_strategy(name)
+    strategy = strategies.read_strategy(name)
+    if ranks is None:
+        ranks = box.ranks if name == "tp" else strategy.group_size
+    if ranks == 1 and name in _ALLOW_TENSOR_GROUPS:
+        return strategy
+    if reason := _tensor_refusal(strategy, ranks, workload, box):
+        fix = f"use one of {', '.join([*_ALLOW_TENSOR_GROUPS, *_WITH_TENSOR_GROUPS])}, or another number of ranks"
+        raise UserError(f"tensor parallelism over {ranks} rank{'s' * (ranks > 1)} with {name}: {reason}", fix)
+    return strategy.with_tensor_parallelism(ranks)
+
+
+def _tensor_refusal(strategy: strategies.Strategy, ranks: int, workload: Workload, box: Hardware) -> str | None:
+    """Return why a strategy does not run with tensor-parallel groups, or why that is not predicted; None if it is."""
+    name = strategy.name
+    if ranks == 1:
+        return "a group has two ranks or more"
+    if name in ("single", "ddp"):
+        return "Accelerate has no ranks that only replicate the parts (ParallelismConfig); tp has one group of all"
+    if name == "zero3_hpz":
+        return "hpZ gathers layers from a rank with another part of them (docs/compositions.md)"
+    if name not in (*_ALLOW_TENSOR_GROUPS, *_WITH_TENSOR_GROUPS):
+        return "it is not predicted, as no run of this project has both"
+    if name == "tp" and ranks != box.ranks:
+        return f"Accelerate has all {box.ranks} ranks in one group; fsdp2 shards over several"
+    if name == "fsdp2" and ranks == box.ranks:
+        return "Accelerate ends with an error, as FSDP has no ranks to shard over; tp has one group of all"
+    if strategy.is_fsdp and workload.fsdp_version == 1:
+        return "Accelerate's ParallelismConfig needs FSDP2"
+    if name == "tp" and workload.precision == "fp16":
+        return "torch cannot unscale divided and whole tensors in one call, so fp16 ends with an error"
+    if workload.with_reference:
+        return "a reference model is not predicted with it"
+    return None
+
+
 def make_request(flags: PredictFlags) -> Request:
     """Return the request that the flags make; raise UserError if it is impossible."""
     workload = flags.workload
-    strategy = predicted_strategy(flags.strategy)
     box = flags.hardware.box()
-    shape = workload.adapt(model_shape(workload.model_name_or_path, ask_hub=workload.hub))
+    strategy = _with_tensor_ranks(flags.strategy, workload, box)
+    shape = workload.adapt(
+        model_shape(workload.model_name_or_path, ask_hub=workload.hub, check_traced=workload.check_traced)
+    )
     precision, is_pure = _precision(workload, strategy, shape, box)
     config = RunConfig(precision=precision, engine_override=flags.engine_override)
     strategy.check_engine_flags(config)
@@ -316,6 +383,7 @@ def make_request(flags: PredictFlags) -> Request:
         fsdp_version=version,
         **vars(workload.trainer),
     )
+    request = with_tensor_group(request)
     if flags.fitted:
         stock = dataclasses.replace(request, strategy=strategy)
         fitted = fit_settings(stock)
@@ -379,14 +447,16 @@ def _document(
 ) -> dict[str, Any]:
     return {
         "model": request.shape.name,
-        "parameters": request.shape.parameters,
-        "trained_parameters": request.shape.trained_parameters,
+        "parameters": request.full_shape.parameters,
+        "trained_parameters": request.full_shape.trained_parameters,
         "lora_rank": request.shape.lora_rank,
         "lora_targets": request.shape.lora_targets,
+        "lora_modules_to_save": request.shape.lora_saved,
         "strategy": request.strategy.name,
         "fsdp_version": request.fsdp_version if request.strategy.is_fsdp else None,
         "hardware": request.box.name,
         "ranks": request.box.ranks,
+        "tensor_parallel": request.tensor_ranks,
         "precision": precision_name(request),
         "sequence_length": request.sequence_length,
         "micro_batch": request.micro_batch,
@@ -404,13 +474,13 @@ def _document(
         "time": dataclasses.asdict(time),
         "measured": [run_document(run) for run in runs],
         "sent_bytes_per_step": dataclasses.asdict(estimate("sent", sent_bytes(request))),
-        "leaving_machine_bytes_per_step": leaving_bytes(request),
+        "leaving_node_bytes_per_step": leaving_bytes(request),
         "payload_bytes": predict_payload(request),
     }
 
 
 def _leaving_row(request: Request) -> Iterator[tuple[str, str]]:
-    """Yield the bytes that leave a machine, of several."""
+    """Yield the bytes that leave a node, of several."""
     if request.box.nodes > 1:
         by_all = request.box.gpus_per_node * sent_bytes(request)
         figures = f"{rounded(leaving_bytes(request) / 1e9)} of the {rounded(by_all / 1e9)} GB that its ranks send"
@@ -433,6 +503,30 @@ def fitting_need(request: Request) -> str | None:
     return ", ".join(needs)
 
 
+def host_text(request: Request, memory: MemoryUse) -> str:
+    """Return a node's host memory and its limit, for a run that offloads to it; else nothing."""
+    limit, needed = request.box.host_gib_per_node, rounded(memory.host_peak.value / GIB)
+    if not (request.strategy.offloads or request.fsdp_offloads) or request.box.is_cpu_only:
+        return ""
+    if limit is None:
+        return f"{needed} GiB of host memory (unchecked)"
+    return f"{needed} of {round(limit, 1):,g} GiB on the host"
+
+
+def offload_range_text(request: Request, step_s: float) -> str:
+    """Return the ends of a step with its optimizer on the host, in parentheses; nothing without such a step."""
+    if (span := offload_range(request, step_s)) is None:
+        return ""
+    return f" ({rounded_seconds(span[0])} to {rounded_seconds(span[1])}{range_causes(request)})"
+
+
+def _host_need(request: Request, memory: MemoryUse) -> str:
+    """Return a node's host memory as the end of a verdict; nothing if nothing is offloaded and the host has as much."""
+    if host := host_text(request, memory):
+        return f", {host}"
+    return f", and {excess}" if (excess := excess_on_host(memory, request.box)) else ""
+
+
 def loading_remedy(request: Request) -> str:
     """Return the flag with which FSDP's GPUs load no whole 4-bit weights, as a remark; nothing of other engines."""
     has_remedy = request.strategy.is_fsdp and request.quantized and not request.loads_on_host
@@ -452,6 +546,7 @@ def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
         return f"Does not fit: {why(memory, box)}{remedy}; predicted"
     usable = rounded(usable_bytes(box) / GIB)
     need = f"{verdict}: {rounded(device_bytes(memory) / GIB)} of {usable} GiB (90 % bound {rounded(bound / GIB)})"
+    need += _host_need(request, memory)
     if verdict != "Fits" and not request.gradient_checkpointing:
         recomputed = fitting_need(dataclasses.replace(request, gradient_checkpointing=True))
         if recomputed is not None:
@@ -463,9 +558,8 @@ def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
         source = "as measured"
     elif step.low is not None and step.high is not None:
         interval = f" ({rounded_seconds(step.low)} to {rounded_seconds(step.high)})"
-    elif (span := offload_range(request, step.value)) is not None:
-        by_host = "" if box.host_memory_gb_per_s is not None else " by its host"
-        interval = f" ({rounded_seconds(span[0])} to {rounded_seconds(span[1])}{by_host})"
+    else:
+        interval = offload_range_text(request, step.value)
     return (
         f"{need}; about {rounded_seconds(step.value)} a step{interval},"
         f" {rounded(time.tokens_per_s_per_gpu.value)} tokens/s per {'rank' if box.is_cpu_only else 'GPU'}; {source}"
@@ -490,8 +584,8 @@ def _page(
     yield ""
     program = program_text(request)
     yield (
-        f"{shape.name} ({format_parameters(shape.parameters)}{lora_text(shape)}), {strategy_text(request)} on"
-        f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
+        f"{shape.name} ({format_parameters(request.full_shape.parameters)}{lora_text(shape)}),"
+        f" {strategy_text(request)} on {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
         f"{program}{', resharded after forward' * request.strategy.is_fsdp}"
     )

@@ -17,6 +17,7 @@ from study.config.text import format_number, rounded
 from study.host.memory import GIB
 from study.predictor.request import Request
 from study.predictor.state import accumulated_bytes, frozen_gradients_bytes, reduced_bytes, unsharded_4_bit_bytes
+from study.predictor.time import predict_time
 
 _COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
@@ -27,11 +28,32 @@ def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -
         settings = request.strategy.deepspeed or {}
         facts = {**flatten(settings.get(ZERO, {})), "launcher": "accelerate", "set": set(flatten(settings))}
         facts |= {f"offload_{what}": request.strategy.offload_device(what) or "none" for what in ("optimizer", "param")}
-    yield from holding_rules(known_settings()["requests"], {**facts, **request_facts(request)})
+    for finding in holding_rules(known_settings()["requests"], {**facts, **request_facts(request)}):
+        if finding.rule in (OVERFLOWS, _REPORTED) and lacks_bf16(request):
+            yield replace(finding, fix=f"{request.box.device.name} has no bf16: {choice_without_bf16(request)}")
+        else:
+            yield finding
 
 
-# Rule of models whose activations fp16 does not hold.
-OVERFLOWS = "trained-in-bf16"
+# Rules of models whose activations exceed fp16's largest number: certain, and reported.
+OVERFLOWS, _REPORTED = "trained-in-bf16", "reported-nan"
+
+
+def lacks_bf16(request: Request) -> bool:
+    """Whether the GPU has no units for bf16."""
+    return not request.box.is_cpu_only and request.box.device.peak_tflops.get("bf16", 0.0) is None
+
+
+def overflows_in_fp16(request: Request) -> bool:
+    """Whether activations of the model exceed fp16's largest number."""
+    in_fp16 = replace(request, precision="fp16-engine" if request.precision.endswith("-engine") else "fp16")
+    return any(finding.rule == OVERFLOWS for finding in request_findings(in_fp16))
+
+
+def choice_without_bf16(request: Request) -> str:
+    """Return the choice between fp32 and fp16 for a model whose activations may exceed fp16's largest number."""
+    fp16, fp32 = (predict_time(replace(request, precision=name)).step_s.value for name in ("fp16", "fp32"))
+    return f"use fp32; or fp16, {rounded(fp32 / fp16)} times as fast, if its loss scale stays above the minimum"
 
 
 def request_notes(request: Request, details: bool = False, without: str | None = None) -> list[str]:
@@ -55,7 +77,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "reduced": f"{rounded(reduced)} GiB",
         "sync_saves": reduced < unreduced,
         "sync_each_batch": request.sync_each_batch,
-        "replicas": request.box.ranks // request.fsdp_ranks,
+        "replicas": request.data_ranks // request.fsdp_ranks,
         "ranks": request.box.ranks,
         "precision": request.precision,
         "stage": strategy.zero_stage or 0,
@@ -99,7 +121,17 @@ def is_met(condition: str, facts: Mapping[str, Any]) -> bool:
     if name in ("set", "unset"):
         return (sign in facts["set"]) == (name == "set")
     fact, text = facts.get(name), str(facts.get(name)).lower()
+    if name.endswith("_release") and sign in _COMPARE:
+        return fact is None or _is_release(fact, sign, value[0])
     if sign in _COMPARE:
         # "auto" is neither more nor less than a number.
         return bool(_COMPARE[sign](fact if isinstance(fact, int | float) else math.nan, float(value[0])))
     return (text in value[0].split("|")) == (sign != "!=")
+
+
+def _is_release(release: str, sign: str, limit: str) -> bool:
+    """Whether a release is before or after another one, by the sign of a condition."""
+    # Imported here, since advice and predictions do not need it.
+    from study.host.stacks import release_key
+
+    return bool(_COMPARE[sign](release_key(release), release_key(limit)))

@@ -19,6 +19,7 @@ from study.advisor.explain_findings import saves_whole_model
 from study.advisor.trainer_keys import (
     CHANGE_THE_PEAK,
     GRPO_LENGTHS,
+    HF_OPTIMIZERS,
     OTHER_FIELDS,
     REMOVED_HF_KEYS,
     TRAINERS,
@@ -26,6 +27,7 @@ from study.advisor.trainer_keys import (
     Counted,
     Trainer,
     to_count,
+    to_optimizer,
 )
 from study.advisor.user_settings import (
     AUTO_VALUE,
@@ -41,11 +43,11 @@ from study.advisor.user_settings import (
     read_user_file,
     section_entries,
 )
-from study.config.errors import UserError, clip, did_you_mean
+from study.config.errors import MissingFile, UserError, clip, did_you_mean
 from study.config.yaml_sections import load_package_yaml
 from study.host.folders import resolve_path
 from study.predictor.lora_targets import ALL_LINEAR
-from study.workloads.presets import find_base, find_known, find_preset, hub_id
+from study.workloads.presets import find_base, find_known, find_preset, hub_id, split_4_bits
 
 # Rule of the findings without whose settings the verdict is.
 WITHOUT = "peak-not-modelled"
@@ -54,7 +56,7 @@ _MISSPELLED = 0.8
 # Rule of the findings that are errors of the trainer, not of the engine.
 BY_TRAINER = "trainer"
 # Fields of adapters alone.
-_OF_LORA = ("lora_rank", "lora_targets", "lora_dropout", "quantization", "double_quant")
+_OF_LORA = ("lora_rank", "lora_targets", "lora_modules_to_save", "lora_dropout", "quantization", "double_quant")
 # Keys of TrainingArguments' fsdp_config that Accelerate has under no name, or that change no byte of a rank.
 _OTHER_FSDP_KEYS = {
     *("version", "limit_all_gathers", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "cpu_offload"),
@@ -177,7 +179,7 @@ def _both_precisions(file: TrainerFile) -> Iterator[Finding]:
 
 
 def _hf_findings(file: TrainerFile) -> Iterator[Finding]:
-    """Yield the keys that TrainingArguments has no more, and a best model that no evaluation goes with."""
+    """Yield the keys and optimizers that TrainingArguments has no more, and a best model without its evaluation."""
     document = file.document
     if not file.trainer.has_hf_keys:
         return
@@ -185,6 +187,13 @@ def _hf_findings(file: TrainerFile) -> Iterator[Finding]:
         if name in document and name not in file.trainer.kept_keys:
             message = f"transformers {removed.release} removed it, so that newer ones end with an error"
             yield file.conflict(name, message, removed.fix, "removed-key")
+    optimizer = document.get("optim")
+    if isinstance(optimizer, str) and optimizer not in HF_OPTIMIZERS:
+        message = f"transformers 5.23 has no optimizer {clip(optimizer)}, and ends with an error"
+        fix = (
+            "set adamw_torch" if to_optimizer(optimizer) == "adamw" else did_you_mean(optimizer, HF_OPTIMIZERS).strip()
+        )
+        yield file.conflict("optim", message, fix or "set adamw_torch", "unknown-optimizer")
     evaluates = document.get("eval_strategy", document.get("evaluation_strategy", "no"))
     saves = document.get("save_strategy", "steps")
     if document.get("load_best_model_at_end") is True and saves != "best" and evaluates != saves:
@@ -228,13 +237,15 @@ def find_model(file: TrainerFile, ask_hub: bool) -> str:
     name = file.values.get("model_name_or_path")
     if name is None:
         raise UserError(f"{file.name} names no model", example)
-    plain = hub_id(name)
+    plain, _ = split_4_bits(hub_id(name))
+    # Of weights in 4 bits.
+    ending = hub_id(name)[len(plain) :]
     if ask_hub or resolve_path(name).exists() or find_preset(plain) or find_base(plain) or find_known(plain):
         return str(name)
     parts = plain.strip("/").split("/")
     for candidate in ("/".join(parts[-2:]), parts[-1]):
         if preset := find_preset(candidate) or find_base(candidate) or find_known(candidate):
-            return preset.name
+            return f"{preset.name}{ending}"
     return str(name)
 
 
@@ -327,6 +338,8 @@ def _adapters_text(values: Mapping[str, Any]) -> str:
     targets = values.get("lora_targets")
     where = "peft's default modules" if targets is None else ", ".join(targets)
     where = "all linear layers" if targets is not None and ALL_LINEAR in targets else where
+    if saved := values.get("lora_modules_to_save"):
+        where += f" and copies of {', '.join(saved)}"
     rank = f" of rank {values['lora_rank']}" if "lora_rank" in values else ""
     return f"{kind}{rank} on {where}"
 
@@ -538,7 +551,7 @@ def _no_engine(file: TrainerFile, path_text: str) -> UserError:
     problem = f"{file.name} sets deepspeed: {clip(path_text)}, and there is no file of that name"
     places = [place for entry in shipped_engines().values() for place in entry["files"]]
     same = next((f", or write {place}" for place in places if Path(place).name == Path(path_text).name), "")
-    return UserError(problem, f"name it with --engine FILE{same}")
+    return MissingFile(problem, f"name it with --engine FILE{same}")
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
@@ -659,7 +672,7 @@ def _fsdp_section(file: TrainerFile) -> tuple[Mapping[str, Any], str]:
     if isinstance(section, str):
         if (path := _find(file, section)) is None:
             problem = f"{file.name} sets fsdp_config: {clip(section)}, and there is no file of that name"
-            raise UserError(problem, "write its settings under fsdp_config")
+            raise MissingFile(problem, "write its settings under fsdp_config")
         return read_mapping(str(path), [], None), ""
     if section is not None and not isinstance(section, Mapping):
         raise UserError(f"{file.name} sets fsdp_config: {clip(section)}", "write its settings under fsdp_config")

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from study.config.errors import clip
 from study.predictor.lora_targets import ALL_LINEAR
 
 # Fields without a flag: the type that weights are loaded in, in which a program without DeepSpeed trains them; and a
@@ -36,7 +37,7 @@ Convert = Callable[[Any], Any]
 # Keys, some of them of several trainers, whose effect on the peak is large and not predicted.
 CHANGE_THE_PEAK = frozenset(
     {
-        *("quantization_bit", "gptq", "lora_modules_to_save", "additional_target", "finetuning_type"),
+        *("quantization_bit", "gptq", "finetuning_type"),
         *("lora_target_parameters", "unfrozen_parameters", "quantize_moe_experts", "reward_model", "use_vllm"),
         *("tensor_parallel_size", "expert_parallel_size", "sequence_parallel_degree", "context_parallel_size"),
         *("activation_offloading", "layer_offloading", "tiled_mlp", "use_galore", "use_apollo", "use_badam"),
@@ -169,6 +170,21 @@ def to_targets(value: Any) -> tuple[str, ...] | Counted:
     return tuple(dict.fromkeys(names))
 
 
+def to_saved(value: Any) -> tuple[str, ...] | Counted | None:
+    """Return the modules with a trained copy: embeddings and output layers. A classifier's own are always
+    trained."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("names of modules")
+    counted = tuple(dict.fromkeys(name for name in names if name in _WITH_COPIES))
+    uncounted = [name for name in names if name not in (*_WITH_COPIES, "score", "classifier")]
+    if uncounted:
+        return Counted(counted or None, f"the copy of {clip(', '.join(uncounted))} is not counted")
+    return counted or None
+
+
+# Embeddings and output layers by their names in transformers.
+_WITH_COPIES = ("embed_tokens", "lm_head", "wte", "embed_in")
 _PAGED = "AdamW whose state may leave the GPU; it is counted there"
 # Names of transformers (OptimizerNames in training_args.py), bitsandbytes and axolotl.
 _OPTIMIZERS: dict[str, Any] = {
@@ -228,7 +244,6 @@ def by_plugins(value: Any) -> str | None:
 # Effects that are not predicted. The sentence "not modelled: ..." follows.
 _PACKED = "samples fill the whole length, as they are counted; attention within each sample alone takes less time"
 _DORA = "DoRA's magnitudes, and the norms of its weights"
-_SAVED = "these modules are trained in full, next to the adapters"
 _PARALLEL = "ranks share samples"
 _FP8 = "products in fp8"
 _RESUMED = "adapters of an earlier run: rank and targets are those of its adapter_config.json"
@@ -275,6 +290,20 @@ REMOVED_HF_KEYS = {
     "logging_dir": RemovedKey("5.15", _TAKE_OUT),
 }
 
+# OptimizerNames of transformers 5.23 (training_args.py), with their letters' case.
+HF_OPTIMIZERS = frozenset(
+    {
+        *("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor"),
+        *("adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "sgd", "adagrad"),
+        *("adamw_bnb_8bit", "adamw_8bit", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit"),
+        *("paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit"),
+        *("rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit"),
+        *("galore_adafactor", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
+        *("lomo", "adalomo", "grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
+        *("apollo_adamw", "apollo_adamw_layerwise", "stable_adamw"),
+    }
+)
+
 # Keys of TrainingArguments.
 _SIMILAR = frozenset(
     {
@@ -320,6 +349,7 @@ AXOLOTL = Trainer(
         Key("lora_dropout", "lora_dropout", to_fraction),
         Key("lora_target_linear", "lora_targets", when_on((ALL_LINEAR,))),
         Key("lora_target_modules", "lora_targets", to_targets),
+        Key("lora_modules_to_save", "lora_modules_to_save", to_saved),
         Key("load_in_4bit", "quantization", when_on("4bit")),
         Key("load_in_8bit", "quantization", when_on("8bit")),
         Key("optimizer", "optimizer", to_optimizer),
@@ -356,7 +386,6 @@ AXOLOTL = Trainer(
         batch_flattening="samples of a micro-batch are one row, without padding",
         gptq="weights in 4 bits of GPTQ",
         peft_use_dora=_DORA,
-        lora_modules_to_save=_SAVED,
         lora_target_parameters="adapters of these parameters",
         lora_model_dir=_RESUMED,
         peft_layers_to_transform="adapters of these layers alone; here all have them",
@@ -426,6 +455,7 @@ LLAMA_FACTORY = Trainer(
         Key("lora_rank", "lora_rank", to_count),
         Key("lora_dropout", "lora_dropout", to_fraction),
         Key("lora_target", "lora_targets", to_targets),
+        Key("additional_target", "lora_modules_to_save", to_saved),
         Key("quantization_bit", "quantization", to_bits),
         Key("double_quantization", "double_quant", to_setting),
         Key("optim", "optimizer", to_optimizer),
@@ -480,7 +510,6 @@ LLAMA_FACTORY = Trainer(
         packing=_PACKED,
         neat_packing=_PACKED,
         use_dora=_DORA,
-        additional_target=_SAVED,
         adapter_name_or_path=_RESUMED,
         use_unsloth=_KERNELS,
         use_unsloth_gc=_OFFLOADED,
@@ -620,6 +649,7 @@ TRL = Trainer(
         Key("lora_r", "lora_rank", to_count),
         Key("lora_dropout", "lora_dropout", to_fraction),
         Key("lora_target_modules", "lora_targets", to_targets),
+        Key("lora_modules_to_save", "lora_modules_to_save", to_saved),
         Key("load_in_4bit", "quantization", when_on("4bit")),
         Key("load_in_8bit", "quantization", when_on("8bit")),
         Key("use_bnb_nested_quant", "double_quant", to_switch),
@@ -641,7 +671,6 @@ TRL = Trainer(
         "packing": _PACKED,
         "padding_free": "samples of a micro-batch are one row, without padding",
         "use_dora": _DORA,
-        "lora_modules_to_save": _SAVED,
         "lora_target_parameters": "adapters of these parameters",
         "activation_offloading": _OFFLOADED,
         "use_vllm": "vLLM's copy of the weights, and its cache",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from study.advisor.other_programs import check_program
-from study.config.errors import UserError, clip, did_you_mean, first_line, replace_unprintable
+from study.config.errors import MissingFile, UserError, clip, did_you_mean, first_line, replace_unprintable
 from study.config.registry import REGISTRY
 from study.config.strategies import STRATEGY_DIRECTORY
 from study.config.yaml_sections import Section, load_package_yaml, read_document
@@ -27,6 +27,7 @@ _MAX_NESTING = 50
 # The libraries support 300. For each other key the similar names are computed.
 _MAX_KEYS = 2_000
 _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
+_PROGRAMS = (".py", ".ipynb", ".sh", ".bash", ".sbatch", ".slurm")
 ZERO = "zero_optimization"
 # Keys of the files of TrainingArguments, TRL, LlamaFactory and axolotl; and of a DeepSpeed file.
 _OF_A_TRAINER = {
@@ -266,9 +267,13 @@ def read_mapping(name: str, findings: list[Finding], tree: Path | None) -> dict[
     if tree is not None and not is_inside(name, tree):
         raise UserError(f"{name} {_IS_OUTSIDE}", _INSIDE)
     path = resolve_path(name)
+    if path.suffix in _PROGRAMS and path.is_file():
+        raise _is_a_program(name)
     if path.suffix == ".toml":
         raise UserError(f"{name} is TOML, as torchtitan's files are, which are not read", _EITHER)
     text = _read_text(name, path)
+    if text.startswith("#!"):
+        raise _is_a_program(name)
     if is_json(path, text):
         # The reader of a Python in a browser does not come back from deep nesting.
         if _json_depth(text) > _MAX_NESTING:
@@ -280,6 +285,15 @@ def read_mapping(name: str, findings: list[Finding], tree: Path | None) -> dict[
         raise UserError(f"{name} is not a mapping of settings", _EITHER)
     _check_size(name, document)
     return document
+
+
+def _is_a_program(name: str) -> UserError:
+    fix = (
+        "give the file that it launches with (--config_file, --deepspeed), the YAML or JSON of its TrainingArguments"
+        " (TRL, axolotl, LlamaFactory), or its settings as flags: study predict MODEL --strategy single --hardware BOX;"
+        " two lines in it measure its run (docs/receipt.md)"
+    )
+    return UserError(f"{name} is a program, and its settings are not read", fix)
 
 
 def _read_text(name: str, path: Path) -> str:
@@ -608,8 +622,8 @@ def _mesh(sizes: Mapping[str, int], kind: str, findings: list[Finding]) -> tuple
     (ParallelismConfig._validate_accelerator)."""
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
     groups = list(_group_sizes(sizes))
-    # Under DeepSpeed Accelerate divides no layer by tp_size, so the figures are right.
-    unmodelled = [key for key in groups if (kind, key) != ("DEEPSPEED", "tp_size")]
+    # Under DeepSpeed Accelerate divides no layer by tp_size; else explain_case.py divides them.
+    unmodelled = [key for key in groups if key != "tp_size"]
     findings += [Finding("noted", f"parallelism_config.{key}", NOT_MODELLED) for key in unmodelled]
     # Sequence parallelism is DeepSpeed's, which makes its own groups.
     ranks = 1 if "sp_size" in groups else math.prod(sizes.values())
@@ -624,7 +638,8 @@ def _mesh(sizes: Mapping[str, int], kind: str, findings: list[Finding]) -> tuple
         if kind == "DEEPSPEED":
             fix = f"leave it and {' and '.join(groups)} out"
         findings.append(Finding("refused", "parallelism_config.dp_replicate_size", message, fix))
-    return (replicas, shards) if replicas > 1 and kind == "FSDP" and not groups else None, ranks
+    has_mesh = replicas > 1 and kind == "FSDP" and groups in ([], ["tp_size"])
+    return (replicas, shards) if has_mesh else None, ranks
 
 
 def _section(document: Mapping[str, Any], key: str, findings: list[Finding]) -> dict[str, Any]:
@@ -748,7 +763,7 @@ def _inner_name(name: str, inner: Any, tree: Path | None) -> str:
         searched = (folder for folder in folders if tree is None or is_inside(str(folder / inner), tree))
         start = next((f": {folder}" for folder in searched if (folder / inner).is_file()), "")
         fix = f"run this in the folder at which that path starts{start}"
-    raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, and there is no file of that name", fix)
+    raise MissingFile(f"{name} sets deepspeed_config_file: {clip(inner)}, and there is no file of that name", fix)
 
 
 def _read_inner(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:

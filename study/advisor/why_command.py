@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from study.advisor.full_gpu import FullGpu, read_full_gpu
+from study.advisor.full_gpu import FullGpu, names_several_gpus, read_full_gpu
 from study.config.errors import UserError, first_line, replace_unprintable
 from study.config.printing import print_result
 from study.config.yaml_sections import load_package_yaml
@@ -180,6 +180,8 @@ def find_messages(text: str) -> list[FoundMessage]:
             line = data[begin : ends[first] if first < len(ends) else None].decode().strip()
             rest = data[places[0] : places[0] + _MAX_MESSAGE_BYTES].decode(errors="replace")
             memory = read_full_gpu(rest) if message.id == "out-of-memory" else None
+            if memory is not None:
+                memory = dataclasses.replace(memory, is_alone=not names_several_gpus(text))
             results.append(FoundMessage(message, first + 1, len(lines), line, memory))
     return sorted(results, key=lambda found_message: found_message.line)
 

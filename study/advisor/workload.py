@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 from study.config.errors import UserError
 from study.config.flags import Peft, RunConfig, add_fields, changed_flags, flag
-from study.predictor.hardware import parse_tokens
-from study.predictor.lora_targets import ALL_LINEAR, DEFAULT_TARGETS
+from study.predictor.hardware import parse_int, parse_tokens
+from study.predictor.lora_targets import ALL_LINEAR, DEFAULT_TARGETS, is_pattern
 from study.predictor.losses import WITHOUT_LOGITS, LossKernel
 from study.predictor.request import Attention, OptimizerName, Request, TrainerSettings
 from study.predictor.shape import USUAL_LENGTH, ModelShape, with_adapters
+from study.workloads.presets import split_4_bits
 
 Quantization = Literal["none", "4bit", "8bit"]
 # Flags for a program that wraps adapters under FSDP1 in another way.
@@ -22,7 +23,9 @@ FSDP_FLAGS = ("sync_each_batch", *FSDP1_UNITS, "quantized_on_host")
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
-    """Return the names of --lora_targets; raise ArgumentTypeError without any."""
+    """Return the names of modules, or a regular expression; raise ArgumentTypeError without any."""
+    if is_pattern(text):
+        return (text.strip(),)
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if not all(names):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of names such as q_proj,v_proj")
@@ -37,6 +40,10 @@ def known_optimizer(text: str) -> str:
         shards = "ZeRO gives a program's own Muon flat shards, not matrices: set optimizer.type in the DeepSpeed file"
         raise argparse.ArgumentTypeError(f"Muon is not predicted: {instead}; {shards}")
     return text
+
+
+class WorkloadError(UserError):
+    """A refusal of how a model is trained, not of the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +115,20 @@ class Workload:
     )
     lora_rank: int | None = flag(f"rank of the LoRA adapters; by default {RunConfig.lora_rank}", metavar="R")
     lora_targets: tuple[str, ...] | None = flag(
-        f"modules with adapters, as peft's target_modules: q_proj,v_proj, or {ALL_LINEAR}; by default peft's own",
+        "modules with adapters, as peft's target_modules: names or their ends (q_proj,v_proj), a regular expression of"
+        f" full names ('.*_attn\\.[qv]_proj'), or {ALL_LINEAR}; by default peft's own",
         type=parse_targets,
         metavar="NAMES",
+    )
+    lora_modules_to_save: tuple[str, ...] | None = flag(
+        "modules with a trained copy next to the adapters: embed_tokens,lm_head; by default none",
+        type=parse_targets,
+        metavar="NAMES",
+    )
+    tensor_parallel: int | None = flag(
+        "ranks that divide the tensors of each layer, and process the same samples: with fsdp2, zero0 to zero3 or tp",
+        type=parse_int,
+        metavar="N",
     )
     optimizer: OptimizerName = flag(None, "adamw", type=known_optimizer)
     quantization: Quantization = flag("of the frozen weights under adapters; 4bit: QLoRA; 8bit: LLM.int8", "none")
@@ -154,7 +172,7 @@ class Workload:
             raise UserError(problem, "add --peft lora")
         if self.adapters_in_16_bits and self.peft != "lora":
             raise UserError("--adapters_in_16_bits has no effect without adapters", "add --peft lora")
-        for name in ("lora_rank", "lora_targets", "lora_dropout"):
+        for name in ("lora_rank", "lora_targets", "lora_modules_to_save", "lora_dropout"):
             if self.peft != "lora" and (value := getattr(self, name)) is not None:
                 text = ",".join(value) if isinstance(value, tuple) else value
                 raise UserError(f"--{name} {text} has no effect without adapters", "add --peft lora")
@@ -212,23 +230,34 @@ class Workload:
 
     def adapt(self, shape: ModelShape) -> ModelShape:
         """Return the model's shape, with adapters if they are trained; raise UserError if it cannot be trained so."""
-        if shape.quantized_by == "4bit" and not self.is_quantized:
-            fix = "add --peft lora --quantization 4bit, or remove quantization_config from config.json to predict"
-            raise UserError(f"{shape.name} has 4-bit weights, which stay frozen", f"{fix} 16 bits")
+        if shape.quantized_by.endswith("4bit") and not self.is_quantized:
+            base, kind = split_4_bits(self.model_name_or_path)
+            name = base if kind else shape.name
+            in_16_bits = f"name {name}" if kind else "remove quantization_config from config.json"
+            fix = f"add --peft lora --quantization 4bit, or {in_16_bits} to predict 16 bits"
+            raise UserError(f"{shape.name} has 4-bit weights, which stay frozen", fix)
         if self.peft != "lora":
             return shape
-        if self.quantization == "8bit" and shape.is_traced:
-            problem = f"{shape.name} is outside the table of families, whose 8-bit weights are not predicted"
-            raise UserError(problem, "use --quantization 4bit, or leave it out")
+        if shape.is_traced:
+            self.check_traced(shape.name, shape.model_type)
         rank = RunConfig.lora_rank if self.lora_rank is None else self.lora_rank
-        return with_adapters(shape, rank, self._find_targets(shape))
+        return with_adapters(shape, rank, self._find_targets(shape.model_type), self.lora_modules_to_save or ())
 
-    def _find_targets(self, shape: ModelShape) -> tuple[str, ...]:
-        """Return the modules with adapters: by default peft's own of this model type; none for all linear layers."""
-        if self.lora_targets is None and shape.model_type not in DEFAULT_TARGETS:
+    def check_traced(self, name: str, model_type: str) -> None:
+        """Raise WorkloadError if a model outside the table of families cannot be trained so: a trace takes seconds."""
+        if self.peft != "lora":
+            return
+        if self.quantization == "8bit":
+            problem = f"{name} is outside the table of families, whose 8-bit weights are not predicted"
+            raise WorkloadError(problem, "use --quantization 4bit, or leave it out")
+        self._find_targets(model_type)
+
+    def _find_targets(self, model_type: str) -> tuple[str, ...]:
+        """Return the modules with adapters: by default peft's own of a model type; none for all linear layers."""
+        if self.lora_targets is None and model_type not in DEFAULT_TARGETS:
             fix = f"add --lora_targets {ALL_LINEAR}, or the names of modules"
-            raise UserError(f"peft has no default targets for adapters of a {shape.model_type}", fix)
-        names = DEFAULT_TARGETS[shape.model_type] if self.lora_targets is None else self.lora_targets
+            raise WorkloadError(f"peft has no default targets for adapters of a {model_type}", fix)
+        names = DEFAULT_TARGETS[model_type] if self.lora_targets is None else self.lora_targets
         return () if ALL_LINEAR in names else names
 
     def flags(self, **defaults: Any) -> list[str]:
@@ -237,5 +266,5 @@ class Workload:
         return changed_flags(self, model_name_or_path=self.model_name_or_path, **defaults)
 
 
-_ELSEWHERE = ("hub", "optimizer")
+_ELSEWHERE = ("hub", "optimizer", "tensor_parallel")
 _SAME_PLACE = [field.name for field in dataclasses.fields(Workload) if field.metadata and field.name not in _ELSEWHERE]

@@ -23,11 +23,16 @@ from study.predictor.hardware import parse_int
 
 if TYPE_CHECKING:
     from study.records.frames import Records
-    from study.records.strategy_runs import Row
+    from study.report.facts import ClaimRow
 
 # The document of `study claims --json`, which `make claims` writes from the records.
 VERDICTS = Path(__file__).with_name("verdicts.json")
 _CHECK_TABLE = "check-table"
+# Exit status if no claim has the words, as that of `study why` for a message that it does not have.
+NOT_FOUND = 3
+# A name that is meant as a document or a claim.
+_CODE = re.compile(r"[sz]\d(-\w*)?", re.IGNORECASE)
+_SAME_NAME = 0.8
 _WIDTH = 120
 
 
@@ -36,9 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="*",
-        metavar="DOCUMENT | CLAIM | check-table FILE",
-        help="print the claims of a document (S1) or one claim (S1-03); or check whether a published table of models,"
-        " GPUs, strategies and GB is possible (CSV or markdown: model, gpus, strategy, gb, device, trains)",
+        metavar="DOCUMENT | CLAIM | WORD | check-table FILE",
+        help="print the claims of a document (S1) or one claim (S1-03); or list those with words in their title,"
+        " text or source; or check whether a published table of models, GPUs, strategies and GB is possible (CSV"
+        " or markdown: model, gpus, strategy, gb, device, trains)",
     )
     for flag, kinds, says in (
         ("--finding", _PLURAL, "print the claims with this finding"),
@@ -98,18 +104,27 @@ def run(options: argparse.Namespace) -> int:
                 raise UserError(f"{_CHECK_TABLE} takes one file", f"write: study claims {_CHECK_TABLE} FILE")
             _print_table(Path(names[1]), options.json)
         else:
-            document = _judged(names)
-            document["claims"] = _filtered(_select(document, names), options)
-            if options.json:
-                print(json.dumps(document, indent=1))
-            else:
-                documents = [name.upper() for name in names if name.upper() in document["findings"]]
-                head = [f"{first_line(document, name)}\n" for name in documents] if names else scoreboard_text(document)
-                is_filtered = options.finding is not None or options.evidence is not None
-                if is_filtered:
-                    head = [f"{_filter_line(document, options)}\n"]
-                print_page([*head, *(claim_lines(document) if names or options.details or is_filtered else [_MORE])])
+            return _print_claims(options, names)
     return 0
+
+
+def _print_claims(options: argparse.Namespace, names: Sequence[str]) -> int:
+    """Print the scoreboard, or the chosen claims; return NOT_FOUND if no claim has the words among the names."""
+    document = _judged(names)
+    words = _words(document, names)
+    document["claims"] = _filtered(_select(document, names), options)
+    if options.json:
+        print(json.dumps(document, indent=1))
+    elif words and not options.details:
+        print_page(_found_lines(document, words))
+    else:
+        documents = [name.upper() for name in names if name.upper() in document["findings"]]
+        head = [f"{first_line(document, name)}\n" for name in documents] if names else scoreboard_text(document)
+        is_filtered = options.finding is not None or options.evidence is not None
+        if is_filtered:
+            head = [f"{_filter_line(document, options)}\n"]
+        print_page([*head, *(claim_lines(document) if names or options.details or is_filtered else [_MORE])])
+    return NOT_FOUND if words and not document["claims"] else 0
 
 
 def _print_preregistration(names: Sequence[str]) -> None:
@@ -200,17 +215,51 @@ def _judged(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _select(document: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the claims of these documents or with these ids, all without names; raise UserError with the nearest."""
+    """Return the claims of these documents or with these ids, all without any, that have every word of the names.
+
+    Raise UserError with the nearest name for one that looks like a document, a claim or check-table.
+    """
     claims = document["claims"]
     names_of_ledger = [*document["findings"], *(claim["id"] for claim in claims)]
-    for name in names:
-        if name.upper() not in names_of_ledger or name == "all":
+    words = _words(document, names)
+    for name in words:
+        if _CODE.fullmatch(name) or did_you_mean(name, [_CHECK_TABLE], _SAME_NAME):
             likely = [entry for entry in names_of_ledger if ("-" in entry) == ("-" in name)]
             guess = did_you_mean(name, [_CHECK_TABLE]) or did_you_mean(name.upper(), likely, 0.5)
             fix = f"{guess}documents: {', '.join(list(document['findings'])[:-1])}"
             raise UserError(f"{name!r} is neither a document nor a claim", f"{fix}; claims: study claims --details")
-    chosen = {name.upper() for name in names}
-    return [claim for claim in claims if not chosen or chosen & {claim["id"], claim["document"]}]
+    chosen = {name.upper() for name in names if name not in words}
+    return [
+        claim
+        for claim in claims
+        if (not chosen or chosen & {claim["id"], claim["document"]})
+        and all(word.lower() in _searched_text(document, claim) for word in words)
+    ]
+
+
+def _words(document: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return the names that are neither a document nor a claim."""
+    names_of_ledger = {*document["findings"], *(claim["id"] for claim in document["claims"])} - {"all"}
+    return [name for name in names if name.upper() not in names_of_ledger]
+
+
+def _searched_text(document: Mapping[str, Any], claim: Mapping[str, Any]) -> str:
+    """Return the title, the text and the sources of a claim, in small letters."""
+    code = claim["document"]
+    texts = [document["documents"][code], document["sources"][code], claim["id"]]
+    texts += [claim[key] for key in ("place", "says", "quote", "finding_text", "sentence", "evidence_in")]
+    texts += [check[key] for check in claim["checks"] for key in ("sentence", "source")]
+    return "\n".join(texts).lower()
+
+
+def _found_lines(document: Mapping[str, Any], words: Sequence[str]) -> list[str | TextTable]:
+    """Return a row for each claim that has the words: id, finding and text."""
+    claims, quoted = document["claims"], " and ".join(map(repr, words))
+    if not claims:
+        return [f"no claim has {quoted} in its title, text or source; study claims --details prints all of them"]
+    verb = "has" if len(claims) == 1 else "have"
+    first = f"{len(claims)} claim{'s'[: len(claims) != 1]} {verb} {quoted}; study claims {claims[0]['id']} prints one"
+    return [first, TextTable(("", "", ""), [(claim["id"], claim["finding"], claim["says"]) for claim in claims])]
 
 
 def _filtered(claims: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -295,7 +344,7 @@ def claim_lines(document: Mapping[str, Any]) -> list[str]:
     return [textwrap.fill(line, _WIDTH, subsequent_indent=" " * 12, break_on_hyphens=False) for line in lines]
 
 
-def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
+def dependent_claims(records: Records, report: str, output: Path) -> list[ClaimRow]:
     """Return a table row for each claim that rests on a report's records, linked from `output`."""
     with require_extra("report"):
         from study.claims.evidence import Evidence
@@ -304,7 +353,8 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
         from study.claims.scoreboard import REPORTS, judge
         from study.claims.verdicts import PROXY
         from study.report.document import Link
-    rows: list[Row] = []
+        from study.report.facts import ClaimRow
+    rows: list[ClaimRow] = []
     evidence = Evidence(REPORTS).with_records(report, records)
     for claim in committed_ledger().claims:
         if not any(check.numbers.get("report") == report for check in claim.checks):
@@ -316,18 +366,19 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
         is_undecided = judged.finding.kind == "undecided"
         is_met = is_undecided and shown.check.necessary and shown.answer == "holds"
         finding = "undecided (a necessary condition holds)" if is_met else judged.finding.short
+        notes = frozenset({"necessary"}) if is_met else judged.finding.footnotes
         # A proxy decides nothing, nor does a check without an answer.
         decides = any(item.check.basis != PROXY and item.answer in ("holds", "fails") for item in results)
         elsewhere = "" if decides or is_undecided else ", by other evidence"
         text = f"{shown.sentence}." + (f" And {len(results) - 1} more." if len(results) > 1 else "")
         if judged.leading and judged.leading.answer != shown.answer:
             text += f" The claim rests on another check: {judged.sentence}"
-        rows.append(
-            {
-                "Claim": Link(claim.id, address(claim.id, output)),
-                "Finding": f"{finding}{elsewhere}",
-                "It says": claim.says,
-                "These records": text,
-            }
-        )
+        cells = {
+            "Claim": Link(claim.id, address(claim.id, output)),
+            "Finding": f"{finding}{elsewhere}",
+            "It says": claim.says,
+            "These records": text,
+        }
+        is_decided = decides and not is_undecided
+        rows.append(ClaimRow(cells, judged.finding.kind, f"{finding}{elsewhere}", is_decided, notes))
     return rows

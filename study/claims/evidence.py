@@ -82,10 +82,10 @@ class Evidence:
     def rank(self, report: str, model: str, strategy: str, ranks: int, setting: str) -> Summary:
         """Return one virtual rank, run with all layers or extrapolated from fewer, and the names of its runs."""
         key = (model, strategy, ranks, setting, _PRECISION)
-        for rank in _summaries(self.records(report)):
+        for rank in summaries(self.records(report)):
             if (rank["model"], rank["strategy"], rank["world_size"], rank["setting"], rank["precision"]) == key:
                 return rank | {"runs": tuple(f"{report}/{run}" for run in rank["runs"])}
-        raise NotJudged(f"{report} has no {strategy} of {model} at {ranks} ranks")
+        raise NotJudged(f"has no {strategy} of {model} at {ranks} ranks", report)
 
     def pair(
         self,
@@ -112,7 +112,7 @@ class Evidence:
             workload = fair[fair["workload_key"].isin(treatment["workload_key"])]
         if treatment.empty:
             at = f" with {where}" if where else ""
-            raise NotJudged(f"{report} has no fair pair of {strategy} and {over} in {task}{at}")
+            raise NotJudged(f"has no fair pair of {strategy} and {over} in {task}{at}", report)
         return Pair(report, treatment, control, workload)
 
     def levels(
@@ -147,9 +147,9 @@ class Evidence:
             match = (row["task"], search.arm, search.cap_gib, row["precision"]) == (task, strategy, cap_gib, precision)
             if search.axis == "largest_micro_batch" and match:
                 if search.what_fits.is_open:
-                    raise NotJudged(f"{report} has not found the largest of {strategy}: {search.what_fits.answer}")
+                    raise NotJudged(f"has not found the largest of {strategy}: {search.what_fits.answer}", report)
                 return search
-        raise NotJudged(f"{report} has no search of {strategy} in {task} under {cap_gib:g} GiB")
+        raise NotJudged(f"has no search of {strategy} in {task} under {cap_gib:g} GiB", report)
 
     @functools.cached_property
     def arms(self) -> pd.DataFrame:
@@ -228,9 +228,6 @@ class Pair:
 Levels = dict[float, Pair]
 
 
-_summaries = functools.lru_cache(32)(summaries)
-
-
 @functools.lru_cache(32)
 def _ended_runs(records: Records, task: str) -> pd.DataFrame:
     runs = real_runs(records).runs
@@ -270,7 +267,7 @@ def _across(
         differences_between(by_run[run], by_run[control_run], same_code)
         for run, control_run in zip(pairs["run"], pairs["run_its"], strict=True)
     )
-    pairs = pairs[[{reason.split(":")[0] for reason in reasons} <= allowed for reasons in differences]]
+    pairs = pairs[[{reason.name for reason in reasons} <= allowed for reasons in differences]]
     if pairs.empty or pairs.duplicated(keys).any():
         return treatment[:0], control[:0]
     return treatment[treatment["run"].isin(pairs["run"])], control[control["run"].isin(pairs["run_its"])]

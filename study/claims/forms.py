@@ -308,7 +308,7 @@ def gradient_norms(
     steps = evidence.records(report).steps
     difference, pairs = pair.max_norm_difference(steps[steps["step"] <= first_steps] if first_steps else steps)
     if not pairs:
-        raise NotJudged(f"{report} has no gradient norms of both {strategy} and {over}")
+        raise NotJudged(f"has no gradient norms of both {strategy} and {over}", report)
     return Figure(difference, n=pairs, records=pair.records, note=pair.box)
 
 
@@ -334,7 +334,7 @@ def counted(
     above = pair.treatment.apply(_size, axis=1, figure=figure)
     below = pair.control.apply(_size, axis=1, figure=over_figure or figure)
     if above.isna().any() or below.isna().any() or not (below > 0).all():
-        raise NotJudged(f"{report} has no {over_figure or figure} of {over}, or no {figure} of {strategy}")
+        raise NotJudged(f"has no {over_figure or figure} of {over}, or no {figure} of {strategy}", report)
     value = times * float(above.median() / below.median())
     low, high = times * float(above.min() / below.max()), times * float(above.max() / below.min())
     return Figure(value, low, high, len(above), pair.records, pair.box, is_range=True)
@@ -398,7 +398,7 @@ def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: st
     starts = [probes.get(name, {}).get("figures", {}).get(figure) or [None] for name in names]
     for name, values in zip(names, starts, strict=True):
         if None in values:
-            raise NotJudged(f"{report} has no {figure} of {name}")
+            raise NotJudged(f"has no {figure} of {name}", report)
     above, below = (*starts, [1])[:2]
     value, low, high = np.median(above) / np.median(below), min(above) / max(below), max(above) / min(below)
     records = tuple(f"{report}/{name}" for name in names)

@@ -164,13 +164,9 @@ class ClaimCheck:
         try:
             figure = FORMS[self.form].figure(evidence, **self.numbers)
         except NotJudged as reason:
-            why = awaited(self.needs) if self.needs and isinstance(reason, NoRecords) else str(reason)
-            if why.startswith(f"{self.numbers.get('report')} "):
-                # The name of a folder, which has no capital letter.
-                reason_text = f"reports/{why}"
-            else:
-                reason_text = f"{why[:1].upper()}{why[1:]}"
-            return CheckResult(self, "not judged", f"{reason_text}: {self.shows}")
+            if self.needs and isinstance(reason, NoRecords):
+                reason = NotJudged(awaited(self.needs))
+            return CheckResult(self, "not judged", f"{reason.sentence}: {self.shows}")
         return self.judge(figure)
 
     def judge(self, figure: Figure) -> CheckResult:

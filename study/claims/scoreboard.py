@@ -131,6 +131,7 @@ class JudgedClaim:
                     "answer": result.answer,
                     "p": result.p,
                     "sentence": result.sentence,
+                    "source": result.check.source,
                     **_figure(result),
                 }
                 for result in self.results
@@ -178,6 +179,7 @@ class Scoreboard:
         """Return the scoreboard for JSON."""
         return {
             "documents": {document.code: document.title for document in self.ledger.documents},
+            "sources": {document.code: document.source for document in self.ledger.documents},
             "counts": {name: dict(counts) for name, counts in self.counts(lambda item: item.verdict).items()},
             "findings": {name: dict(counts) for name, counts in self.counts().items()},
             "evidence": {

@@ -20,7 +20,16 @@ _STATUS_ORDER = ("does not hold", "contradicts itself", "holds")
 
 
 class NotJudged(Exception):
-    """The reason why a check has no figure."""
+    """The reason why a check has no figure, with the report that is its subject, if it has one."""
+
+    def __init__(self, reason: str, report: str = ""):
+        self.reason, self.report = reason, report
+        super().__init__(f"{report} {reason}".strip())
+
+    @property
+    def sentence(self) -> str:
+        """The reason as the beginning of a sentence: the name of a folder has no capital letter."""
+        return f"reports/{self.report} {self.reason}" if self.report else _capitalized(self.reason)
 
 
 class NoRecords(NotJudged):
@@ -30,6 +39,10 @@ class NoRecords(NotJudged):
 def awaited(needs: str) -> str:
     """Return the reason for a check whose records do not exist yet."""
     return f"no record yet; it needs {needs}"
+
+
+def _capitalized(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +121,21 @@ class CheckResult:
         return {record.split("/")[0] for record in records if not record.startswith("accelerate_configs/")}
 
 
+# The footnote of a status, a finding or an evidence.
+_FOOTNOTES = {
+    "at scale": "at_scale",
+    "published": "published",
+    "derived": "derived",
+    "holds in part": "in_part",
+    "depends on the reading": "reading",
+    "inside noise": "noise",
+}
+
+
+def _status_text(status: str, is_small: bool) -> str:
+    return f"{status} at small scale" if is_small else status
+
+
 @dataclasses.dataclass(frozen=True)
 class PartFinding:
     """Result of the checks of one part of a claim, at its scale and at a small scale."""
@@ -125,7 +153,13 @@ class PartFinding:
     @property
     def label(self) -> str:
         """Status as text; without one at the claim's scale, the result at a small scale."""
-        return f"{self.proxy} at small scale" if self.status == "untested" and self.proxy else self.status
+        return _status_text(*self.shown_status)
+
+    @property
+    def shown_status(self) -> tuple[str, bool]:
+        """The status, and whether it is one at a small scale."""
+        is_small = self.status == "untested" and bool(self.proxy)
+        return (self.proxy if is_small else self.status), is_small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,11 +182,27 @@ class ClaimFinding:
     @property
     def short(self) -> str:
         """The finding with its strongest evidence or, if it is undecided, with the result at a small scale or why."""
-        proxies = {part.proxy for part in self.parts} - {""}
-        why = next((part.label for part in self.parts if part.label != "holds"), "untested")
         if self.kind == "undecided":
-            return f"undecided ({f'{proxies.pop()} at small scale' if len(proxies) == 1 else why})"
+            return f"undecided ({_status_text(*self._open_status)})"
         return f"{self.kind} ({self.basis[0]})"
+
+    @property
+    def footnotes(self) -> frozenset[str]:
+        """Names of the footnotes that explain `short`: captions of the question of claims."""
+        if self.kind == "undecided":
+            status, is_small = self._open_status
+            needed = [_FOOTNOTES.get(status), "small_scale" if is_small else None]
+        else:
+            needed = [_FOOTNOTES.get(self.kind), _FOOTNOTES.get(self.basis[0])]
+        return frozenset(name for name in needed if name is not None)
+
+    @property
+    def _open_status(self) -> tuple[str, bool]:
+        """The status that `short` has of an undecided claim, and whether it is one at a small scale."""
+        proxies = {part.proxy for part in self.parts} - {""}
+        if len(proxies) == 1:
+            return proxies.pop(), True
+        return next((part.shown_status for part in self.parts if part.label != "holds"), ("untested", False))
 
     @property
     def text(self) -> str:

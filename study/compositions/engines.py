@@ -101,7 +101,7 @@ class Loop(abc.ABC):
     def start(self, seed: int) -> None:
         """Make new objects; the seed is that of the initial weights."""
         self.discard()
-        plain = tiny_model.make_model(self.combination, seed, self.size)
+        plain = self.make_model(seed)
         self._enable_checkpointing(plain)
         if self.combination.has("ep"):
             replace_experts(plain, self.rank)
@@ -112,6 +112,10 @@ class Loop(abc.ABC):
             self._local_gradients = LocalGradients(plain, replaces_weights=is_fsdp)
         self.group.prepare(plain)
         self.set_up(plain)
+
+    def make_model(self, seed: int) -> torch.nn.Module:
+        """Return the model that the engine gets, with the first weights of the seed."""
+        return tiny_model.make_model(self.combination, seed, self.size)
 
     def _enable_checkpointing(self, model: Any) -> None:
         if self.combination.has("checkpointing", "reentrant"):
@@ -208,6 +212,15 @@ class DeepSpeedLoop(Loop):
         if hasattr(self, "engine"):
             self.engine.destroy()
 
+    def make_model(self, seed: int) -> torch.nn.Module:
+        if not self.combination.has("zero_init"):
+            return super().make_model(seed)
+        from transformers.integrations import HfDeepSpeedConfig
+
+        # transformers opens zero.Init with these settings as long as this object exists.
+        self._config_of_transformers = HfDeepSpeedConfig(deepspeed_settings(self.combination, self.folder, self.size))
+        return tiny_model.make_model(self.combination, seed, self.size, build_under_zero_init)
+
     def set_up(self, plain: torch.nn.Module) -> None:
         import deepspeed
 
@@ -222,6 +235,9 @@ class DeepSpeedLoop(Loop):
             config=deepspeed_settings(self.combination, self.folder, self.size),
             mpu=self.group.mpu if isinstance(self.group, UlyssesGroup) else None,
         )
+        if self.combination.has("deepcompile"):
+            # Without this call the setting has no effect.
+            self.engine.compile()
         self.model = self.engine
 
     def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -585,6 +601,14 @@ class AccelerateTorchLoop(_AccelerateLoop):
 class AccelerateDeepSpeedLoop(_AccelerateLoop):
     """DeepSpeed under Accelerate, whose backward steps the engine."""
 
+    def make_model(self, seed: int) -> torch.nn.Module:
+        if not self.combination.has("zero_init"):
+            return super().make_model(seed)
+        if not hasattr(self, "accelerator"):
+            # Its plugin gives transformers the settings of zero.Init.
+            self.accelerator = self.make_accelerator()
+        return tiny_model.make_model(self.combination, seed, self.size, build_under_zero_init)
+
     def make_accelerator(self) -> Any:
         import deepspeed
         from accelerate import Accelerator, DeepSpeedPlugin, PartialState
@@ -607,6 +631,9 @@ class AccelerateDeepSpeedLoop(_AccelerateLoop):
                 sp_backend="deepspeed",
                 sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation=ATTENTION),
             )
+        if self.combination.has("deepcompile"):
+            # Accelerate compiles the engine for a backend, and DeepSpeed's setting makes DeepCompile of it.
+            arguments["dynamo_backend"] = "inductor"
         return Accelerator(
             mixed_precision={"bf16": "bf16", "fp32_accumulation": "bf16", "fp16": "fp16"}.get(
                 self.combination.level("precision"), "no"
@@ -650,6 +677,25 @@ class AccelerateDeepSpeedLoop(_AccelerateLoop):
     _gradient = DeepSpeedLoop._gradient
     _master = DeepSpeedLoop._master
     _master_of_stage_0 = DeepSpeedLoop._master_of_stage_0
+
+
+def build_under_zero_init(plain: Any) -> torch.nn.Module:
+    """Return the model as transformers builds it for stage 3, with the weights of a plain one in the ranks' partitions.
+
+    Adapters, which PEFT adds later, are whole up to deepspeed.initialize.
+    """
+    # A plain dictionary: transformers sets the attribute _metadata of torch's on one, which takes no attributes.
+    weights = dict(plain.state_dict())
+    model: torch.nn.Module = type(plain).from_pretrained(None, config=plain.config, state_dict=weights)
+    check_partitions(model)
+    return model
+
+
+def check_partitions(model: torch.nn.Module) -> None:
+    """Raise RuntimeError if a weight is not a partition of zero.Init."""
+    undivided = [name for name, weight in model.named_parameters() if not hasattr(weight, "ds_id") or weight.numel()]
+    if undivided:
+        raise RuntimeError(f"zero.Init left {len(undivided)} weights whole, such as {undivided[0]}")
 
 
 def deepspeed_settings(

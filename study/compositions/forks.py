@@ -263,6 +263,8 @@ def _described(error: BaseException) -> dict[str, Any]:
         line = f"{place[1]}:{engines[-1].lineno}"
     # Without the folder of an installation.
     text = re.sub(r"/\S*/(?:site-packages|dist-packages|stacks/[^/\s]+)/", "", str(error))
+    # Without a compiler's command, which has folders of this machine.
+    text = re.sub(r"(Error building extension '\w+').*", r"\1", text)
     message = text.strip().splitlines()
     says = f"{type(error).__name__}: {message[0][:300] if message else ''}"
     # An engine raises it itself; other errors happen to it.

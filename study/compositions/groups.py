@@ -83,7 +83,10 @@ class DividedLayers(RankGroup):
     """Each rank has a part of the matrices."""
 
     def prepare(self, model: torch.nn.Module) -> None:
-        self._shapes = {plain_name(name): weight.shape for name, weight in model.named_parameters()}
+        # A partition of zero.Init has the shape of its weight as ds_shape.
+        self._shapes = {
+            plain_name(name): getattr(weight, "ds_shape", weight.shape) for name, weight in model.named_parameters()
+        }
 
     def full_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         import torch

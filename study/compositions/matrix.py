@@ -19,6 +19,7 @@ _NEEDS_A_GPU = (
     "is not supported on your device",
     "not been implemented on CPU backend",
     "only supports NVIDIA CUDA GPUs",
+    "Error building extension 'dc'",
 )
 
 

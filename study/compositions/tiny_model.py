@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from study.compositions.features import Combination
@@ -50,8 +51,16 @@ class DecoderSize:
 TINY = DecoderSize(vocabulary=96, length=12, width=32, feed_forward=80, heads=4, layers=3, bucket=100_000)
 
 
-def make_model(combination: Combination, seed: int = 0, size: DecoderSize = TINY) -> torch.nn.Module:
-    """Return the plain model; equal seeds give equal weights in every process."""
+def make_model(
+    combination: Combination,
+    seed: int = 0,
+    size: DecoderSize = TINY,
+    rebuild: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
+) -> torch.nn.Module:
+    """Return the plain model; equal seeds give equal weights in every process.
+
+    `rebuild` returns a model with the weights of the plain one, before weights are frozen or adapters added.
+    """
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 
@@ -80,6 +89,10 @@ def make_model(combination: Combination, seed: int = 0, size: DecoderSize = TINY
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     if combination.has("ep"):
         _add_experts(model, size.width)
+    if rebuild is not None:
+        # Adapters are drawn as without it.
+        with torch.random.fork_rng(devices=[]):
+            model = rebuild(model)
     if combination.has("frozen"):
         decoder = model.model.decoder
         for module in (decoder.embed_tokens, decoder.embed_positions, decoder.layers[0]):

@@ -60,6 +60,10 @@ class Unsupported(UserError):
     """A valid request that this machine does not support: a library, a device or NVMe is missing."""
 
 
+class MissingFile(UserError):
+    """A file that another file names, and that does not exist."""
+
+
 class NotInstalled(UserError):
     """A request that needs a package which is not installed here."""
 
@@ -97,6 +101,14 @@ class RunFailed(Exception):
         self.reason = _in_one_line(reason)
         self.hint = _in_one_line(hint)
         super().__init__(self.reason)
+
+
+class NotFinite(RunFailed):
+    """A loss or gradients that are not finite, with the step of the training loss; None for other figures."""
+
+    def __init__(self, reason: str, hint: str, step: int | None = None):
+        self.step = step
+        super().__init__(reason, hint)
 
 
 def _in_one_line(text: str) -> str:

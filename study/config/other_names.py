@@ -35,6 +35,7 @@ FLAGS = _by_name(
         "--precision fp16": "fp16",
         "--peft lora": "lora use_peft use_lora",
         "--lora_targets": "target_modules lora_target_modules",
+        "--lora_modules_to_save": "modules_to_save additional_target",
         "--peft lora --quantization 4bit": "qlora load_in_4bit",
         "--peft lora --quantization 8bit": "load_in_8bit",
         "--host_memory 512GB": "ram cpu_memory host_ram memory",
@@ -56,9 +57,11 @@ VALUES = {
     "--optimizer": _by_name(
         {
             "adamw": "adam adamw_torch adamw_torch_fused adamw_hf fusedadam",
+            # trainer_keys.py counts it as that, too.
+            "adamw (its state is counted on the GPU)": "paged_adamw paged_adamw_32bit",
             "adamw_8bit": "adam8bit adamw8bit adamw_bnb_8bit",
         },
-        *("sgd", "paged_adamw", "paged_adamw_32bit"),
+        "sgd",
     ),
     "--attn_implementation": _by_name(
         {"flash_attention_2": "flash fa2 flash_attn flash_attn_2 flash_attention"}, "flash_attention_3", "fa3"

@@ -180,6 +180,14 @@ class Strategy:
             raise UserError(problem, "leave it out, or launch a strategy with model-parallel groups")
         return dataclasses.replace(self, group=dataclasses.replace(self.group, ranks=size))
 
+    def with_tensor_parallelism(self, ranks: int) -> Strategy:
+        """Return the strategy whose groups of this many ranks divide the tensors of each layer; under DeepSpeed by its
+        AutoTP."""
+        settings = self.deepspeed
+        if settings is not None:
+            settings = {**settings, "tensor_parallel": {**settings.get("tensor_parallel", {}), "autotp_size": ranks}}
+        return dataclasses.replace(self, deepspeed=settings, group=ModelParallelGroup("tensors", ranks))
+
     @property
     def swap_buffers(self) -> tuple[int, int] | None:
         """Return the count and elements of the buffers for parameters on NVMe; None without such parameters."""

@@ -24,27 +24,27 @@ SIZE = DecoderSize(
 _STRATEGIES_WITH_OPERATORS = ("zero2", "zero2_cpu")
 _METERS = ("study.receipt.failures", "study.receipt.live_engine", "study.receipt.peak", "study.receipt.timing")
 # Steps before the timed ones: the engines allocate, and stage 3 traces the order of its modules.
-_FIRST_STEPS, _TIMED_STEPS = 3, 6
+_FIRST_STEPS = 3
 
 
 def serve(folder: Path) -> None:
     """Answer requests until standard input closes."""
     answer_requests(
-        lambda request: _measure(make_combination(request["features"]), folder / "run"),
+        lambda request: _measure(make_combination(request["features"]), folder / "run", request["timed_steps"]),
         _STRATEGIES_WITH_OPERATORS,
         _METERS,
     )
 
 
-def _measure(combination: Combination, folder: Path) -> dict[str, Any]:
-    failure = run_ranks(_measure_rank, combination, folder)
+def _measure(combination: Combination, folder: Path, timed_steps: int) -> dict[str, Any]:
+    failure = run_ranks(_measure_rank, combination, folder, timed_steps)
     if failure is not None:
         return failure
     figures: dict[str, Any] = json.loads((folder / "figures-0.json").read_text(encoding="utf-8"))
     return {"kind": "measured", "says": "", **figures}
 
 
-def _measure_rank(combination: Combination, rank: int, folder: Path) -> None:
+def _measure_rank(combination: Combination, rank: int, folder: Path, timed_steps: int) -> None:
     from study.compositions.engines import make_loop
 
     loop = make_loop(combination, rank, folder, SIZE)
@@ -53,9 +53,9 @@ def _measure_rank(combination: Combination, rank: int, folder: Path) -> None:
     for step in range(1, _FIRST_STEPS + 1):
         loop.train_step(step)
     began = time.process_time()
-    for step in range(1, _TIMED_STEPS + 1):
+    for step in range(1, timed_steps + 1):
         loop.train_step(step)
-    host_s = (time.process_time() - began) / _TIMED_STEPS
+    host_s = (time.process_time() - began) / timed_steps
     figures = {"host_s": host_s, **_watch_step(loop, _FIRST_STEPS)}
     (folder / f"figures-{rank}.json").write_text(json.dumps(figures), encoding="utf-8")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from study.config.errors import RunFailed, Unsupported
+from study.config.errors import NotFinite, RunFailed, Unsupported
 from study.config.flags import BatchPlan, RunConfig
 from study.config.launch_context import Launch
 from study.config.strategies import PARTITION_ACTIVATIONS_KEY, Strategy
@@ -89,7 +89,8 @@ def audit(
     if differences:
         problem = f"the engine differs from {launch.strategy.name}'s settings: {'; '.join(differences)}"
         raise RunFailed(problem, "compare the strategy file with engine.json")
-    live["warnings"] = _warnings(run, live, model)
+    live["nvme_param_dtype"] = _nvme_param_dtype(launch.strategy, model)
+    live["warnings"] = _warnings(run, live)
     _check_swapped(run)
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     return live | {
@@ -107,25 +108,27 @@ def audit(
     }
 
 
-def _warnings(run: TrainingRun, live: Mapping[str, Any], model: Any) -> list[str]:
+def _nvme_param_dtype(strategy: Strategy, model: Any) -> str | None:
+    """Return the type in which DeepSpeed keeps the parameters on NVMe; None if they are elsewhere."""
+    if strategy.offload_device("param") != "nvme":
+        return None
+    swappers = (getattr(parameter, "nvme_swapper", None) for parameter in model.module.parameters())
+    return dtype_name(next(swapper.dtype for swapper in swappers if swapper is not None))
+
+
+def _warnings(run: TrainingRun, live: Mapping[str, Any]) -> list[str]:
     """Return warnings about settings that the engine changed and about emulated parts of this run."""
-    return [*_warnings_of_engine(run, live, model), *_warnings_of_run(run)]
+    return [*_warnings_of_engine(run, live), *_warnings_of_run(run)]
 
 
-def _warnings_of_engine(run: TrainingRun, live: Mapping[str, Any], model: Any) -> Iterator[str]:
+def _warnings_of_engine(run: TrainingRun, live: Mapping[str, Any]) -> Iterator[str]:
     launch = run.launch
     if launch.strategy.deepspeed is not None and (pair := unverified_pair()):
         yield f"experiment: {pair}, which has not been shown to train as DDP does"
     if "DeepSpeedCPUAdam" in live["optimizer_class"]:
         yield "DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded"
-    if launch.strategy.offload_device("param") == "nvme":
-        swappers = [getattr(parameter, "nvme_swapper", None) for parameter in model.module.parameters()]
-        swapped = dtype_name(next(swapper.dtype for swapper in swappers if swapper is not None))
-        if swapped != live["param_dtype"]:
-            yield f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step"
-    if live["zero_stage"] and live.get("model_parallel_group", {}).get("state_over", live["world_size"]) == 1:
-        unit = "model-parallel group" if "model_parallel_group" in live else "rank"
-        yield f"with one {unit} stage {live['zero_stage']} shards nothing"
+    if live["zero_stage"] and live.get("model_parallel_group", {}).get("state_over") == 1:
+        yield f"with one model-parallel group stage {live['zero_stage']} shards nothing"
     if run.config.optimizer == "muon" and live["zero_stage"]:
         yield "DeepSpeed reports the gradient norm after Muon has orthogonalized the gradients"
 
@@ -217,7 +220,7 @@ def audit_end(run: TrainingRun, accelerator: Accelerator, skipped: int, steps: i
     # this is how it adapts the loss scale. In other precisions DDP would have applied such gradients.
     if skipped and (not run.config.precision.startswith("fp16") or skipped == steps):
         problem = f"{skipped} of {steps} optimizer steps were skipped because their gradients were not finite"
-        raise RunFailed(problem, "lower --learning_rate, or use a precision with more range")
+        raise NotFinite(problem, "lower --learning_rate, or use a precision with more range")
     _check_swapped(run)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from study.config.errors import RunFailed
+from study.config.errors import NotFinite
 from study.config.flags import RunConfig
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class SkippedSteps:
         if self._scale < 1:
             # DeepSpeed's scalers raise an error here by themselves.
             problem = "gradients are not finite at a loss scale of 1"
-            raise RunFailed(problem, "lower --learning_rate, or use --precision bf16")
+            raise NotFinite(problem, "lower --learning_rate, or use --precision bf16")
         return bool(self._scale < before)
 
 

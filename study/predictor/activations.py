@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from study.predictor.losses import LogitBytes, bytes_without_logits, logit_bytes
 from study.predictor.request import Request
+from study.predictor.shape import trains_head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,8 @@ def loss_bytes(request: Request, logits: float, width: int) -> LogitBytes:
     if per_logit is None:
         shape = request.shape
         tokens = request.micro_batch * request.sequence_length
-        matrix = 0 if shape.lora_rank else shape.vocabulary * shape.hidden * width
+        is_frozen = shape.lora_rank and not trains_head(shape)
+        matrix = 0 if is_frozen else shape.vocabulary * shape.hidden * width
         sizes = bytes_without_logits(request.loss_kernel, tokens, tokens * shape.hidden * width, matrix)
         return LogitBytes(*map(float, sizes))
     # The tanh that caps the logits saves its output (Gemma2ForCausalLM.forward).

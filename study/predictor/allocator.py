@@ -72,8 +72,7 @@ def unsplit_bytes(request: Request) -> Unsplit:
     if request.box.is_cpu_only or request.expandable_segments or request.strategy.name not in ("single", "ddp"):
         return Unsplit()
     trained, count = request.stored.trained_params, _MOMENTS.get(request.optimizer, 0)
-    widths = {True: request.adapter_bytes, False: request.weight_bytes}
-    parameters = [param.elements * widths[param.trained] for param in request.stored.params]
-    gradients = [param.elements * request.adapter_bytes for param in reversed(trained)]
+    parameters = [param.elements * request.bytes_per_weight(param) for param in request.stored.params]
+    gradients = [param.elements * request.bytes_per_weight(param) for param in reversed(trained)]
     moments = [int(param.elements * request.moments_bytes) // count for param in trained for _ in range(count)]
     return Unsplit(*(float(blocks_bytes(sizes) - sum(sizes)) for sizes in (parameters, gradients, moments)))

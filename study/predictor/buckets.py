@@ -23,6 +23,7 @@ from study.predictor.state import (
     reduced_bytes,
     shards_of_model,
     sub_groups,
+    undivided_gradient_elements,
 )
 
 # deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE: elements that stage 0 reduces in one call.
@@ -59,7 +60,20 @@ def gradient_snapshots(request: Request) -> list[Snapshot]:
     else:
         snapshots = by_stage[request.strategy.zero_stage](request)
         snapshots = _with_tied(request, snapshots) if has_tied_gradients(request.shape) else snapshots
+    if undivided := undivided_gradient_elements(request):
+        snapshots = _with_undivided(request, undivided, snapshots)
     return list(_before_gradients(snapshots) if request.shape.lora_targets else snapshots)
+
+
+def _with_undivided(request: Request, elements: int, snapshots: Iterator[Snapshot]) -> Iterator[Snapshot]:
+    """Add an embedding's gradient that a tensor-parallel group does not divide: to the end of the step; with a rank's
+    part of it if that is then added to the gradient of a tied output layer or reduced by FSDP."""
+    stays = not (request.strategy.is_fsdp or request.shape.tied)
+    copied = 0 if stays else request.shape.embedding.elements
+    size = (elements + copied) * float(request.gathered_bytes)
+    for snapshot in snapshots:
+        has_arrived = snapshot.place == BEFORE and (stays if snapshot.step else not snapshot.between)
+        yield snapshot._replace(grads=snapshot.grads + size) if has_arrived else snapshot
 
 
 def _before_gradients(snapshots: Iterator[Snapshot]) -> Iterator[Snapshot]:
@@ -547,7 +561,7 @@ def _adapters_at(
         # The matrix, its gradient, and the input of the reduction.
         elements = gathered + (2 + width.copies) * size + (prefetched if param is reduced[-1] else 0)
         yield Snapshot(place, grads, float(width.gathered * elements), param=param)
-        grads += 0 if width.offloads or width.reduced else size / width.ranks * request.adapter_bytes
+        grads += 0 if width.offloads or width.reduced else size / width.ranks * request.bytes_per_weight(param)
     return grads
 
 
@@ -557,11 +571,11 @@ def _unsharded(request: Request) -> Iterator[Snapshot]:
     buffers = float(total * weight) if request.strategy.name == "ddp" else 0.0
     grads = 0.0
     for param in reversed(request.shape.trained_params):
-        size = float(param.elements * weight)
+        size = float(param.elements * request.bytes_per_weight(param))
         grads += size
         gradient_bytes = total * weight + size if request.accumulation > 1 else grads
         yield Snapshot(param.place, gradient_bytes, buffers, param=param, arrival=True)
-    if request.strategy.zero_stage == 0 and request.box.ranks > 1:
+    if request.strategy.zero_stage == 0 and request.data_ranks > 1:
         yield Snapshot(BEFORE, float(total * weight), float(min(total, STAGE0_BUCKET) * weight), step=True)
     yield _torch_step(request, total, buffers)
 
@@ -584,7 +598,7 @@ class _Bucket:
 
     def __init__(self, request: Request, width: int) -> None:
         self.width, self.settings = width, request.settings
-        self.lazily, self.is_alone = request.box.is_cpu_only, request.box.ranks == 1
+        self.lazily, self.is_alone = request.box.is_cpu_only, request.data_ranks == 1
         # With an offloaded optimizer the norm of each gradient is computed when it is copied out of the bucket.
         copied_out = self.settings.optimizer is not None and self.settings.stage < 3
         self.own = {param.index: size for param, size in rank0_shards(request)} if copied_out else {}
@@ -681,7 +695,7 @@ def _stage2(request: Request) -> Iterator[Snapshot]:
     staging = request.shape.largest_trained * weight if offloaded else 0
     accumulated = local_bytes if request.accumulation > 1 else 0.0
     if settings.accumulates_in_fp32 and not offloaded:
-        local_bytes = accumulated = float(flat_elements(request) // request.box.ranks * FP32_BYTES)
+        local_bytes = accumulated = float(flat_elements(request) // request.data_ranks * FP32_BYTES)
     bucket, reduced, in_bucket = _Bucket(request, weight), 0.0, 0
     for param in reversed(request.shape.trained_params):
         grads = accumulated + reduced + bucket.waiting * weight + float(param.elements * weight)
@@ -704,7 +718,7 @@ def _stage2(request: Request) -> Iterator[Snapshot]:
 def _flat_step(request: Request, grads: float, staging: float) -> Iterator[Snapshot]:
     """Optimizer step of stages 1 and 2: the norm in fp64, the shard flattened and cast to fp32."""
     weight, stepped, elements = request.weight_bytes, request.settings.master_bytes, flat_elements(request)
-    shard = elements // request.box.ranks
+    shard = elements // request.data_ranks
     if request.settings.optimizer is None:
         masters = shard * stepped if stepped != weight else 0
         largest = min(shard, max(param.elements for param, _ in rank0_shards(request)))
@@ -712,14 +726,14 @@ def _flat_step(request: Request, grads: float, staging: float) -> Iterator[Snaps
         yield Snapshot(BEFORE, grads, float(shard * weight + masters), step=True)
         if request.step_copies:
             yield Snapshot(BEFORE, 0.0, masters + float(request.step_copies * stepped * shard), step=True)
-    if request.box.gloo_copies_gathers and request.box.ranks > 1:
+    if request.box.gloo_copies_gathers and request.data_ranks > 1:
         yield Snapshot(BEFORE, 0.0, float(elements * weight) + staging, step=True)
 
 
 def _stage3(request: Request) -> Iterator[Snapshot]:
     """Snapshots of stage 3: each full bucket is reduce-scattered into the gradient shards."""
     settings = request.settings
-    weight, ranks = request.weight_bytes, request.box.ranks
+    weight, ranks = request.weight_bytes, request.data_ranks
     grad_width = FP32_BYTES if settings.accumulates_in_fp32 else weight
     grads = 0.0
     if settings.optimizer is None:

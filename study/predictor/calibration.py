@@ -121,7 +121,7 @@ def check_run(run: MeasuredRun) -> None:
 def check_setup(run: MeasuredRun, question: Request) -> None:
     """Raise UserError unless a run has the model, hardware and program of the question."""
     for what in ("parameters", "trained_parameters"):
-        measured, expected = (getattr(request.shape, what) for request in (run.request, question))
+        measured, expected = (getattr(request.full_shape, what) for request in (run.request, question))
         if abs(measured / expected - 1) > _SAME_MODEL:
             problem = (
                 f"{run.name} was measured with {measured:,} {what.replace('_', ' ')}, and the question has {expected:,}"
@@ -139,6 +139,7 @@ def _setup_figures(measured: Request, expected: Request) -> Iterator[tuple[str, 
     if measured.strategy.name != "single" and expected.strategy.name != "single":
         yield "ranks", measured.box.ranks, expected.box.ranks
         yield "nodes", measured.box.nodes, expected.box.nodes
+    yield "tensor-parallel ranks", measured.tensor_ranks, expected.tensor_ranks
     for what, name in (
         ("attention", "attention"),
         ("loss kernel", "loss_kernel"),

@@ -10,7 +10,7 @@ from typing import Literal
 
 from study.config.yaml_sections import load_package_yaml
 from study.predictor.hardware import Hardware
-from study.predictor.request import Request
+from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import BEFORE
 from study.predictor.state import adapter_units, flat_elements, flat_units, persistent_params, shard_elements
 from study.predictor.zero3_gathers import reference_gathers, simulate_gathers
@@ -22,23 +22,33 @@ Collective = Literal["all_reduce", "all_gather", "reduce", "reduce_scatter"]
 _TABLES = load_package_yaml(Path(__file__).with_name("collectives.yaml").read_text(encoding="utf-8"))
 # NVLink bandwidth in GB/s of each device with a table; other devices are scaled by their link bandwidth.
 _LINKS_OF_TABLE = {"A100": 300.0, "H200": 450.0}
+# Between nodes: the share of the cards' line rate at which bytes are sent, and the seconds that each call adds.
+LINE_SHARE: float = _TABLES["between_nodes"]["line_share"]
+CALL_S: float = _TABLES["between_nodes"]["call_s"]
+ASSUMED_OF_LINE = f"of which {LINE_SHARE:.0%} is assumed, and {1000 * CALL_S:g} ms a call"
+# Published steps of several pages have up to this many nodes.
+_MANY_NODES = 16
 # Without in-switch reduction (NVLS), all eight GPUs of an H200 node are as fast as four.
 _SWITCHES_ADD_ABOVE = 4
 
 
 def collective_s(box: Hardware, collective: Collective, payload_bytes: float) -> float:
     """Seconds of one call over all ranks; the payload is the full tensor that is reduced, gathered or scattered."""
-    ranks = box.ranks
-    if ranks == 1 or payload_bytes <= 0:
+    if box.ranks == 1 or payload_bytes <= 0:
         return 0.0
-    # Bus bandwidth as nccl-tests defines it: a reduction to one rank sends the payload over every link of a chain.
-    payload_fraction = 1 if collective == "reduce" else (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
-    return payload_fraction * payload_bytes / (1e9 * bus_bandwidth_gb_per_s(box, collective, payload_bytes))
+    rate = bus_bandwidth_gb_per_s(box, collective, payload_bytes)
+    return _sent_fraction(box.ranks, collective) * payload_bytes / (1e9 * rate)
+
+
+def _sent_fraction(ranks: int, collective: Collective) -> float:
+    """Return the bytes that a rank sends over those of the payload, as nccl-tests defines bus bandwidth: a reduction to
+    one rank sends the payload over every link of a chain."""
+    return 1.0 if collective == "reduce" else (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes: float) -> float:
     """Bus bandwidth of a collective at a payload: the slower of the links within a node and between nodes."""
-    if (links := box.device.nvlink_gb_per_s or box.device.pcie_gb_per_s) is None:
+    if (links := box.links_gb_per_s) is None:
         raise ValueError(f"{box.device.name} has no links in hardware.yaml")
     # The table of the most similar NVLink.
     has_fast_links = not box.uses_pcie_links and (box.device.nvlink_gb_per_s or 0) >= _LINKS_OF_TABLE["H200"]
@@ -58,23 +68,25 @@ def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes:
         node_rate = measured * min(1.0, links / _LINKS_OF_TABLE[name])
     if box.nodes == 1:
         return node_rate
-    # Measured on nodes of eight GPUs with a network card each; with fewer GPUs a card carries more.
-    size, filled = _TABLES["by_nodes_payload"], min(1.0, box.gpus_per_node / 8)
-    grown = _interpolated(_TABLES["four_nodes"], payload_bytes / filled) / _interpolated(_TABLES["four_nodes"], size)
-    network: float = box.network_gb_per_s / _TABLES["by_nodes_network_gb_per_s"]
-    return min(node_rate, _interpolated(_TABLES["by_nodes"], box.nodes) * grown * network * filled)
+    line = box.network_gb_per_s * box.gpus_per_node
+    return min(node_rate, _network_gb_per_s(line, box.ranks, collective, payload_bytes))
+
+
+def _network_gb_per_s(line: float, ranks: int, collective: Collective, payload_bytes: float) -> float:
+    """Return the bus bandwidth between nodes whose cards have a line rate of `line` GB/s together."""
+    sent_gb = _sent_fraction(ranks, collective) * payload_bytes / 1e9
+    return sent_gb / (sent_gb / (LINE_SHARE * line) + CALL_S)
 
 
 def falling_network(nodes: int) -> tuple[float, int] | None:
-    """Return the smallest published share of the bandwidth that the prediction assumes, and its nodes; None for as many
-    nodes as all published networks agree on."""
-    most = max(_TABLES["by_nodes"])
-    if nodes <= most:
+    """Return the smallest published fraction of the bandwidth that the prediction assumes, and its nodes; None for as
+    many nodes as published steps of several pages have."""
+    if nodes <= _MANY_NODES:
         return None
-    measured = max(
-        count for count in _TABLES["by_nodes_falling"] if count <= max(nodes, min(_TABLES["by_nodes_falling"]))
-    )
-    return _TABLES["by_nodes_falling"][measured] / _TABLES["by_nodes"][most], measured
+    cluster = _TABLES["falling_cluster"]
+    measured = max(count for count in cluster["gb_per_s"] if count <= max(nodes, 2 * _MANY_NODES))
+    assumed = _network_gb_per_s(cluster["line_gb_per_s"], 8 * measured, "all_reduce", cluster["payload"])
+    return cluster["gb_per_s"][measured] / assumed, measured
 
 
 def _interpolated(table: Mapping[float, float], payload: float) -> float:
@@ -105,25 +117,89 @@ class CommunicationTime:
 
 
 def communication_time(request: Request, forward: float, backward: float) -> CommunicationTime:
-    """Return communication time; `forward` and `backward` are a micro-batch's compute seconds, which can overlap it."""
-    strategy, stage = request.strategy, request.strategy.zero_stage
-    if request.box.ranks == 1 or strategy.name == "single":
+    """Return communication time; `forward` and `backward` are a micro-batch's compute seconds, which can overlap it.
+
+    The traffic within a tensor-parallel group is exposed, as the next operation needs its result.
+    """
+    return _data_time(request, forward, backward) + CommunicationTime(0.0, _tensor_s(request))
+
+
+def data_box(request: Request) -> Hardware:
+    """Return the hardware of the ranks with different samples: one of each tensor-parallel group."""
+    return _across(request.box, request.tensor_ranks)
+
+
+def _tensor_s(request: Request) -> float:
+    """Return seconds of a step's collectives within a tensor-parallel group."""
+    box = _within(request.box, request.tensor_ranks)
+    parts = tensor_parts(request)
+    return request.accumulation * sum(
+        part.calls * collective_s(box, part.collective, part.call_bytes) for part in parts
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPart:
+    """Collectives of one size in a micro-batch of a tensor-parallel group; a gather's bytes are those of its output."""
+
+    collective: Collective
+    calls: float
+    call_bytes: float
+
+
+def tensor_parts(request: Request) -> list[TensorPart]:
+    """Return the collectives of a micro-batch in a tensor-parallel group. Gradients of norms of heads (a few bytes) are
+    left out.
+
+    A matrix by rows all-reduces its output, in the type of the product, and one by columns the gradient of its input,
+    in the type of the residual stream: each by itself, so that queries, keys and values make three (RowParallel and
+    ColumnParallel in DeepSpeed's layers.py, RowwiseParallel and ColwiseParallel in transformers' tensor_parallel.py).
+    Recomputation stops before the output of the last matrix of a layer, which no gradient needs
+    (set_checkpoint_early_stop in torch's checkpoint.py).
+    """
+    group, shape = request.tensor_group, request.shape
+    if group is None:
+        return []
+    tokens, width = request.micro_batch * request.sequence_length, request.computing_bytes
+    hidden = tokens * shape.hidden
+    stream_bytes = float(hidden * request.loose_bytes)
+    recomputed = (group.rows - 1) / request.checkpoint_every if request.gradient_checkpointing else 0.0
+    parts = [
+        TensorPart("all_reduce", shape.layers * (group.rows + recomputed), float(hidden * width)),
+        TensorPart("all_reduce", shape.layers * group.columns, stream_bytes),
+    ]
+    if group.divides_embedding:
+        parts.append(TensorPart("all_reduce", 1, float(hidden * request.gathered_bytes)))
+    if group.head != "replicated":
+        parts.append(TensorPart("all_reduce", 1, stream_bytes))
+    if group.head == "gathered":
+        parts.append(TensorPart("all_gather", 1, float(tokens * shape.vocabulary * width)))
+    if group.head == "sharded":
+        # Largest logit, the target's logit and the sum of exponentials of each token.
+        parts.append(TensorPart("all_reduce", 3, float(tokens * FP32_BYTES)))
+    return parts
+
+
+def _data_time(request: Request, forward: float, backward: float) -> CommunicationTime:
+    """Return the communication time of ranks with different samples."""
+    strategy, stage, box = request.strategy, request.strategy.zero_stage, data_box(request)
+    if request.data_ranks == 1 or strategy.name == "single":
         return CommunicationTime(0.0, 0.0)
     if strategy.is_fsdp or stage == 3:
         return _sharded(request, forward, backward)
     total = request.shape.trained_parameters * request.adapter_bytes
     if stage is None:
-        last = calls_s(request.box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
-        return _overlap(calls_s(request.box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)
+        last = calls_s(box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
+        return _overlap(calls_s(box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)
     settings = request.settings
     bucket = settings.reduce_bucket_size * request.weight_bytes
     if stage == 0:
-        return CommunicationTime(0.0, calls_s(request.box, "all_reduce", total, bucket))
+        return CommunicationTime(0.0, calls_s(box, "all_reduce", total, bucket))
     times = request.accumulation if stage == 2 else 1
-    reduced = times * calls_s(request.box, settings.gradients_by, total, bucket)
+    reduced = times * calls_s(box, settings.gradients_by, total, bucket)
     room = times * backward if settings.overlap_comm else 0.0
     # One call; DeepSpeed ignores allgather_bucket_size here.
-    return _overlap(reduced, room, 0.0) + CommunicationTime(0.0, collective_s(request.box, "all_gather", total))
+    return _overlap(reduced, room, 0.0) + CommunicationTime(0.0, collective_s(box, "all_gather", total))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +218,7 @@ class _Sharding:
     grads: _Layered
     # The ranks that gather for the backward pass: of hsdp's replica group, or of hpz's group within a machine.
     backward: Hardware
-    # The ranks that gather for the forward pass, and reduce gradients.
+    # The ranks that gather for the first forward pass of a step, and reduce gradients.
     forward: Hardware
 
 
@@ -152,12 +228,13 @@ def _sharding(request: Request) -> _Sharding:
     grads = shape.trained_parameters * float(request.reduced_bytes_per_element)
     # A call for each layer, and one for the tensors outside.
     calls = shape.layers + 1
-    group = _within(request.box, request.ranks_per_replica)
+    box = data_box(request)
+    group = _within(box, request.ranks_per_replica)
     return _Sharding(
         weights=_Layered(weights, weights / calls),
         grads=_Layered(grads, grads / calls),
         backward=group,
-        forward=group if request.strategy.is_fsdp else request.box,
+        forward=group if request.strategy.is_fsdp else box,
     )
 
 
@@ -176,9 +253,13 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
 
 
 def _forward_gathers_s(request: Request, sharding: _Sharding) -> float:
-    """Return seconds of a step's gathers for forward passes, those of a reference model among them."""
+    """Return seconds of a step's gathers for forward passes, those of a reference model among them. With hpz each rank
+    keeps a secondary shard from the first pass to the end of the step."""
     weights = sharding.weights
-    trained = calls_s(sharding.forward, "all_gather", weights.total, weights.call) * gather_passes(request)
+    first, later = (
+        calls_s(box, "all_gather", weights.total, weights.call) for box in (sharding.forward, sharding.backward)
+    )
+    trained = first + later * (gather_passes(request) - 1)
     reference = reference_gathers(request).elements * float(request.gathered_bytes)
     return trained + request.accumulation * calls_s(sharding.backward, "all_gather", reference, weights.call)
 
@@ -200,21 +281,19 @@ def _reduction_s(request: Request, sharding: _Sharding) -> float:
     grads, group = sharding.grads, sharding.forward
     collective: Collective = "reduce_scatter" if request.strategy.is_fsdp else request.settings.gradients_by
     reduced = calls_s(group, collective, grads.total, grads.call)
-    replicas = request.box.ranks // group.ranks
+    replicas = request.data_ranks // group.ranks
     if replicas == 1:
         return reduced
-    across = _across(request.box, group.ranks)
+    across = _across(data_box(request), group.ranks)
     return reduced + calls_s(across, "all_reduce", grads.total / group.ranks, grads.call / group.ranks)
 
 
 def _across(box: Hardware, group: int) -> Hardware:
-    """Return the hardware of ranks with the same position in every group of adjacent ones: one per machine if a group
-    fills at least one."""
-    replicas = box.ranks // group
-    is_in_machine = group < box.gpus_per_node and box.nodes == 1
-    if is_in_machine:
-        return dataclasses.replace(box, nodes=1, gpus_per_node=replicas)
-    return dataclasses.replace(box, nodes=replicas, gpus_per_node=1)
+    """Return the hardware of ranks with the same position in every group of adjacent ones: some per machine if it has
+    several groups, whose rings share its network cards, and else one."""
+    if box.nodes == 1 or box.gpus_per_node % group == 0:
+        return dataclasses.replace(box, gpus_per_node=box.gpus_per_node // group)
+    return dataclasses.replace(box, nodes=box.ranks // group, gpus_per_node=1)
 
 
 def gather_passes(request: Request) -> int:
@@ -248,7 +327,24 @@ def _overlap(sent: float, room: float, last: float) -> CommunicationTime:
 def predict_payload(request: Request) -> dict[str, float]:
     """Return payload bytes by collective: an all-reduce counts once, a gather its output. Norms (a few bytes) are left
     out."""
-    strategy, ranks = request.strategy, request.box.ranks
+    payload = _data_payload(request)
+    for name, size in _tensor_payload(request).items():
+        payload[name] = payload.get(name, 0.0) + size
+    return payload
+
+
+def _tensor_payload(request: Request) -> dict[str, float]:
+    """Return payload bytes of a step by collective of a tensor-parallel group."""
+    payload = dict[str, float]()
+    for part in tensor_parts(request):
+        size = request.accumulation * part.calls * part.call_bytes
+        payload[part.collective] = payload.get(part.collective, 0.0) + size
+    return payload
+
+
+def _data_payload(request: Request) -> dict[str, float]:
+    """Return payload bytes by collective of ranks with different samples."""
+    strategy, ranks = request.strategy, request.data_ranks
     if ranks == 1:
         return {}
     weight, total = request.weight_bytes, request.shape.trained_parameters
@@ -301,7 +397,7 @@ def _fsdp(request: Request) -> dict[str, float]:
         "all_gather": float(width * (gathered * gather_passes(request) + reference)),
         "reduce_scatter": float(reduced * sent * request.reductions),
     }
-    if ranks < request.box.ranks:
+    if ranks < request.data_ranks:
         # Replica groups all-reduce the shard of each rank.
         payload["all_reduce"] = float(reduced / ranks * sent * request.reductions)
     return payload
@@ -321,7 +417,7 @@ def sent_by_collective(request: Request) -> dict[str, float]:
 
 
 def leaving_bytes(request: Request) -> float:
-    """Return ring bytes per step that the ranks of a machine send to other machines."""
+    """Return ring bytes per step that the ranks of a node send to other nodes."""
     return sum(part.ring_bytes * part.rings_between_machines for part in _ring_parts(request))
 
 
@@ -337,8 +433,19 @@ class _RingPart:
 
 
 def _ring_parts(request: Request) -> Iterator[_RingPart]:
-    """Yield the bytes of a rank by group: hsdp gathers within a replica group, and all-reduces over groups."""
-    box, replica, payload = request.box, request.ranks_per_replica, predict_payload(request)
+    """Yield the bytes of a rank by group. The ranks of a tensor-parallel group have different rings with the ranks of
+    other groups."""
+    group, per_node = request.tensor_ranks, request.box.gpus_per_node
+    for part in _data_rings(request):
+        yield dataclasses.replace(part, rings_between_machines=part.rings_between_machines * min(group, per_node))
+    for name, size in _tensor_payload(request).items():
+        yield _RingPart(name, size * _ring_factor(name, group), int(group > per_node))
+
+
+def _data_rings(request: Request) -> Iterator[_RingPart]:
+    """Yield the bytes of a rank in groups of ranks with different samples: hsdp gathers within a replica group, and
+    all-reduces over groups."""
+    box, replica, payload = data_box(request), request.ranks_per_replica, _data_payload(request)
     ranks = box.ranks
     spans_machines = int(box.nodes > 1)
     if replica is None:

@@ -2,7 +2,7 @@
 
 `8xH100` is one node, `4x8xH100` four nodes of eight GPUs, `A100-40` one GPU, `this` the local machine. The other forms
 that people write are read too, such as `A100 80GB x8` and `4 nodes x 8 H100`. A GPU outside the table is given by its
-figures: `8xmemory=192GiB,tflops=1300,bandwidth=5300`. hardware_names.py takes a name apart, units.py reads figures.
+figures: `memory=16GiB,tflops=44,bandwidth=288`. hardware_names.py takes a name apart, units.py reads figures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from study.config.flags import add_fields, flag
 from study.config.places import install_command
 from study.config.strategies import DEFAULT_RANKS_PER_NODE
 from study.config.yaml_sections import load_package_yaml
-from study.host.memory import available_cores, host_memory
+from study.host.memory import GIB, available_cores, host_memory
 from study.predictor.hardware_names import HardwareName, device_words, split_name
 from study.predictor.units import Quantity, parse_quantity, parse_speed
 
@@ -46,6 +46,8 @@ class Device:
     # One direction, per device.
     pcie_gb_per_s: float | None = None
     nvlink_gb_per_s: float | None = None
+    # Of NVLink to one other device of the node, if links join pairs of devices and no switch joins all.
+    pair_gb_per_s: float | None = None
     # Part of memory_gib that the driver shows.
     visible_gib: float = 0.0
     # Common names, and one device's network bandwidth, one direction.
@@ -121,6 +123,8 @@ class Hardware:
     # blog deepnvme, 08-2024).
     nvme_read_gb_per_s: float = 10.0
     nvme_write_gb_per_s: float = 5.0
+    # These two are of the machine, and not assumed.
+    is_nvme_given: bool = False
     # gloo gathers into a copy of the full tensor, and scatters from one; NCCL does not.
     gloo_copies_gathers: bool = False
 
@@ -137,6 +141,14 @@ class Hardware:
     def is_cpu_only(self) -> bool:
         """Whether there is no GPU: ranks are CPU processes, and device memory is host memory."""
         return self.device.memory_gib == 0
+
+    @property
+    def links_gb_per_s(self) -> float | None:
+        """Bandwidth of a device to the others of its node, one direction: of links in pairs, those to the others."""
+        links, pair = self.device.nvlink_gb_per_s, self.device.pair_gb_per_s
+        if links is not None and pair is not None:
+            return min(links, pair * max(1, self.gpus_per_node - 1))
+        return links or self.device.pcie_gb_per_s
 
     @property
     def uses_pcie_links(self) -> bool:
@@ -167,11 +179,14 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_gib(text: str) -> float:
-    """Parse a size of memory in GiB, as an argparse type: 128, 128GB and 128GiB are the same, as machines are sold."""
-    match = re.fullmatch(r"([0-9.]+) *(?:(T)|G)?(?:i?B)?", text.strip(), re.IGNORECASE)
+    """Parse a size of memory in GiB, as an argparse type: 128, 128G and 128GiB are the same, and 128GB are 10^9 bytes
+    each."""
+    match = re.fullmatch(r"([0-9.]+) *(?:([GT])(i?B)?)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a size of memory such as 128, 128GB or 1.5TB")
-    return real(match[1]) * (1024 if match[2] else 1)
+    is_tera, is_decimal = (match[2] or "").upper() == "T", (match[3] or "").upper() == "B"
+    unit = (1000 if is_tera else 1) * 1e9 / GIB if is_decimal else (1024 if is_tera else 1)
+    return real(match[1]) * unit
 
 
 def real(text: str, below: float = 1e9) -> float:
@@ -189,7 +204,7 @@ BOX_NAMES = (*(name for device in known_devices() for name in device.names), "th
 # Figures of a GPU that is not in the table, with their units; the first three are needed.
 _FIGURES: dict[str, tuple[Quantity, str]] = {
     "memory": ("memory", "GiB of device memory"),
-    "tflops": ("rate", "dense TFLOP/s in 16 bits"),
+    "tflops": ("rate", "dense TFLOP/s in 16 bits with sums in fp32"),
     "bandwidth": ("speed", "GB/s or TB/s of device memory"),
     "nvlink": ("speed", "GB/s of one device to its node, one direction"),
     "pcie": ("speed", "GB/s to the host, one direction"),
@@ -197,8 +212,11 @@ _FIGURES: dict[str, tuple[Quantity, str]] = {
     "fp32": ("rate", "TFLOP/s in fp32"),
 }
 _NEEDED = ("memory", "tflops", "bandwidth")
-CUSTOM_FORM = "--hardware 8xmemory=192GiB,tflops=1300,bandwidth=5300"
-_FIGURES_FORM = f"give its figures as in {CUSTOM_FORM}"
+# An RTX 4060 Ti of 16 GB.
+CUSTOM_FORM = "--hardware memory=16GiB,tflops=44,bandwidth=288"
+# Data sheets have up to four rates in 16 bits: with sparsity, dense, and each with sums in fp16 and in fp32.
+WHICH_TFLOPS = "tflops: dense products in 16 bits with sums in fp32, of a GeForce RTX 30 to 50 twice its fp32 rate"
+_FIGURES_FORM = f"give its figures as in {CUSTOM_FORM} (8x before memory: eight GPUs; {WHICH_TFLOPS})"
 # Accelerators of other kinds and makers; then other cards of the table's makers.
 _OTHER_KINDS = re.compile(
     r"\b(intel|gaudi\w*|arc|tpu\w*|v[2-6][ep]?-\d+|trn\w*|trainium|inf\d|inferentia|npu\w*|ascend\w*|cerebras|ipu\w*"
@@ -216,12 +234,16 @@ _NO_NAME = re.compile(r"[0-9]+|([0-9]+ *x? *)?(gpus?|cuda(:[0-9]+)?|cards?|cpus?
 _INSTANCE = re.compile(
     r"[a-z]\w*\.\w*(large|metal)|standard_n\w+|[ag]\d-[a-z]+-\d+g?|colab|kaggle|runpod|sagemaker", re.IGNORECASE
 )
+# A service before the name of its GPUs: "kaggle 2xT4".
+_OF_SERVICE = re.compile(r"(?:google[ -])?(?:colab|kaggle)(?:[ -]pro\+?)?[ ,:-]+(?=.*[0-9])", re.IGNORECASE)
 # Larger machines exist, but a larger number is more often a cluster.
 _MAX_MACHINE_GPUS = 16
 # Of NVLink-C2C between CPU and GPU of one module, instead of PCIe.
 _C2C_GB_PER_S = 450
 # Words for a network, after the name of a device.
-_OF_NETWORK = re.compile(r"IB[0-9]*|INFINIBAND|ROCE(V2)?|ETHERNET|EFA|[HNX]DR[0-9]*")
+_OF_NETWORK = re.compile(r"IB[0-9]*|INFINIBAND|ROCE(V2)?|ETHERNET|EFA|[EFHNX]DR[0-9]*")
+# Of a network, such as 100 Gb/s: a small b is a bit.
+_RATE = re.compile(r"\b[0-9]+ ?G(b|bit|bits)(/s|ps)")
 
 
 def to_box(name: str) -> Hardware:
@@ -319,7 +341,7 @@ def _is_listed(text: str) -> bool:
 
 
 def _custom_device(name: str, figures: str) -> Device:
-    """Return a GPU given by its figures, such as memory=192GiB,tflops=1300,bandwidth=5300."""
+    """Return a GPU given by its figures, such as memory=16GiB,tflops=44,bandwidth=288."""
     values: dict[str, float] = {}
     for part in figures.split(","):
         key, _, text = part.strip().partition("=")
@@ -329,7 +351,8 @@ def _custom_device(name: str, figures: str) -> Device:
             raise UserError(f"{clip(name)}: {clip(part)} is not a figure of a GPU", f"use {supported}, each once")
         values[key] = value
     if missing := [key for key in _NEEDED if key not in values]:
-        raise UserError(f"{clip(name)} does not set {', '.join(missing)}", f"write it as in {CUSTOM_FORM}")
+        fix = f"write it as in {CUSTOM_FORM} ({WHICH_TFLOPS})"
+        raise UserError(f"{clip(name)} does not set {', '.join(missing)}", fix)
     half = values["tflops"]
     # Without a figure for fp32, that of a data sheet is often a sixteenth (A100) of 16 bits.
     rates = {"fp32": values.get("fp32", half / 16), "tf32": half / 2, "bf16": half, "fp16": half}
@@ -362,6 +385,13 @@ def box_notices(box: Hardware) -> Iterator[str]:
         yield f"the GPUs of a node are assumed to be linked by PCIe ({rate}); nvlink=GB/s sets a faster link"
 
 
+def pair_notes(box: Hardware) -> Iterator[str]:
+    """Yield the assumed links between the GPUs of a node, if they join pairs: some nodes of these GPUs have none."""
+    if box.device.pair_gb_per_s is not None and box.gpus_per_node > 1 and math.isinf(box.bus_gb_per_s):
+        pair = f"NVLink of {box.device.pair_gb_per_s:g} GB/s between two GPUs of a node"
+        yield f"{pair} is assumed, as on boards of four {box.device.name}: --bus_gb_per_s sets the speed of others"
+
+
 def box_from_device_name(device_name: str, ranks: int, nodes: int) -> Hardware:
     """Return hardware of GPUs by the name that their driver reports."""
     if (device := find_device(device_name)) is None:
@@ -385,9 +415,8 @@ class HardwareFlags:
 
     # Each command adds this flag itself.
     hardware: str = ""
-    nvme_gb_per_s: tuple[float, float] = flag(
+    nvme_gb_per_s: tuple[float, float] | None = flag(
         f"bandwidth of a node's NVMe; by default {Hardware.nvme_read_gb_per_s:g},{Hardware.nvme_write_gb_per_s:g}",
-        (Hardware.nvme_read_gb_per_s, Hardware.nvme_write_gb_per_s),
         type=_two_speeds,
         metavar="READ,WRITE",
     )
@@ -404,7 +433,9 @@ class HardwareFlags:
         "memory bandwidth of Adam on the host, all ranks of a node", type=parse_speed, metavar="X"
     )
     host_memory: float | None = flag(
-        "host memory of each node; without it the host is not checked", type=parse_gib, metavar="GIB"
+        "host memory of each node: 512 is GiB, and 512GB are 477 GiB; without it the host is not checked",
+        type=parse_gib,
+        metavar="GIB",
     )
 
     @staticmethod
@@ -420,11 +451,13 @@ class HardwareFlags:
 
     def box(self) -> Hardware:
         """Return the hardware that is named; print notices if it is more often meant otherwise."""
-        box, (read, write) = to_box(self.hardware), self.nvme_gb_per_s
+        box = to_box(self.hardware)
+        read, write = self.nvme_gb_per_s or (box.nvme_read_gb_per_s, box.nvme_write_gb_per_s)
         box = dataclasses.replace(
             box,
             nvme_read_gb_per_s=read,
             nvme_write_gb_per_s=write,
+            is_nvme_given=self.nvme_gb_per_s is not None,
             bus_gb_per_s=self.bus_gb_per_s,
             host_memory_gb_per_s=self.host_gb_per_s or box.host_memory_gb_per_s,
             network_gb_per_s=self.network_gb_per_s or box.network_gb_per_s,
@@ -444,26 +477,34 @@ def _spelled(text: str) -> str:
 
 
 def _unknown(name: str, written: HardwareName) -> UserError:
+    if (service := _OF_SERVICE.match(name)) is not None:
+        rest = name[service.end() :]
+        try:
+            to_box(rest)
+        except UserError as unknown_rest:
+            return unknown_rest
+        fix = f"did you mean {rest}? nvidia-smi -L prints the names of its GPUs"
+        return UserError(f"{clip(name)} has the name of a service, and the table has GPUs", fix)
     if (refusal := _names_no_single_gpu(name, written)) is not None:
         return refusal
     counts, spelled = written.prefix, _spelled(written.device)
     # The letter O is often typed for a zero.
     device = spelled.replace("O", "0")
+    if (refusal := _other_words(name, written)) is not None:
+        return refusal
     if size := re.search(r"(?:^|[ -])([0-9]{2,3})[ -]?GI?B?\b(?!.*[0-9])", device):
         sized = [
             f"{counts}{item.names[0]}" for item in known_devices() if item.names and item.memory_gib == float(size[1])
         ]
         choices = f"name one, as {', '.join(sized)}; or " if sized else ""
         return UserError(f"{clip(name)} names no GPU", f"{choices}{_FIGURES_FORM}")
-    if (refusal := _other_words(name, written)) is not None:
-        return refusal
     if _OTHER_KINDS.search(spelled):
         problem = f"{clip(name)} is not in the table of GPUs, and no TPU, NPU or other accelerator is modelled"
-        return UserError(problem, f"for a GPU like it {_FIGURES_FORM} (data sheet, without sparsity)")
+        return UserError(problem, f"for a GPU like it {_FIGURES_FORM}")
     number = _NUMBERED.fullmatch(re.sub(r"-[0-9]{1,3}(GI?B?)?$", "", device))
     is_typo = number is not None and any(sorted(number[1]) == sorted(re.sub(r"\D", "", box)) for box in BOX_NAMES)
     if _OTHER_CARDS.search(spelled) or (number is not None and not is_typo):
-        return UserError(f"{clip(name)} is not in the table of GPUs", f"{_FIGURES_FORM} (data sheet, without sparsity)")
+        return UserError(f"{clip(name)} is not in the table of GPUs", _FIGURES_FORM)
     similar = [counts + box for box in BOX_NAMES if box[0] == device[:1]]
     suggestion = did_you_mean(counts + device, similar, cutoff=0.5)
     fix = f"{suggestion}`study predict --help` lists the devices; the form is 8xH100, or 4x8xH100 (4 nodes);"
@@ -472,7 +513,7 @@ def _unknown(name: str, written: HardwareName) -> UserError:
 
 def _other_words(name: str, written: HardwareName) -> UserError | None:
     """Return the refusal of a listed device with words that it lacks, with the nearest names; None for other names."""
-    words = device_words(written.device, _model_words())
+    words = device_words(_RATE.sub(" ", written.device), _model_words())
     listed = {
         name: (len(needed & words), -len(needed))
         for name, (_, needed, _) in _device_names().items()

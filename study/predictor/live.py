@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from study.config.errors import UserError, describe_cause, first_line, require_extra
 from study.host.folders import cache_directory
-from study.predictor.shape import BEFORE, Call, ModelShape, Parameter
+from study.predictor.lora_targets import peft_targets
+from study.predictor.shape import BEFORE, Call, ModelShape, Parameter, can_adapt
 from study.records.directory import write_json
 from study.workloads.presets import TEXT_MODEL_SIZES, check_depth
 
@@ -53,11 +54,20 @@ class LiveShape(ModelShape):
         layer = super().find_layer(param)
         return layer if layer != BEFORE and param.name.startswith(f"{self.survey['units'][layer]}.") else BEFORE
 
-    def add_adapters(self, rank: int, targets: tuple[str, ...]) -> LiveShape:
-        adapted = live_shape(self.name, json.loads(self.document), rank, targets)
+    def module_path(self, param: Parameter) -> str:
+        return param.name.rpartition(".")[0]
+
+    @property
+    def outside_modules(self) -> tuple[str, ...]:
+        matrices = (param for param in self.params if param.elements > param.rows and not can_adapt(self, param))
+        return tuple(map(self.module_path, matrices))
+
+    def add_adapters(self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = ()) -> LiveShape:
+        adapted = live_shape(self.name, json.loads(self.document), rank, targets, saved)
         return dataclasses.replace(adapted, quantized_by=self.quantized_by, has_usual_images=self.has_usual_images)
 
     def notes(self) -> Iterator[str]:
+        yield from super().notes()
         yield (
             "this class is outside the table of families: its activations and FLOPs are traced on transformers' code,"
             " and no published measurement validates its peak or its time"
@@ -160,11 +170,15 @@ class _TracedCalls:
 
 
 def live_shape(
-    name: str, document: Mapping[str, Any], rank: int | None = None, targets: tuple[str, ...] = ()
+    name: str,
+    document: Mapping[str, Any],
+    rank: int | None = None,
+    targets: tuple[str, ...] = (),
+    saved: tuple[str, ...] = (),
 ) -> LiveShape:
     """Return the shape of the model that a config.json describes; UserError if transformers does not build it."""
-    # Of Qwen's Omni models the thinker is trained, not what speaks. Names and places of files change nothing.
-    document = document.get("thinker_config", document)
+    document = trained_part(document)
+    # Names and places of files change nothing.
     architecture = {key: document[key] for key in document if key not in ("_name_or_path", "transformers_version")}
     if takes_images_of_any_size(architecture):
         architecture["image_size"] = USUAL_IMAGE
@@ -173,7 +187,7 @@ def live_shape(
         for key in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):
             if isinstance(part.get(key), int):
                 check_depth(part[key], name)
-    survey = answer("survey", text, rank, _with_targets({}, targets))
+    survey = answer("survey", text, rank, _with_modules({}, targets, saved))
     return LiveShape(
         name=name,
         model_type=str(document["model_type"]),
@@ -181,6 +195,7 @@ def live_shape(
         gated=True,
         lora_rank=rank,
         lora_targets=targets,
+        lora_saved=saved,
         document=text,
         built_class=survey["class"],
         is_stand_in=survey["is_stand_in"],
@@ -191,14 +206,22 @@ def live_shape(
     )
 
 
+def trained_part(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config.json that is trained: of Qwen's Omni models the thinker, not what speaks."""
+    part = document.get("thinker_config")
+    return part if isinstance(part, Mapping) and "model_type" in part else document
+
+
 def takes_images_of_any_size(document: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a class for images of any size, as ResNet's."""
     return "num_channels" in document and "image_size" not in document
 
 
-def _with_targets(options: Mapping[str, Any], targets: tuple[str, ...]) -> str:
-    """Return the options of an answer as JSON, with the modules that have adapters unless all linear layers have."""
-    return json.dumps({**options, "targets": targets} if targets else options, sort_keys=True)
+def _with_modules(options: Mapping[str, Any], targets: tuple[str, ...], saved: tuple[str, ...]) -> str:
+    """Return the options of an answer as JSON, with the modules that have adapters unless all linear layers have, and
+    those with a trained copy."""
+    modules = {name: names for name, names in (("targets", peft_targets(targets)), ("saved", saved)) if names}
+    return json.dumps({**options, **modules}, sort_keys=True)
 
 
 @functools.lru_cache(maxsize=64)
@@ -209,7 +232,9 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
     if work in _loops:
         return _loops[work]
     try:
-        return answer("measure", shape.document, shape.lora_rank, _with_targets(options, shape.lora_targets))
+        return answer(
+            "measure", shape.document, shape.lora_rank, _with_modules(options, shape.lora_targets, shape.lora_saved)
+        )
     except UserError:
         raise
     except Exception as error:  # Any class of transformers, on tensors without data.

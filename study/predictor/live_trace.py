@@ -10,6 +10,7 @@ GPUs the operations that CUDA's autocast computes in fp32 are in fp32.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -62,10 +63,12 @@ _SIZES = {
 }
 
 
-def survey(document: Mapping[str, Any], rank: int | None, targets: Sequence[str] = ()) -> dict[str, Any]:
+def survey(
+    document: Mapping[str, Any], rank: int | None, targets: Sequence[str] = (), saved: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return layers, owners, parameters and shape of the model that a config.json describes, with LoRA of a rank."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build_model(document, rank, "eager", dropout=True, targets=targets)
+        model = build_model(document, rank, "eager", dropout=True, targets=targets, saved=saved)
     structure = _Structure(model)
     text = model.config.get_text_config()
     sizes = _read_sizes(text)
@@ -214,13 +217,16 @@ def measure(
     dropout: bool,
     length: int,
     targets: Sequence[str] = (),
+    saved: Sequence[str] = (),
     lora_dropout: float = 0.0,
 ) -> dict[str, Any]:
     """Return bytes and FLOPs of a forward and backward pass of few and of twice as many samples, by kind of layer, and
     the module calls; raise the class's own error if it cannot be traced."""
     with fake_tensors(torch.bfloat16 if mode == "engine" else torch.float32):
         attention = register_fused() if fused else "eager"
-        model = build_model(document, rank, attention, dropout=dropout, targets=targets, lora_dropout=lora_dropout)
+        model = build_model(
+            document, rank, attention, dropout=dropout, targets=targets, saved=saved, lora_dropout=lora_dropout
+        )
         names = {module: name for name, module in model.named_modules()}
         kinds, counts = _prune(model, _units(model))
         passes = [_Pass(model, names, counts, mode, cuda, length, batch) for batch in (SAMPLES, 2 * SAMPLES)]
@@ -299,6 +305,7 @@ def build_model(
     *,
     dropout: bool,
     targets: Sequence[str] = (),
+    saved: Sequence[str] = (),
     lora_dropout: float = 0.0,
 ) -> Any:
     """Create the model; UserError if transformers does not support the config. No code of the model runs."""
@@ -326,7 +333,7 @@ def build_model(
     if rank is not None:
         # The head of a classifier is new, and that of any other model is frozen, as peft leaves it.
         has_new_head = model_class.__name__.endswith("Classification")
-        add_fake_adapters(model, rank, has_new_head, targets, lora_dropout)
+        add_fake_adapters(model, rank, has_new_head, targets, saved, lora_dropout)
     return model
 
 
@@ -360,17 +367,46 @@ def _create(model_class: Any, config: Any) -> Any:
 
 
 def add_fake_adapters(
-    model: Any, rank: int, has_new_head: bool, targets: Sequence[str] = (), dropout: float = 0.0
+    model: Any,
+    rank: int,
+    has_new_head: bool,
+    targets: Sequence[str] = (),
+    saved: Sequence[str] = (),
+    dropout: float = 0.0,
 ) -> None:
-    """Add LoRA's adapters. peft moves them to the device of the model, but fake tensors cannot move."""
-    moves = torch.nn.Module.to
-    torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+    """Add LoRA's adapters. peft moves them to the device of the model and copies the saved modules, but fake tensors
+    can neither move nor be copied."""
+    task = "bert-imdb" if has_new_head else "gpt-wikitext"
+    config = RunConfig(task=task, peft="lora", lora_rank=rank)  # type: ignore[arg-type]
+    with (
+        _replaced(torch.nn.Module, "to", lambda module, *_, **__: module),
+        _replaced(copy, "deepcopy", _copy_with_new_tensors),
+    ):
+        add_adapters(model, config, targets, saved, dropout)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        task = "bert-imdb" if has_new_head else "gpt-wikitext"
-        config = RunConfig(task=task, peft="lora", lora_rank=rank)  # type: ignore[arg-type]
-        add_adapters(model, config, targets, dropout)
+        yield
     finally:
-        torch.nn.Module.to = moves  # type: ignore[method-assign]
+        setattr(owner, name, before)
+
+
+_deepcopy = copy.deepcopy
+
+
+def _copy_with_new_tensors(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Return a deep copy, of a module with new tensors in the place of copies."""
+    memo = {} if memo is None else memo
+    if isinstance(value, torch.nn.Module):
+        for weight in value.parameters():
+            memo[id(weight)] = torch.nn.Parameter(torch.empty_like(weight), requires_grad=weight.requires_grad)
+        memo |= {id(buffer): torch.empty_like(buffer) for buffer in value.buffers()}
+    return _deepcopy(value, memo)
 
 
 def register_fused() -> str:

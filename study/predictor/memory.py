@@ -160,11 +160,11 @@ def _optimizer_buffers(request: Request) -> _OptimizerBuffers:
         return _OptimizerBuffers()
     if request.strategy.zero_stage != 3:
         # The masters and their gradients in fp32, the gradients in the weights' type, and the largest one of these.
-        part = -(-shape.trained_parameters // request.box.ranks)
+        part = -(-shape.trained_parameters // request.data_ranks)
         grads = float(part * weight)
         largest = float(shape.largest_trained * weight)
         return _OptimizerBuffers((part * 4.0, part * 4.0, grads, largest), grads + largest)
-    grads = model_state.shards_of_model(shape, request.box.ranks)[1] * float(weight)
+    grads = model_state.shards_of_model(shape, request.data_ranks)[1] * float(weight)
     groups = model_state.sub_groups(request)
     if optimizer.device == "cpu":
         return _OptimizerBuffers((grads, *(group * 4.0 for group in groups)))
@@ -174,7 +174,7 @@ def _optimizer_buffers(request: Request) -> _OptimizerBuffers:
 def _retained_shards(request: Request) -> list[float]:
     """Return the bytes of each shard that torch's pinned pool keeps: zero.Init pins each one separately. The shards are
     copied into one buffer and freed, but the pool keeps the blocks."""
-    ranks, weight = request.box.ranks, request.weight_bytes
+    ranks, weight = request.data_ranks, request.weight_bytes
     return [pinned_bytes(-(-param.elements // ranks) * weight) for param in request.shape.trained_params]
 
 
@@ -202,8 +202,10 @@ class _LoadedWeights(NamedTuple):
 
 
 def _loaded_weights(request: Request) -> _LoadedWeights:
-    shape, weight = request.shape, request.weight_bytes
-    tensor = float(shape.largest * weight)
+    # transformers divides tensors while it loads them, AutoTP those of the whole model.
+    shape = request.shape if request.strategy.deepspeed is None else request.full_shape
+    weight = request.weight_bytes
+    tensor = float(request.full_shape.largest * weight)
     if request.quantized or request.in_8_bits:
         # transformers creates the model on the meta device, and reads, moves and quantizes one tensor after another
         # (spawn_materialize without a thread pool).
@@ -248,7 +250,7 @@ def small_blocks(request: Request, points: Sequence[Mapping[str, float]]) -> tup
     blocks |= dict.fromkeys(("gradients", "buffers"), shape.largest * request.weight_bytes)
     small = [name for name, size in blocks.items() if size < MALLOC_MMAP_THRESHOLD_MAX_BYTES]
     peak = max(sum(parts.get(name, 0.0) for name in small) for parts in points)
-    has_shards = request.box.ranks > 1 and (bool(request.strategy.zero_stage) or request.strategy.is_fsdp)
+    has_shards = request.data_ranks > 1 and (bool(request.strategy.zero_stage) or request.strategy.is_fsdp)
     # Stages 1 and 2 send only trained weights.
     is_whole = request.strategy.zero_stage == 3 or request.strategy.is_fsdp
     sent = (shape.parameters if is_whole else shape.trained_parameters) * request.weight_bytes
@@ -453,7 +455,7 @@ def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: 
     passing = [point for point in points if not point.step]
     steps = max((point.total for point in points if point.step), default=0.0)
     other_streams, excluded = 0.0, tuple[str, ...]()
-    if request.box.ranks > 1 and (request.strategy.is_fsdp or request.strategy.zero_stage == 3):
+    if request.data_ranks > 1 and (request.strategy.is_fsdp or request.strategy.zero_stage == 3):
         other_streams, excluded = max(point.parts["buffers"] for point in passing), ("buffers",)
     if request.expandable_segments:
         sharded = 0.0
@@ -523,9 +525,10 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
         unsharded = f", and {format_number(live)} unsharded in its forward pass, before the loss" * (live > 0)
         size = format_number(sum(model_state.frozen_bytes(request)) / GIB)
         yield f"the reference model's weights need {size} GiB a rank{unsharded}"
-    if logits > 0.2 * peak.total:
+    if logits > 0.2 * peak.total and request.loss_kernel not in WITHOUT_LOGITS:
         tokens = request.micro_batch * request.sequence_length
-        yield f"logits and their loss: {tokens:,} tokens by {shape.vocabulary:,} words, three times in fp32"
+        size = format_number(logits / (tokens * shape.vocabulary))
+        yield f"logits and their loss: {tokens:,} tokens by {shape.vocabulary:,} words, {size} bytes each"
     if not request.strategy.zero_stage:
         return
     settings = request.settings
@@ -536,7 +539,7 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     if has_tied_gradients(shape):
         yield f"{shape.embedding.name} is tied: the gradients of both uses and their sum are allocated at once"
     if (what := model_state.unswapped_kind(request)) is not None:
-        is_small = what == "optimizer" or settings.max_in_cpu < shape.trained_parameters / request.box.ranks
+        is_small = what == "optimizer" or settings.max_in_cpu < shape.trained_parameters / request.data_ranks
         reason = "no shard has the 1 MiB that DeepSpeed swaps" if is_small else f"max_in_cpu is {settings.max_in_cpu:,}"
         yield f"the {what} is not on NVMe but in host memory: {reason}"
     if settings.stage == 3:
@@ -717,7 +720,7 @@ def _gradient_request(request: Request) -> Request:
     """
     if request.strategy.zero_stage != 3:
         return request
-    strategy = _gradient_strategy(request.strategy, request.box.ranks)
+    strategy = _gradient_strategy(request.strategy, request.data_ranks)
     return dataclasses.replace(request.without_batch, strategy=strategy, accumulation=1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from study.predictor.activations import Activations
 from study.predictor.products import forward_flops, matmuls
 from study.predictor.request import Request
+from study.predictor.shape import trains_head
 from study.predictor.table_activations import count_activations
 from study.predictor.traced_activations import trace
 
@@ -20,17 +21,19 @@ def missing_figures(request: Request) -> str | None:
 
 
 def model_flops(request: Request) -> int:
-    """FLOPs of one optimizer step of one rank. A frozen matrix has one product in the backward pass instead of two."""
-    shape, length = request.shape, request.sequence_length
+    """FLOPs of one optimizer step of one rank, or its part of those of its tensor-parallel group. A frozen matrix has
+    one product in the backward pass instead of two."""
+    shape, length = request.full_shape, request.sequence_length
     if shape.is_traced:
         traced = trace(request)
         return round((traced.forward + traced.backward) * request.accumulation)
     flops = 3 * forward_flops(shape, length)
     if shape.lora_rank:
         # The layers' frozen weights in flat parameters with trained ones have gradients, too.
-        frozen = [product for product in matmuls(shape) if not (request.has_mixed_units and product.in_layer)]
-        flops -= sum(2 * length * product.inner * product.out * product.count for product in frozen)
-    return flops * request.micro_batch * request.accumulation
+        in_layers = [product for product in matmuls(shape) if product.in_layer and not request.has_mixed_units]
+        head = [product for product in matmuls(shape) if not (product.in_layer or trains_head(shape))]
+        flops -= sum(2 * length * product.inner * product.out * product.count for product in (*in_layers, *head))
+    return flops * request.micro_batch * request.accumulation // request.tensor_ranks
 
 
 def hardware_flops(request: Request) -> int:

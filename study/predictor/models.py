@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from study.config.errors import UserError, clip, did_you_mean, first_line, requi
 from study.config.other_names import find_family
 from study.host.folders import resolve_path
 from study.predictor.families import FAMILIES, OTHER_FAMILIES
-from study.predictor.live import live_shape
+from study.predictor.live import live_shape, trained_part
 from study.predictor.shape import ModelShape
 from study.predictor.table_shape import SIZE_KEYS, shape_of_architecture
 from study.workloads.presets import (
@@ -32,6 +32,7 @@ from study.workloads.presets import (
     known_models,
     load_from,
     name_words,
+    split_4_bits,
     without_tuning,
 )
 
@@ -65,6 +66,9 @@ _SYNONYMS |= {key: word for word, keys in SIZE_KEYS.items() for key in keys}
 _SYNONYMS |= {key: word for word, key in _WORDS.items() if word not in SIZE_KEYS}
 
 
+# Raises UserError by the name and the model_type of a model that would be traced.
+CheckTraced = Callable[[str, str], None]
+
 # Sizes that name a model, as an example.
 SIZES_EXAMPLE = (
     "sizes: layers=32,hidden=4096,heads=32,key_value_heads=8,vocabulary=128256,inner=14336 (without inner: a GPT-2)"
@@ -87,8 +91,11 @@ def _shape_of_preset(name: str) -> ModelShape:
     return shape_of_architecture(preset.name, preset.model_type, preset.architecture)
 
 
-def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
-    """Return the shape of a preset, a folder or file with config.json, a list of sizes, or with `ask_hub` a hub id."""
+def model_shape(name: str, *, ask_hub: bool = False, check_traced: CheckTraced | None = None) -> ModelShape:
+    """Return the shape of a preset, a folder or file with config.json, a list of sizes, or with `ask_hub` a hub id.
+
+    `check_traced` raises UserError for a class that would be traced in vain.
+    """
     if not name.strip():
         # Usually an unset variable of a shell; as a path it would be the working directory.
         raise UserError("the model's name is empty", "name one, such as llama-3.1-8b")
@@ -96,16 +103,14 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         name = hub_id(name)
     # A tuned model has its base's shape; the trainer would load other weights. A folder of that name comes first.
     is_folder = resolve_path(name).exists()
-    if (preset := find_preset(name) or (None if is_folder else find_base(name))) is not None:
-        return _shape_of_preset(preset.name)
-    if not is_folder and (known_model := find_known(name)) is not None:
-        return shape_of_document(known_model.config, known_model.name)
+    if (listed := _listed_shape(name, is_folder, check_traced)) is not None:
+        return listed
     if "=" in name:
         return _shape_of_words(name)
     path = resolve_path(name)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
-        return shape_of_document(_read(file), name)
+        return shape_of_document(_read(file), name, check_traced)
     if ask_hub and name.count("/") == 1:
         with require_extra("train"):
             from huggingface_hub import hf_hub_download
@@ -119,8 +124,22 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
             # A prediction loads no weights.
             fix = "give a folder with its config.json, or its sizes" if refusal.fix == NO_NETWORK else refusal.fix
             raise UserError(refusal.problem, f"{_suggest(name)}{fix}") from None
-        return shape_of_document(document, name)
+        return shape_of_document(document, name, check_traced)
     raise _no_model(name, path)
+
+
+def _listed_shape(name: str, is_folder: bool, check_traced: CheckTraced | None) -> ModelShape | None:
+    """Return the shape of a preset or a known model, also of its weights in 4 bits; None for another name, and for a
+    folder of such a name."""
+    if (preset := find_preset(name) or (None if is_folder else find_base(name))) is not None:
+        return _shape_of_preset(preset.name)
+    if is_folder:
+        return None
+    if (known_model := find_known(name)) is not None:
+        return shape_of_document(known_model.config, known_model.name, check_traced)
+    base, kind = split_4_bits(name)
+    shape = _listed_shape(base, False, check_traced) if kind and not split_4_bits(base)[1] else None
+    return None if shape is None else dataclasses.replace(shape, quantized_by=kind)
 
 
 def _no_model(name: str, path: Path) -> UserError:
@@ -162,6 +181,9 @@ def _suggest(name: str) -> str:
     """Return the presets that a name may mean, to put before the other ways to name a model; empty without any."""
     plain = name.rpartition("/")[2].lower()
     similar = did_you_mean(without_tuning(plain), known_models(), cutoff=0.85)
+    # bert-large is not a misspelt bart-large.
+    if similar and (longer := [preset for preset in PRESETS if preset.startswith(f"{plain}-")]):
+        return _alternatives(longer)
     return similar or _suggest_base(plain) or (_suggest_known if _has_no_preset(plain) else _suggest_preset)(plain)
 
 
@@ -276,7 +298,7 @@ def _read(file: Path) -> dict[str, Any]:
     return document
 
 
-def shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
+def shape_of_document(document: Mapping[str, Any], name: str, check_traced: CheckTraced | None = None) -> ModelShape:
     """Return the shape of a parsed config.json; UserError if its family or quantization is not supported."""
     if not isinstance(document.get("model_type"), str):
         if "peft_type" in document:
@@ -295,6 +317,8 @@ def shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
     document = {key: value for key, value in document.items() if key != "quantization_config"}
     name = name.rstrip("/").rsplit("/", 1)[-1]
     if document["model_type"] not in FAMILIES:
+        if check_traced is not None:
+            check_traced(name, trained_part(document)["model_type"])
         return dataclasses.replace(live_shape(name, document), quantized_by=method)
     shape = shape_of_architecture(name, document["model_type"], document)
     return dataclasses.replace(shape, quantized_by=method)

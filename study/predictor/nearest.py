@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,7 +31,9 @@ def distance(first: Request, second: Request) -> float:
     def ratio(a: float, b: float) -> float:
         return abs(math.log(a / b))
 
-    sizes = ratio(first.shape.parameters, second.shape.parameters) + 0.5 * ratio(first.box.ranks, second.box.ranks)
+    sizes = ratio(first.full_shape.parameters, second.full_shape.parameters) + 0.5 * ratio(
+        first.box.ranks, second.box.ranks
+    )
     tokens = ratio(first.micro_batch * first.sequence_length, second.micro_batch * second.sequence_length)
     kinds = (
         (
@@ -54,20 +57,34 @@ def describe_nearest(request: Request) -> Iterator[str]:
 
 
 def _published_lines(request: Request) -> Iterator[str]:
-    has_adapters = bool(request.shape.lora_rank)
+    usable = _usable_rows(bool(request.shape.lora_rank))
+    for row in sorted(usable, key=lambda row: distance(request, row.request))[:_PUBLISHED]:
+        yield f"similar measurement: {row.name}: {'; '.join(_errors(row))} ({row.url or row.source})"
+
+
+# Once in a process: for a second question on the page, or in a test, it would be a quarter of the time.
+@functools.cache
+def _usable_rows(has_adapters: bool) -> tuple[Measurement, ...]:
+    """Return the published rows to which no constant was fitted, of adapters or of full training."""
     # All rows of adapters led to rules.
     uses = {"score", "rule"} if has_adapters else {"score"}
 
     def is_wanted(keys: Mapping[str, Any]) -> bool:
         return ("lora_rank" in keys) == has_adapters and keys.get("use", "score") in uses
 
-    usable = [
+    return tuple(
         row
         for _, _, row in published_entries(is_wanted)
         if (row.step_s is not None or row.peak_bytes is not None) and implausibility(row) is None
-    ]
-    for row in sorted(usable, key=lambda row: distance(request, row.request))[:_PUBLISHED]:
-        yield f"similar measurement: {row.name}: {'; '.join(_errors(row))} ({row.url or row.source})"
+    )
+
+
+@functools.cache
+def _ended_runs() -> tuple[tuple[Any, Request], ...]:
+    """Return this project's records that succeeded, with their requests."""
+    from study.predictor import recorded_runs
+
+    return tuple(recorded_runs.read_ended_runs())
 
 
 def _errors(row: Measurement) -> Iterator[str]:
@@ -93,7 +110,7 @@ def _record_lines(request: Request) -> Iterator[str]:
 
     has_adapters = bool(request.shape.lora_rank)
     by_kind: dict[str, list[tuple[Any, Request]]] = {"a GPU": [], "a virtual rank": [], "processes without a GPU": []}
-    for run, match in recorded_runs.read_ended_runs():
+    for run, match in _ended_runs():
         if bool(match.shape.lora_rank) == has_adapters:
             by_kind[_kind(run, match)].append((run, match))
     names = {recorded_runs.ALL_STATE: "state", recorded_runs.SENT: "traffic"}

@@ -10,6 +10,7 @@ from study.predictor.constants import Constants
 from study.predictor.losses import IN_PLACE
 from study.predictor.products import adapter_products, attention_flops, head_flops, matmuls
 from study.predictor.request import FP32_BYTES, Request
+from study.predictor.shape import is_packed, trains_head
 from study.predictor.traced_activations import trace
 
 # --- Constants from published sources.
@@ -34,6 +35,8 @@ _SCORE_PASSES = 18
 _LOGIT_BYTES = 30
 # Traffic per parameter of autocast: 16-bit copies of fp32 weights, and fp32 gradients from 16-bit ones.
 _AUTOCAST_BYTES, _AUTOCAST_BYTES_FROZEN = 12, 6
+# Half a byte of a 4-bit weight, and the fp32 scale of a block of 64.
+_PER_4_BIT_WEIGHT = 0.5 + 4 / 64
 # Of them, residuals and transposed heads: what kernels of norms, rotary positions and the loss leave to torch.
 _HIDDEN_PASSES_OF_TORCH = 10 + 12
 
@@ -78,7 +81,7 @@ def _device_rates(request: Request, constants: Constants) -> _Rates:
 def passes_s(request: Request, constants: Constants) -> tuple[float, float]:
     """Return seconds of the forward and the backward pass of a micro-batch; backward includes recomputation."""
     rates = _device_rates(request, constants)
-    is_traced, has_adapters = request.shape.is_traced, bool(request.shape.lora_rank)
+    is_traced = request.shape.is_traced
     work = _traced_work(request, rates) if is_traced else _counted_work(request, rates)
     casts = 0.0 if is_traced else _casts_s(request, rates)
     logits = _logits_s(request, rates)
@@ -86,17 +89,24 @@ def passes_s(request: Request, constants: Constants) -> tuple[float, float]:
     adapters = AdapterPasses()
     if not is_traced:
         adapters = adapter_passes(request).over(rates.memory)
-    recomputation = 0.0
+    dequantization, recomputation = _dequantization_s(request, rates), 0.0
     if request.gradient_checkpointing:
-        recomputation = (work.repeated + elementwise / 3 + adapters.forward) / request.checkpoint_every
+        repeated = work.repeated + elementwise / 3 + adapters.forward + dequantization
+        recomputation = repeated / request.checkpoint_every
     backward_attention = work.attention * (_FUSED_BACKWARD_OVER_FORWARD if is_fused(request) else 2.0)
-    # With adapters the weights of a language model's head are frozen.
-    head_products = 1 if has_adapters and request.shape.family == "causal-lm" else 2
-    forward = work.products + work.attention + elementwise / 3 + adapters.forward
+    forward = work.products + work.attention + elementwise / 3 + adapters.forward + dequantization
     forward += work.head + logits / 3 + casts / 2
     backward = work.products_backward + backward_attention + elementwise * 2 / 3
-    backward += adapters.backward + work.head * head_products
+    backward += adapters.backward + work.head * _head_products(request) + dequantization
     return forward, backward + logits * 2 / 3 + casts / 2 + recomputation
+
+
+def _head_products(request: Request) -> int:
+    """Return the products of the output layer's backward pass. With adapters the weights of a language model's are
+    frozen, unless a copy of it is trained."""
+    shape = request.shape
+    is_frozen = bool(shape.lora_rank) and shape.family == "causal-lm" and not trains_head(shape)
+    return 1 if is_frozen else 2
 
 
 def _traced_work(request: Request, rates: _Rates) -> _Work:
@@ -155,6 +165,16 @@ def _casts_s(request: Request, rates: _Rates) -> float:
     return moved / rates.memory
 
 
+def _dequantization_s(request: Request, rates: _Rates) -> float:
+    """Return seconds in which bitsandbytes reads 4-bit weights and their scales and writes them in the type of the
+    products: in each forward pass, and again in the backward pass (MatMul4Bit in autograd/_functions.py)."""
+    if not request.quantized:
+        return 0.0
+    shape = request.shape
+    weights = sum(param.elements for param in shape.params if is_packed(shape, param))
+    return (_PER_4_BIT_WEIGHT + request.computing_bytes) * weights / rates.memory
+
+
 def _products_s(request: Request, rates: _Rates) -> tuple[float, float, float]:
     """Return seconds of the matrix products: forward in the layers and outside, and backward in the layers. Each
     forward product has two backward products, of a frozen matrix one."""
@@ -190,4 +210,5 @@ def _fused_attention_s(request: Request, flops: float, rate: float) -> float:
     peak = device.peak_tflops.get(request.precision.removesuffix("-engine"))
     is_hopper = device.compute_capability == _HOPPER
     peak_fraction = _FUSED_ATTENTION_SHARE_HOPPER if is_hopper else _FUSED_ATTENTION_SHARE
-    return causal * flops / (peak_fraction * peak * 1e12 if peak else rate)
+    # The power limit of a T4 and of an MI300X holds a product below the fraction of their peak.
+    return causal * flops / (min(peak_fraction * peak * 1e12, rate) if peak else rate)

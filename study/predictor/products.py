@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from study.predictor.shape import INFIX, ModelShape
 
@@ -35,7 +36,7 @@ def matmuls(shape: ModelShape) -> tuple[MatMul, ...]:
         MatMul(shape.inner, shape.hidden, shape.layers),
     ]
     if shape.family == "causal-lm":
-        matmuls.append(MatMul(shape.hidden, shape.vocabulary, 1, in_layer=False))
+        matmuls.append(MatMul(shape.hidden, math.ceil(shape.vocabulary / shape.head_parts), 1, in_layer=False))
     return tuple(matmuls)
 
 

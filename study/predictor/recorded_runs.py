@@ -10,11 +10,12 @@ from typing import Any, Literal
 from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.config.places import REPOSITORY
+from study.config.strategies import WITH_GROUPS, read_strategy
 from study.host.memory import GIB
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import CPU_CORE, box_from_device_name, box_of_ranks
 from study.predictor.memory import predict_memory
-from study.predictor.request import Request, request_for
+from study.predictor.request import Request, request_for, tensor_request_for
 from study.predictor.state import predict_state
 from study.predictor.validation import Measurement
 from study.records.plain_rows import RUNS_FILE, is_missing, read_columns, read_row
@@ -81,12 +82,17 @@ def request_if_any(run: Any) -> Request | None:
         return None
 
 
-def request_from_record(run: Any) -> Request:
-    """Return a record's request; UserError if its model or settings cannot be predicted."""
+def _config(run: Any) -> RunConfig:
+    """Return the flags of a record that change the memory of a rank."""
     options = {name: value for name in _OPTIONS if not is_missing(value := getattr(run, name))}
     # pandas reads an integer column with missing values as floats.
     options |= {name: int(options[name]) for name in ("seq_length", "lora_rank") if name in options}
-    config = RunConfig(engine_override=tuple(json.loads(run.engine_override)), **options)
+    return RunConfig(engine_override=tuple(json.loads(run.engine_override)), **options)
+
+
+def request_from_record(run: Any) -> Request:
+    """Return a record's request; UserError if its model or settings cannot be predicted."""
+    config = _config(run)
     devices, ranks = json.loads(run.devices) if isinstance(run.devices, str) else [], int(run.world_size)
     if devices:
         box = box_from_device_name(devices[0], ranks, 1 if is_missing(run.machines) else int(run.machines))
@@ -94,6 +100,25 @@ def request_from_record(run: Any) -> Request:
         copies = not str(run.git_commit).startswith(_WITHOUT_COPIES)
         box = dataclasses.replace(box_of_ranks("processes", CPU_CORE, ranks), gloo_copies_gathers=copies)
     return request_for(run.strategy, config, box, int(run.micro_batch_size), int(run.gradient_accumulation_steps))
+
+
+def read_tensor_runs() -> Iterator[tuple[Any, Request]]:
+    """Yield the records that succeeded whose ranks divide the tensors of each layer, with their requests; without those
+    with changed settings of the engine."""
+    for suite in suites():
+        for place, run in enumerate(read_columns(REPORTS / suite, (*_COLUMNS, "group_ranks"))):
+            group = read_strategy(run.strategy).group if run.strategy in WITH_GROUPS else None
+            is_ended = run.status_state == "ok" and not is_missing(run.params_bytes_device)
+            if group is None or group.divides != "tensors" or not is_ended or json.loads(run.engine_override):
+                continue
+            box = dataclasses.replace(
+                box_of_ranks("processes", CPU_CORE, int(run.world_size)), gloo_copies_gathers=True
+            )
+            config = dataclasses.replace(_config(run), group_size=int(run.group_ranks))
+            batch = int(run.micro_batch_size), int(run.gradient_accumulation_steps)
+            request = tensor_request_for(run.strategy, config, box, *batch)
+            run.suite, run.place = suite, place
+            yield run, request
 
 
 def suites() -> Iterator[str]:
@@ -171,7 +196,11 @@ class FigureComparison:
 
 def compare_run_figures(run: Any) -> Iterator[FigureComparison]:
     """Yield one record's state by kind and place, its total state, and the bytes sent per step."""
-    request = request_from_record(run)
+    yield from compare_request(run, request_from_record(run))
+
+
+def compare_request(run: Any, request: Request) -> Iterator[FigureComparison]:
+    """Yield the same figures of a record with this request."""
     state, all_measured, all_predicted = predict_state(request), 0.0, 0.0
     for kind in STATE_KINDS:
         for place in STATE_PLACES:

@@ -17,7 +17,8 @@ from study.config.strategies import DEFAULT_RANKS_PER_NODE, WITH_GROUPS, Strateg
 from study.predictor.hardware import Hardware
 from study.predictor.losses import LossKernel
 from study.predictor.models import model_shape
-from study.predictor.shape import ModelShape, in_4_bits, in_8_bits, with_adapters
+from study.predictor.shape import ModelShape, Parameter, in_4_bits, in_8_bits, is_saved_copy, with_adapters
+from study.predictor.tensor_group import TensorGroup, part_of_model, tensor_group, tensor_refusal
 
 Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion", "adafactor"]
@@ -286,6 +287,8 @@ class Request:
     quantized_on_host: bool = False
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
     expandable_segments: bool = False
+    # The ranks that divide the tensors of each layer: the shape is then the part of one of them. None without division.
+    tensor_group: TensorGroup | None = None
     # By measured runs of the same model, hardware and program; None without one.
     correction: SetupCorrection | None = None
 
@@ -304,6 +307,21 @@ class Request:
             self.sequence_length,
             self.gradient_checkpointing,
         )
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Ranks that divide the tensors of each layer, and process the same samples."""
+        return 1 if self.tensor_group is None else self.tensor_group.ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with different samples, over which ZeRO and FSDP shard."""
+        return self.box.ranks // self.tensor_ranks
+
+    @property
+    def full_shape(self) -> ModelShape:
+        """The shape of the model, also if a rank has a part of each layer."""
+        return self.shape if self.tensor_group is None else self.tensor_group.model
 
     @functools.cached_property
     def settings(self) -> EngineSettings:
@@ -345,10 +363,18 @@ class Request:
         has_adapters = self.shape.lora_rank is not None
         return has_adapters and self.pure and not self.has_mixed_units and not self.adapters_in_16_bits
 
-    @property
-    def adapter_bytes(self) -> int:
-        """Bytes per trained weight."""
-        return FP32_BYTES if self.has_fp32_adapters else self.weight_bytes
+    def bytes_per_weight(self, param: Parameter) -> int:
+        """Bytes per weight of a parameter: peft casts adapters to fp32, but no copy of a whole module."""
+        is_adapter = param.trained and not is_saved_copy(param)
+        return FP32_BYTES if self.has_fp32_adapters and is_adapter else self.weight_bytes
+
+    @functools.cached_property
+    def adapter_bytes(self) -> float:
+        """Bytes per trained weight, the mean if adapters are in fp32 and copies of modules in 16 bits."""
+        if not self.has_fp32_adapters or not self.shape.lora_saved:
+            return FP32_BYTES if self.has_fp32_adapters else self.weight_bytes
+        sizes = (param.elements * self.bytes_per_weight(param) for param in self.shape.trained_params)
+        return sum(sizes) / self.shape.trained_parameters
 
     @property
     def computing_bytes(self) -> int:
@@ -447,12 +473,12 @@ class Request:
     def ranks_per_replica(self) -> int | None:
         """Ranks of a replica group. A virtual rank runs alone, as a rank of machines with eight."""
         per_machine = self.box.gpus_per_node if self.box.gpus_per_node > 1 else DEFAULT_RANKS_PER_NODE
-        return self.strategy.ranks_per_replica(self.box.ranks, per_machine)
+        return self.strategy.ranks_per_replica(self.data_ranks, per_machine)
 
     @property
     def fsdp_ranks(self) -> int:
         """Ranks over which FSDP shards: those of one of several replica groups, or all."""
-        return self.ranks_per_replica or self.box.ranks
+        return self.ranks_per_replica or self.data_ranks
 
 
 _R = TypeVar("_R")
@@ -537,6 +563,31 @@ def request_for(strategy: str, config: RunConfig, box: Hardware, micro_batch: in
     buffered = read_strategy(strategy).with_swap_buffers(-(-shape.largest // box.ranks))
     trained = shape if config.peft == "none" else with_adapters(shape, config.lora_rank)
     return request_of_flags(config, trained, buffered.with_overrides(config), box, micro_batch, accumulation)
+
+
+def tensor_request_for(strategy: str, config: RunConfig, box: Hardware, micro_batch: int, accumulation: int) -> Request:
+    """Return the request of a run whose ranks divide the tensors of each layer; UserError if they cannot."""
+    shape, launched = model_shape(config.model_name_or_path), read_strategy(strategy).with_overrides(config)
+    return with_tensor_group(request_of_flags(config, shape, launched, box, micro_batch, accumulation))
+
+
+def with_tensor_group(request: Request) -> Request:
+    """Return the request of a rank with its part of each layer, or the same request if the strategy's ranks do not
+    divide tensors; UserError if they cannot divide this model, or do not make whole groups."""
+    strategy, box = request.strategy, request.box
+    if strategy.group is None or strategy.group.divides != "tensors":
+        return request
+    ranks, per_node, fix = strategy.group.ranks, box.gpus_per_node, "use another number of ranks in a group"
+    if box.ranks % ranks or (per_node % ranks and ranks % per_node):
+        where = f"{box.ranks} ranks, {per_node} of a machine," if box.nodes > 1 else f"{box.ranks} ranks"
+        raise UserError(f"{where} do not make groups of {ranks}", fix)
+    is_deepspeed = strategy.deepspeed is not None
+    if refusal := tensor_refusal(request.shape, ranks, is_deepspeed=is_deepspeed):
+        raise UserError(f"tensor parallelism over {ranks} ranks: {refusal}", f"{fix}, or none")
+    section = (strategy.deepspeed or {}).get("tensor_parallel") or {}
+    vocab_parallel = section.get("vocab_parallel_lm_head")
+    group = tensor_group(request.shape, ranks, is_deepspeed=is_deepspeed, vocab_parallel=vocab_parallel)
+    return dataclasses.replace(request, shape=part_of_model(group), tensor_group=group)
 
 
 def request_of_flags(

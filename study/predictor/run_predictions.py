@@ -30,7 +30,6 @@ from study.predictor.state import predict_state
 from study.predictor.time import predict_time
 from study.predictor.validation import Measurement
 from study.records.frames import read_runs_table
-from study.records.outcome import DEVICE_RAN_OUT
 
 # Device, sequence length and micro-batch for which the time of a virtual run is predicted.
 PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH = "H100", 1024, 2
@@ -68,7 +67,7 @@ def _records() -> tuple[tuple[Any, Request], ...]:
     runs = runs[runs["trainer"].eq("study") & runs["micro_batch_size"].notna()]
     # As in `read_ended_runs`.
     is_ok = runs["status_state"].eq("ok") & runs["params_bytes_device"].notna()
-    ran_out = runs["status_state"].eq("oom") & runs["status_reason"].str.startswith(DEVICE_RAN_OUT, na=False)
+    ran_out = runs["status_state"].eq("oom") & runs["status_cause"].eq("device memory")
     requests = ((run, request_if_any(run)) for run in pd.concat([runs[is_ok], runs[ran_out]]).itertuples())
     return tuple((run, request) for run, request in requests if request is not None)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from study.config.errors import UserError, clip, did_you_mean
-from study.predictor.lora_targets import ALL_LINEAR, is_target, module_name
+from study.predictor.lora_targets import ALL_LINEAR, check_pattern, is_target
 from study.workloads.presets import Family
 
 # Place of parameters before the layers.
@@ -89,6 +89,8 @@ class ModelShape(abc.ABC):
     lora_rank: int | None = None
     # Names of the modules with adapters, as peft's target_modules; none: all linear layers.
     lora_targets: tuple[str, ...] = ()
+    # Names of the modules that are trained in full next to the adapters, as peft's modules_to_save.
+    lora_saved: tuple[str, ...] = ()
     # Content of config.json, as JSON.
     document: str = ""
     # Integer buffers, which DDP broadcasts: BERT's positions and types.
@@ -105,6 +107,8 @@ class ModelShape(abc.ABC):
     is_stand_in: bool = False
     # Experts that every token reaches; 0 without experts.
     active_experts: int = 0
+    # Parts into which a tensor-parallel group divides the output layer, whose logits it gathers.
+    head_parts: int = 1
 
     @property
     @abc.abstractmethod
@@ -121,16 +125,30 @@ class ModelShape(abc.ABC):
         """Return the part of its layer's backward pass that begins when a parameter's gradient has arrived."""
 
     @abc.abstractmethod
+    def module_path(self, param: Parameter) -> str:
+        """Return the full name of a parameter's module in transformers' model."""
+
+    @property
+    @abc.abstractmethod
+    def outside_modules(self) -> tuple[str, ...]:
+        """Full names of modules with a matrix that are outside the layers."""
+
+    @abc.abstractmethod
     def module_calls(self) -> tuple[Call, dict[int, Call]]:
         """Return the module calls of a forward pass, and the layers among them."""
 
     @abc.abstractmethod
-    def add_adapters(self, rank: int, targets: tuple[str, ...]) -> ModelShape:
-        """Return the shape with frozen base weights and adapters; without targets on all linear layers."""
+    def add_adapters(self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = ()) -> ModelShape:
+        """Return the shape with frozen base weights and adapters, without targets on all linear layers; `saved`: names
+        of modules with a trained copy."""
 
     def notes(self) -> Iterator[str]:
         """Yield the assumptions of this kind of shape."""
-        yield from ()
+        if self.quantized_by == "dynamic-4bit":
+            yield (
+                "quantization: Unsloth's dynamic 4-bit weights have some matrices in 16 bits (llm_int8_skip_modules of"
+                " their config.json), and these figures have all linear layers in 4 bits: they take more memory"
+            )
 
     @property
     def embedding(self) -> Parameter:
@@ -187,7 +205,10 @@ class ModelShape(abc.ABC):
 # LoRA: adapters are additional parameters of a shape, and all others are frozen, as in study/workloads/architecture.py.
 # peft's "all-linear" adds two matrices to every linear layer, A (rank x in) and B (out x rank), in the weights' type.
 # The output layer of a language model has none, and a classifier's new output layer is trained in full.
+# modules_to_save trains a copy of a module, and the frozen original stays (ModulesToSaveWrapper in peft's other.py).
 INFIX = ".lora_"
+SAVED = ".modules_to_save"
+OUTPUT_LAYER = "lm_head"
 
 
 @functools.lru_cache(maxsize=64)
@@ -196,27 +217,70 @@ def lora_text(shape: ModelShape) -> str:
     if shape.lora_rank is None:
         return ""
     where = ", ".join(shape.lora_targets) or "all linear layers"
-    return f", LoRA of rank {shape.lora_rank} on {where}: {shape.trained_parameters / 1e6:,.3g} M trained"
+    saved = f" and copies of {', '.join(shape.lora_saved)}" if shape.lora_saved else ""
+    millions = shape.trained_parameters / 1e6
+    trained = f"{millions / 1e3:.2f} B" if millions >= 1000 else f"{millions:,.3g} M"
+    return f", LoRA of rank {shape.lora_rank} on {where}{saved}: {trained} trained"
 
 
 @functools.lru_cache(maxsize=64)
-def with_adapters(shape: ModelShape, rank: int, targets: tuple[str, ...] = ()) -> ModelShape:
-    """Return the shape with frozen base weights and LoRA adapters of a rank, by default on all linear layers; UserError
-    if the rank is below 1, or if the model has no module of such a name."""
+def with_adapters(
+    shape: ModelShape, rank: int, targets: tuple[str, ...] = (), saved: tuple[str, ...] = ()
+) -> ModelShape:
+    """Return the shape with frozen base weights and LoRA adapters of a rank, by default on all linear layers, and with
+    trained copies of the modules `saved`; UserError if the rank is below 1, or if the model has no module of a name."""
     if rank < 1:
         raise UserError(f"--lora_rank {rank} is out of range", "use 1 or more")
-    modules = dict.fromkeys(param.name.rpartition(".")[0] for param in shape.params if can_adapt(shape, param))
+    paths = dict.fromkeys(shape.module_path(param) for param in shape.params if can_adapt(shape, param))
     for target in targets:
-        if not any(is_target(module, [target]) for module in modules):
-            names = dict.fromkeys(module_name(module).rpartition(".")[2] for module in modules)
+        check_pattern(target, [*paths], shape.outside_modules)
+        if not any(is_target(path, [target]) for path in paths):
+            names = dict.fromkeys(path.removesuffix(".dense").rpartition(".")[2] for path in paths)
             fix = f"{did_you_mean(target, names)}its linear layers are {', '.join(names)}; or {ALL_LINEAR}"
             raise UserError(f"{shape.name[:80]} has no layer {clip(target)} for --lora_targets", fix)
-    return shape.add_adapters(rank, targets)
+    _check_saved(shape, saved)
+    return shape.add_adapters(rank, targets, saved)
+
+
+def _check_saved(shape: ModelShape, saved: tuple[str, ...]) -> None:
+    """Raise UserError for a name of `saved` that is neither the embedding nor the output layer."""
+    modules = [param.name.rpartition(".")[0].rpartition(".")[2] for param in shape.params]
+    names = [_embedding_module(shape).rpartition(".")[2]]
+    names += [OUTPUT_LAYER] if OUTPUT_LAYER in modules or shape.tied else []
+    for name in saved:
+        if name in names:
+            continue
+        if any(module.endswith(name) for module in modules):
+            problem = f"a trained copy of {clip(name)} is not predicted"
+        else:
+            problem = f"{shape.name[:80]} has no module {clip(name)} for --lora_modules_to_save"
+        raise UserError(problem, f"{did_you_mean(name, names)}copies of {' and '.join(names)} are")
 
 
 def can_adapt(shape: ModelShape, param: Parameter) -> bool:
     """Whether it is the matrix of a linear layer with adapters: outside the layers only BERT's pooler is one."""
     return param.elements > param.rows and (0 <= param.place < shape.layers or param.name.startswith("pooler."))
+
+
+def is_saved_copy(param: Parameter) -> bool:
+    """Whether it is of a module that is trained in full next to adapters."""
+    return param.trained and SAVED in param.name
+
+
+def trains_embedding(shape: ModelShape) -> bool:
+    """Whether the embedding of a model with adapters is trained."""
+    return _embedding_module(shape).rpartition(".")[2] in shape.lora_saved
+
+
+def trains_head(shape: ModelShape) -> bool:
+    """Whether the output layer of a model with adapters is trained."""
+    return OUTPUT_LAYER in shape.lora_saved
+
+
+def _embedding_module(shape: ModelShape) -> str:
+    """Return the name of the embedding, as it is without a trained copy."""
+    name = shape.embedding.name.partition(SAVED)[0]
+    return name.removesuffix(".weight").removesuffix(".original_module")
 
 
 @functools.lru_cache(maxsize=64)

@@ -61,9 +61,9 @@ def predict_state(request: Request, *, unreduced: bool = True) -> State:
 
 def checkpoint_bytes(request: Request) -> float | None:
     """Return the bytes of a checkpoint's files, of all ranks (reports/checkpoints); None without a measurement: with
-    adapters, other optimizers, stage 0 and NVMe."""
+    adapters, tensor parallelism, other optimizers, stage 0 and NVMe."""
     shape, strategy = request.shape, request.strategy
-    is_other = shape.frozen_parameters or request.pure or request.optimizer != "adamw"
+    is_other = shape.frozen_parameters or request.pure or request.optimizer != "adamw" or request.tensor_group
     if is_other or strategy.uses_nvme or strategy.zero_stage == 0:
         return None
     weights = float(shape.parameters * request.weight_bytes)
@@ -90,6 +90,15 @@ def reduced_bytes(request: Request) -> float:
     if request.accumulation == 1 or not request.sync_each_batch or request.fsdp_offloads:
         return 0.0
     return _fsdp_gradients(request) * request.weight_bytes / request.fsdp_ranks
+
+
+def undivided_gradient_elements(request: Request) -> int:
+    """Return the elements of an embedding's gradient beyond those of a rank's part of it, where transformers divides
+    the vocabulary: torch makes that gradient whole (embedding_dense_backward_strategy in its _embedding_ops.py)."""
+    group = request.tensor_group
+    if group is None or not group.divides_embedding or request.strategy.deepspeed is not None:
+        return 0
+    return group.model.embedding.elements - request.shape.embedding.elements
 
 
 def _fsdp_gradients(request: Request) -> int:
@@ -163,7 +172,7 @@ def _flat_unit(request: Request, params: Sequence[Parameter]) -> FlatUnit:
 
 def _unsharded(request: Request, waiting: bool) -> State:
     """State of single, DDP, FSDP2 (each tensor sharded by rows) and DeepSpeed's stage 0."""
-    shape, weight, ranks = request.stored, request.weight_bytes, request.box.ranks
+    shape, weight, ranks = request.stored, request.weight_bytes, request.data_ranks
     stored, trained = shape.parameters, shape.trained_parameters
     if request.strategy.is_fsdp:
         ranks = request.fsdp_ranks
@@ -193,14 +202,18 @@ def _unsharded(request: Request, waiting: bool) -> State:
         # go to it. Unreduced gradients stay on the device.
         return State(0.0, unreduced, 0.0, float(stored * weight), float(trained * adapted), optimizer)
     params = stored * weight + trained * (adapted - weight)
-    return State(params, max(trained * adapted, unreduced), optimizer)
+    grads = trained * adapted
+    if not (request.strategy.is_fsdp or request.shape.tied):
+        # FSDP divides it, and so does the sum with the gradient of a tied output layer.
+        grads += undivided_gradient_elements(request) * adapted
+    return State(params, max(grads, unreduced), optimizer)
 
 
 def _stage12(request: Request, waiting: bool) -> State:
     """State of stages 1 and 2 (stage_1_and_2.py): a flat buffer of the trainable weights, padded to a multiple of two
     elements per rank, and shards of it. Frozen weights are separate and unpartitioned."""
     weight, settings, trained = request.weight_bytes, request.settings, request.shape.trained_parameters
-    shard = flat_elements(request) // request.box.ranks
+    shard = flat_elements(request) // request.data_ranks
     optimizer_bytes = shard * (settings.master_bytes + request.moments_bytes)
     params = float((flat_elements(request) + request.stored.frozen_parameters) * weight)
     # After the backward pass this rank has its reduced gradients, unpartitioned, and any that exceed the bucket.
@@ -219,7 +232,7 @@ def _stage12(request: Request, waiting: bool) -> State:
 
 def _stage3(request: Request, waiting: bool) -> State:
     """State of stage 3 (stage3.py): shards per parameter, in sub-groups, on the device, the host or NVMe."""
-    weight, settings, ranks, shape = request.weight_bytes, request.settings, request.box.ranks, request.stored
+    weight, settings, ranks, shape = request.weight_bytes, request.settings, request.data_ranks, request.stored
     full_shard, shard = shards_of_model(shape, ranks)
     groups, persistent = sub_groups(request), persistent_params(request)
     unsharded = sum(param.elements for param in persistent) * weight if unshards(request) else 0
@@ -275,7 +288,7 @@ def _secondary_elements(request: Request) -> int:
 
     The optimizer step frees it for persistent parameters that it updates.
     """
-    ranks, group = request.box.ranks, request.ranks_per_replica
+    ranks, group = request.data_ranks, request.ranks_per_replica
     assert group is not None
     freed = {param for param in persistent_params(request) if param.trained}
     gathered = (math.ceil(param.elements / ranks) * ranks for param in set(request.stored.params) - freed)
@@ -294,7 +307,7 @@ def _swapped_params(request: Request) -> Sequence[Parameter]:
 
 def _swapped_bytes(request: Request, params: Sequence[Parameter], width: int) -> float:
     """Return the bytes of shards that are large enough for NVMe."""
-    ranks = request.box.ranks
+    ranks = request.data_ranks
     sizes = [math.ceil(param.elements / ranks) * width for param in params]
     return float(sum(size for size in sizes if size >= MIN_SWAPPED_BYTES))
 
@@ -339,7 +352,7 @@ def frozen_bytes(request: Request) -> tuple[float, float]:
     on each rank, and a reference model, which TRL shards at stage 3 and under FSDP, with offloads."""
     shape, is_stage3 = request.shape, request.strategy.zero_stage == 3
     scales = _scales_bytes(request)
-    ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.box.ranks if is_stage3 else 1
+    ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.data_ranks if is_stage3 else 1
     size = float(request.weight_bytes * shape.parameters * request.has_reference_copy) / ranks
     offloads = request.fsdp_offloads or (is_stage3 and request.settings.parameters is not None)
     return (scales, size) if offloads else (scales + size, 0.0)
@@ -390,7 +403,7 @@ def loaded_whole_bytes(request: Request) -> float:
 
 def rank0_shards(request: Request) -> Iterator[tuple[Parameter, int]]:
     """Yield rank 0's parameters and their local elements: stages 1 and 2 shard the flat buffer, not each tensor."""
-    remaining = flat_elements(request) // request.box.ranks
+    remaining = flat_elements(request) // request.data_ranks
     for param in request.shape.trained_params:
         if remaining > 0:
             yield param, min(param.elements, remaining)
@@ -416,13 +429,13 @@ def _last_bucket(shape: ModelShape, most: int) -> tuple[int, frozenset[Parameter
 
 def flat_elements(request: Request) -> int:
     """Return the elements of the flat buffer of stages 1 and 2, with padding."""
-    step = 2 * request.box.ranks
+    step = 2 * request.data_ranks
     return math.ceil(request.shape.trained_parameters / step) * step
 
 
 def shard_elements(request: Request, params: Sequence[Parameter]) -> int:
     """Return the elements of one rank's shards of parameters in stage 3, with padding."""
-    ranks = request.box.ranks
+    ranks = request.data_ranks
     return sum(math.ceil(param.elements / ranks) for param in params)
 
 
@@ -455,12 +468,12 @@ def _persistent(shape: ModelShape, most_of_model: int, most_of_param: int) -> li
 
 def _sub_group_params(request: Request) -> tuple[tuple[Parameter, ...], ...]:
     """Return the parameters of each sub-group."""
-    return _grouped(request.shape, request.box.ranks, request.settings.sub_group_size)[0]
+    return _grouped(request.shape, request.data_ranks, request.settings.sub_group_size)[0]
 
 
 def sub_groups(request: Request) -> tuple[int, ...]:
     """Return the elements of one rank's shards of each sub-group."""
-    return _grouped(request.shape, request.box.ranks, request.settings.sub_group_size)[1]
+    return _grouped(request.shape, request.data_ranks, request.settings.sub_group_size)[1]
 
 
 @functools.lru_cache(maxsize=64)
@@ -484,7 +497,7 @@ def _grouped(shape: ModelShape, ranks: int, most: int) -> tuple[tuple[tuple[Para
 def unshards(request: Request) -> bool:
     """Whether stage 3 allocates unsharded parameters in addition to the shards. A single rank copies offloaded
     parameters to its GPU (NoGatherHandle in partition_parameters.py); otherwise its shard is the parameter."""
-    return request.box.ranks > 1 or (request.settings.parameters is not None and not request.box.is_cpu_only)
+    return request.data_ranks > 1 or (request.settings.parameters is not None and not request.box.is_cpu_only)
 
 
 # Model state per parameter of a model so large that padding is negligible, and with enough tensors that a fraction of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -11,9 +12,12 @@ from study.predictor.activations import Activations, computing_mode, is_fused, l
 from study.predictor.families import READS_INPUT, Kept
 from study.predictor.products import adapter_products
 from study.predictor.request import Request, cache_by_request
-from study.predictor.shape import INFIX, ModelShape, Parameter
+from study.predictor.shape import INFIX, ModelShape, Parameter, trains_embedding, trains_head
 from study.predictor.table_shape import find_family
 
+# Tensors of the hidden width that are queries, keys, values and the attention's output, in families that count none of
+# the width of the query heads.
+_ATTENTION_TENSORS = 4
 # Tensors of the hidden width that a norm's backward pass has at once.
 _NORM_GRADIENTS = 5
 
@@ -122,8 +126,16 @@ class _TableLayer:
 
     @property
     def hidden_per_token(self) -> float:
-        """Inputs of the matrix products and outputs of the norms (LlamaDecoderLayer.forward; torch: linear)."""
-        return self.width * self.hidden_tensors.in_computing_type * self.shape.hidden
+        """Inputs of the matrix products and outputs of the norms (LlamaDecoderLayer.forward; torch: linear). Each rank
+        of a tensor-parallel group has all of them, and of the attention's tensors those of its heads."""
+        return self.width * (self.hidden_tensors.in_computing_type - self.other_ranks_tensors) * self.shape.hidden
+
+    @property
+    def other_ranks_tensors(self) -> float:
+        """Tensors of the hidden width that the other ranks of a tensor-parallel group have."""
+        if self.saved_tensors.query:
+            return 0.0
+        return _ATTENTION_TENSORS * (1 - 1 / self.request.tensor_ranks)
 
     @property
     def inner_per_token(self) -> float:
@@ -387,7 +399,8 @@ class _TableEnds:
         """autocast's copy of the head, or of a classifier's pooler."""
         if self.layer.mode != "autocast" or saves_parameters(self.request):
             return 0
-        return 2 * self.shape.hidden * (self.shape.hidden if self.is_classifier else self.shape.vocabulary)
+        columns = self.shape.hidden if self.is_classifier else math.ceil(self.shape.vocabulary / self.shape.head_parts)
+        return 2 * self.shape.hidden * columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,11 +428,11 @@ def _adapter_difference(request: Request, mode: str) -> _AdapterDifference:
         # The attention output is cast to fp32 for the adapter and back to 16 bits, which makes a second tensor.
         layer += width * shape.heads * shape.head_dim
     # The frozen head does not save its input, nor the frozen last norm its product.
-    head_input = width if shape.family == "causal-lm" else 0
+    head_input = width if shape.family == "causal-lm" and not trains_head(shape) else 0
     last_product = norm_product if family.multiplying_norms else 0
     # Without recomputation the first norm saves nothing: the frozen embeddings have no gradient.
-    first = -(4 if family.multiplying_norms else stream)
-    if request.gradient_checkpointing:
+    first = 0 if trains_embedding(shape) else -(4 if family.multiplying_norms else stream)
+    if request.gradient_checkpointing and not trains_embedding(shape):
         first = stream if family.sums_embeddings else 0
     has_frozen_pooler = not any(param.trained for param in _pooler_params(shape))
     if shape.family == "sequence-classification" and has_frozen_pooler and stream <= width:

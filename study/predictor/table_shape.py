@@ -7,13 +7,14 @@ import functools
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from study.config.errors import UserError, clip
 from study.predictor.families import FAMILIES, READS_INPUT, ModelFamily, Tree
-from study.predictor.lora_targets import is_target
-from study.predictor.shape import BEFORE, INFIX, Call, ModelShape, Parameter, can_adapt
+from study.predictor.lora_targets import is_target, module_name, module_path, outside_modules
+from study.predictor.shape import BEFORE, INFIX, OUTPUT_LAYER, SAVED, Call, ModelShape, Parameter, can_adapt
 from study.workloads.presets import check_depth
 
 # Keys of transformers for each size, the most common one first.
@@ -51,7 +52,16 @@ class TableShape(ModelShape):
             return module
         return "reads" if module in READS_INPUT else ""
 
-    def add_adapters(self, rank: int, targets: tuple[str, ...]) -> TableShape:
+    def module_path(self, param: Parameter) -> str:
+        is_inside = 0 <= param.place < self.layers
+        return module_path(self.model_type, param.place if is_inside else None, param.name.rpartition(".")[0])
+
+    @property
+    def outside_modules(self) -> tuple[str, ...]:
+        return outside_modules(self.model_type)
+
+    def add_adapters(self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = ()) -> TableShape:
+        self._check_every_layer(targets)
         params = list[Parameter]()
         # Each module's adapters follow its parameters.
         for (place, module), group in itertools.groupby(
@@ -62,7 +72,11 @@ class TableShape(ModelShape):
                 for number, param in enumerate(group)
             )
             params += [matrix, *biases]
-            if not can_adapt(self, matrix) or (targets and not is_target(module, targets)):
+            if self.find_layer(matrix) == BEFORE and module in saved:
+                for param in (matrix, *biases):
+                    params.append(self._trained_copy(param, len(params)))
+                continue
+            if not can_adapt(self, matrix) or (targets and not is_target(self.module_path(matrix), targets)):
                 continue
             out, columns_in = matrix.rows, matrix.elements // matrix.rows
             if find_family(self).transposed:
@@ -70,7 +84,39 @@ class TableShape(ModelShape):
             for letter, rows, columns in (("A", rank, columns_in), ("B", out, rank)):
                 name = f"{module}{INFIX}{letter}.weight"
                 params.append(Parameter(len(params), name, rows * columns, rows, place, regathered=matrix.regathered))
-        return dataclasses.replace(self, params=tuple(params), lora_rank=rank, lora_targets=targets)
+        if self.tied and OUTPUT_LAYER in saved:
+            # The copy of a tied output layer is a separate parameter, whose original is the embedding.
+            head = dataclasses.replace(
+                self.embedding, name=f"{OUTPUT_LAYER}.weight", place=self.layers, regathered=False
+            )
+            params.append(self._trained_copy(head, len(params)))
+        return dataclasses.replace(
+            self,
+            params=tuple(params),
+            lora_rank=rank,
+            lora_targets=targets,
+            lora_saved=saved,
+            # A copy of either is not tied to the other.
+            tied=self.tied and not saved,
+        )
+
+    @staticmethod
+    def _trained_copy(param: Parameter, index: int) -> Parameter:
+        module, _, kind = param.name.rpartition(".")
+        return dataclasses.replace(param, index=index, name=f"{module}{SAVED}.{kind}", trained=True)
+
+    def _check_every_layer(self, targets: tuple[str, ...]) -> None:
+        """Raise UserError for adapters on a module of some of the layers: the table counts one layer for all."""
+        adapted = Counter(
+            param.name.rpartition(".")[0]
+            for param in self.params
+            if 0 <= param.place < self.layers and can_adapt(self, param) and is_target(self.module_path(param), targets)
+        )
+        for module, count in adapted.items():
+            if count != self.layers:
+                last = module_name(module).removesuffix(".dense").rpartition(".")[2]
+                problem = f"--lora_targets has {last} of {count} of {self.layers} layers, which is not predicted"
+                raise UserError(problem, f"name it for all of them: {last}")
 
     def module_calls(self) -> tuple[Call, dict[int, Call]]:
         owned: dict[tuple[int, str], list[Parameter]] = {}
@@ -80,6 +126,8 @@ class TableShape(ModelShape):
         def to_call(tree: str | Tree, place: int) -> Call:
             if not isinstance(tree, str):
                 return Call(place, inside=tuple(to_call(child, place) for child in tree))
+            if copy := owned.get((place, f"{tree}{SAVED}")):
+                return Call(place, inside=(Call(place, tuple(copy)),))
             leaf = Call(place, tuple(owned.get((place, tree), ())))
             adapters = [owned.get((place, f"{tree}{INFIX}{letter}"), ()) for letter in "AB"]
             if not all(adapters):
@@ -97,9 +145,11 @@ class TableShape(ModelShape):
         if self.family == "sequence-classification":
             heads = [Call(end), to_call("classifier", end)]
         else:
-            # A tied head uses the embedding's parameter.
-            tied = owned[BEFORE, str(before[0])] if self.tied else []
-            heads = [Call(end, (*tied, *owned.get((end, "lm_head"), ())))]
+            # A tied head uses the embedding's parameter: the frozen one if the embedding has a trained copy.
+            head = to_call("lm_head", end)
+            has_weight = any(param.name.endswith(".weight") for param in head.params)
+            shared = () if head.inside or has_weight else tuple(owned.get((BEFORE, str(before[0])), ()))
+            heads = [dataclasses.replace(head, params=(*shared, *head.params))]
         return Call(end, inside=(Call(end, inside=inside), *heads)), layers
 
 

@@ -11,16 +11,17 @@ from study.config.text import rounded, rounded_seconds
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.adapters import LAYER_OPERATORS, adapter_operators
-from study.predictor.communication import communication_time, falling_network
+from study.predictor.communication import ASSUMED_OF_LINE, communication_time, falling_network
 from study.predictor.constants import FITTED, Constants
-from study.predictor.hardware import Hardware
+from study.predictor.hardware import Hardware, pair_notes
 from study.predictor.micro_batch import hardware_flops, model_flops
 from study.predictor.passes import MEASURED_OVER_PEAK, passes_s
 from study.predictor.request import Estimate, MemoryUse, Offload, Request, SetupCorrection, StepTime
 from study.predictor.state import bytes_per_parameter
+from study.predictor.tensor_group import UNDER_FSDP2
 
-# Phases in which host memory can peak.
-_WHEN = {"load": "while the model is loaded", "train": "in training", "save": "while the model is saved"}
+# Phases in which host memory can peak, the one that no setting avoids first.
+_WHEN = {"train": "in training", "load": "while the model is loaded", "save": "while the model is saved"}
 
 
 def usable_bytes(box: Hardware) -> float:
@@ -80,9 +81,25 @@ def why(memory: MemoryUse, box: Hardware) -> str:
     if peak > usable or box.host_gib_per_node is None:
         part, size = max(memory.device_parts.items(), key=lambda item: item[1])
         return f"needs {rounded(peak / GIB)} GiB of {rounded(usable / GIB)}; {part} alone {rounded(size / GIB)}"
-    when = max(_WHEN, key=memory.host_parts.__getitem__)
-    needed = memory.host_peak.value / GIB
-    return f"needs {rounded(needed)} GiB of host memory, of {_host_limit(box)}, {_WHEN[when]}"
+    return f"needs {excess_on_host(memory, box)}"
+
+
+def excess_on_host(memory: MemoryUse, box: Hardware) -> str:
+    """Return the host memory that training needs, or else another phase, and the peak if that is later; empty if the
+    host has as much, or if its memory is unknown."""
+    if host_fits(memory.host_peak, box) or box.is_cpu_only:
+        return ""
+    limit = (box.host_gib_per_node or 0.0) * GIB
+    sizes = {phase: memory.host_parts[phase] for phase in _WHEN}
+    first = next((phase for phase, size in sizes.items() if size > limit), max(sizes, key=sizes.__getitem__))
+    peak = max(sizes, key=sizes.__getitem__)
+    later = f", and {rounded(sizes[peak] / GIB)} {_WHEN[peak]}" if sizes[peak] > sizes[first] else ""
+    return f"{rounded(sizes[first] / GIB)} GiB of host memory, of {_host_limit(box)}, {_WHEN[first]}{later}"
+
+
+def when(memory: MemoryUse) -> str:
+    """Return the phase in which host memory peaks, as in "while the model is loaded"."""
+    return _WHEN[max(_WHEN, key=memory.host_parts.__getitem__)]
 
 
 def _host_limit(box: Hardware) -> str:
@@ -113,12 +130,15 @@ def max_offload_slowdown(correction: SetupCorrection | None = None) -> float:
 # Adam alone (405 B in bf16 in about 4 s on eight nodes, Lambda's page in validation/published.yaml).
 _SLOWEST_HOST_OF_A_RANK_GB_PER_S = 1.77
 _FASTEST_HOST_GB_PER_S = 177.6
+# Read and written, of the disk of a virtual machine without NVMe, by `study doctor --nvme_path` (0.71 and 0.24 GiB/s);
+# SATA has at most 0.6.
+SLOW_DISK_GB_PER_S = (0.76, 0.26)
 
 
 def offload_range(request: Request, step_s: float) -> tuple[float, float] | None:
     """Return the ends between which a step with its optimizer on the host lies: Adam at the slowest and the fastest
-    published rate, unless the host's is given, and the rest by the interval of other steps. None without offload, or if
-    a step with offload was measured."""
+    published rate, unless the host's is given, NVMe down to a slow disk's, unless its rates are given, and the rest by
+    the interval of other steps. None without offload, or if a step with offload was measured."""
     correction = request.correction or SetupCorrection()
     is_measured = correction.offload_step_factor is not None or correction.find_measured_factor(request) is not None
     is_on_host = request.fsdp_offloads or request.strategy.offload_device("optimizer")
@@ -133,7 +153,28 @@ def offload_range(request: Request, step_s: float) -> tuple[float, float] | None
     rate = request.box.host_memory_gb_per_s
     slowest = min(FITTED.host_gb_per_s, _SLOWEST_HOST_OF_A_RANK_GB_PER_S * request.box.gpus_per_node)
     least_s = _adam_s(request, factor, rate or _FASTEST_HOST_GB_PER_S)
-    return rest.low + least_s, rest.high + _adam_s(request, factor, rate or slowest)
+    return rest.low + least_s, rest.high + _adam_s(request, factor, rate or slowest) + slow_disk_s(request)
+
+
+def slow_disk_s(request: Request) -> float:
+    """Return the seconds that a step takes longer on a slow disk than on the assumed NVMe; 0 if its rates are given."""
+    box = request.box
+    if box.is_nvme_given:
+        return 0.0
+    read, write = (
+        min(slow, assumed)
+        for slow, assumed in zip(SLOW_DISK_GB_PER_S, (box.nvme_read_gb_per_s, box.nvme_write_gb_per_s), strict=True)
+    )
+    slow_box = dataclasses.replace(box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write)
+    factor = (request.correction or SetupCorrection()).find_step_factor(request)
+    return factor * (_nvme_s(dataclasses.replace(request, box=slow_box)) - _nvme_s(request))
+
+
+def range_causes(request: Request) -> str:
+    """Return the causes of the range of a step with offload, such as " by its host"; empty if both are given."""
+    causes = ["host"] * (request.box.host_memory_gb_per_s is None)
+    causes += ["NVMe"] * (slow_disk_s(request) > 0)
+    return f" by its {' and '.join(causes)}" if causes else ""
 
 
 def offload_speeds(request: Request, step_s: float, speed: float) -> tuple[float, float]:
@@ -198,7 +239,8 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
     peak = request.box.device.peak_tflops.get(request.precision.removesuffix("-engine"))
     parts, is_launch_bound = _parts(request, constants)
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
-    tokens_per_s = request.micro_batch * request.sequence_length * request.accumulation / total
+    tokens = request.micro_batch * request.sequence_length * request.accumulation
+    tokens_per_s = tokens / request.tensor_ranks / total
     return StepTime(
         parts=parts,
         step_s=_time_estimate(request, "step_s", total),
@@ -250,7 +292,7 @@ def _device_optimizer_s(request: Request) -> float:
     if strategy.is_fsdp:
         shards = request.fsdp_ranks
     elif strategy.zero_stage:
-        shards = box.ranks
+        shards = request.data_ranks
     moved = (1 - _fraction_on_host(request)) * _OPTIMIZER_BYTES * request.shape.trained_parameters
     return moved / shards / (box.device.memory_bandwidth_gb_per_s * 1e9)
 
@@ -262,7 +304,7 @@ def _host_optimizer_s(request: Request, constants: Constants, factor: float) -> 
 
 def _adam_s(request: Request, factor: float, gb_per_s: float) -> float:
     """Return seconds of Adam on a node's host, whose ranks share its bandwidth."""
-    trained = factor * request.shape.trained_parameters / request.box.nodes
+    trained = factor * request.tensor_ranks * request.shape.trained_parameters / request.box.nodes
     # torch's fused AdamW reads the gradient, and reads and writes the weight and two moments.
     fused = 3 * request.adapter_bytes + 2 * request.moments_bytes
     moved = fused if request.fsdp_offloads else CPU_ADAM_BYTES
@@ -285,7 +327,7 @@ def _offload_s(request: Request, factor: float) -> float:
         passes = 2 * request.stored.parameters + request.regathered_frozen_elements
         copied = request.accumulation * passes * width
         parameters_s = copied / _host_link_bytes_per_s(request, settings.parameters)
-    return factor * (optimizer_s + parameters_s) / request.box.ranks
+    return factor * (optimizer_s + parameters_s) / request.data_ranks
 
 
 def _fsdp_copies_s(request: Request) -> float:
@@ -347,8 +389,8 @@ def _time_estimate(request: Request, figure: str, value: float) -> Estimate:
     shape, correction = request.shape, request.correction
     if correction is not None and correction.find_measured_factor(request) is not None:
         return Estimate(value, value, value)
-    # Published times with offload are too few and too scattered.
-    if request.offloads:
+    # Published times with offload are too few and too scattered, as are those with tensor parallelism.
+    if request.offloads or request.tensor_group is not None:
         return Estimate(value)
     if correction is not None and (correction.step_factor or correction.launch_factor):
         return estimate(f"calibrated_{figure}", value)
@@ -363,7 +405,7 @@ def _nvme_s(request: Request) -> float:
     if not request.strategy.uses_nvme:
         return 0.0
     shape, box = request.shape, request.box
-    state = bytes_per_parameter(request.strategy, request.precision, box.ranks)
+    state = bytes_per_parameter(request.strategy, request.precision, request.data_ranks)
     if not state.nvme:
         return 0.0
     gathered = request.accumulation * (2 * request.stored.parameters + request.regathered_frozen_elements)
@@ -390,13 +432,22 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
         notes.append(f"no published run on {device.name} validates this time")
     if memory is not None and device.memory_gib and device_bytes(memory) > usable_bytes(request.box):
         notes.append(f"this does not fit: the time assumes more memory of each {device.name}")
+    if request.tensor_group is not None:
+        notes.append(
+            f"the {request.tensor_ranks} ranks of a group process the same samples: a step has those of"
+            f" {request.data_ranks} of {request.box.ranks} ranks. The bound of the peak is that of runs without"
+            " tensor parallelism, and the step has none: two published ones with plans that divide norms and the loss,"
+            " too, took 0.80 and 0.70 of the predicted time (docs/advice.md)"
+        )
+        notes += [UNDER_FSDP2] * request.strategy.is_fsdp
     notes += _offload_notes(request, total)
     if request.shape.lora_rank:
         notes.append(lora_note())
     if request.swapped:
         notes.append(f"NVMe reads {request.box.nvme_read_gb_per_s} and writes {request.box.nvme_write_gb_per_s} GB/s")
+    notes += pair_notes(request.box)
     if request.box.nodes > 1:
-        notes.append(f"{request.box.network_gb_per_s:g} GB/s of network bandwidth per GPU")
+        notes.append(f"{request.box.network_gb_per_s:g} GB/s of network bandwidth per GPU, {ASSUMED_OF_LINE}")
     if falling := falling_network(request.box.nodes):
         fraction, nodes = falling
         notes.append(
@@ -420,11 +471,15 @@ def _offload_notes(request: Request, total: float) -> list[str]:
 
 def _range_reason(request: Request) -> str:
     """Return the assumptions of the range of a step with offload."""
+    read, write = SLOW_DISK_GB_PER_S
+    disk = ""
+    if slow_disk_s(request):
+        disk = f", NVMe down to a disk that reads {read} and writes {write} GB/s (--nvme_gb_per_s sets its rates)"
     if request.box.host_memory_gb_per_s is not None:
-        return "that rate, and the rest by the interval of other steps"
+        return f"that rate{disk}, and the rest by the interval of other steps"
     return (
         f"Adam on published hosts had {_SLOWEST_HOST_OF_A_RANK_GB_PER_S} GB/s a rank to {_FASTEST_HOST_GB_PER_S:.0f} a"
-        " node, and the rest by the interval of other steps; --host_gb_per_s sets a rate"
+        f" node{disk}, and the rest by the interval of other steps; --host_gb_per_s sets a rate"
     )
 
 
@@ -446,12 +501,20 @@ def lora_note() -> str:
 
 def host_adam_note(request: Request) -> str | None:
     """Return a note on the assumed CPU Adam bandwidth and how to reach it; None if the optimizer is not offloaded."""
-    if not request.strategy.offload_device("optimizer"):
+    if not (request.fsdp_offloads or request.strategy.offload_device("optimizer")):
         return None
     if (rate := request.box.host_memory_gb_per_s) is not None:
         return f"the host's Adam reads and writes {rounded(rate)} GB/s for all ranks of a node, as measured or given"
+    deepspeed = f"{FITTED.host_gb_per_s:.0f} GB/s"
+    source = f"{deepspeed} for all ranks of a node, as published for 128 cores, clipping and copies in it"
+    if request.fsdp_offloads:
+        source = (
+            f"{_ADAM_ALONE_GB_PER_S:.0f} GB/s for all ranks of a node, as published for Adam alone. DeepSpeed's"
+            f" {deepspeed} have clipping and copies in it: FSDP's copies are another part, and its clipping is not"
+            " counted"
+        )
     return (
-        f"the host's Adam: {FITTED.host_gb_per_s:.0f} GB/s for all ranks of a node, as published for 128 cores."
+        f"the host's Adam: {source}."
         " accelerate launch and torchrun give a rank one thread: set OMP_NUM_THREADS to its cores,"
         " and --enable_cpu_affinity"
     )

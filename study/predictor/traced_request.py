@@ -22,6 +22,7 @@ from study.predictor.live_trace import (
     make_inputs,
     register_fused,
 )
+from study.predictor.lora_targets import peft_targets
 from study.predictor.request import Request
 
 
@@ -68,6 +69,7 @@ def build_meta_model(request: Request) -> Any:
         shape.lora_rank,
         attention,
         dropout=False,
-        targets=shape.lora_targets,
+        targets=peft_targets(shape.lora_targets),
+        saved=shape.lora_saved,
         lora_dropout=request.lora_dropout,
     )

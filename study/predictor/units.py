@@ -48,6 +48,9 @@ def _factor(unit: str, quantity: Quantity) -> float | None:
 def parse_speed(text: str) -> float:
     """Parse a bandwidth in GB/s, as an argparse type: 50, 50GB/s, 400Gb/s and 400Gbps are the same."""
     value = parse_quantity(text, "speed")
+    if value is None and re.fullmatch("[EFHNX]DR[0-9]*", text.strip(), re.IGNORECASE):
+        problem = f"{text.strip()} is a kind of InfiniBand: write the rate of a card, divided by the GPUs that share it"
+        raise argparse.ArgumentTypeError(f"{problem}, such as 50Gb/s for HDR (200Gb/s) and four GPUs")
     if value is None or value >= 1e6:
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a bandwidth such as 50, 50GB/s or 400Gb/s")
     return value

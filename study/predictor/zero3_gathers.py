@@ -226,7 +226,7 @@ def simulate_gathers(request: Request, trains: bool = True) -> GatherTrace:
         request.stored,
         trains,
         request.gradient_checkpointing,
-        box.ranks,
+        request.data_ranks,
         box.gloo_copies_gathers,
         limits,
         _persistent_indexes(request),
@@ -316,7 +316,7 @@ def reference_gathers(request: Request) -> GatherTrace:
     shards it as the trained model (prepare_deepspeed). Under FSDP2 it is one group, gathered into a buffer and copied
     (prepare_fsdp); version 1 keeps the unit of all outside the layers."""
     is_sharded = request.strategy.is_fsdp or request.strategy.zero_stage == 3
-    if not (request.reference_model and is_sharded) or request.box.ranks == 1:
+    if not (request.reference_model and is_sharded) or request.data_ranks == 1:
         return GatherTrace()
     if request.strategy.zero_stage == 3:
         return dataclasses.replace(simulate_gathers(request, trains=False), live_at_end=0)

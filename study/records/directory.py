@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
+from study.records.outcome import Outcome, outcome_from_status
 from study.records.schema import SEAL, RecordError, State, validate, with_new_names
 
 ROW_FILES = ("steps.jsonl", "evals.jsonl")
@@ -108,6 +109,8 @@ class RunWriter:
             "attempt": read_attempt(path) + 1,
             "started_at": utc_now(),
             "ended_at": None,
+            "cause": None,
+            "not_finite_step": None,
         }
         self.write("status.json", self.status)
         for name in ("engine.json", "memory.json", "traffic.json", "profile.json", "summary.json"):
@@ -146,7 +149,7 @@ class RunWriter:
         for stream in self._streams.values():
             stream.flush()
 
-    def close(self, state: str, reason: str = "", hint: str = "") -> None:
+    def close(self, ending: Outcome) -> None:
         """Write the final status with the seal, and close all files."""
         for stream in self._streams.values():
             stream.flush()
@@ -154,12 +157,12 @@ class RunWriter:
             stream.close()
         self._streams.clear()
         (self.folder / _ROOM).unlink(missing_ok=True)
-        self.write("status.json", seal(self.folder, _ended(self.status, state, reason, hint)))
+        self.write("status.json", seal(self.folder, _ended(self.status, ending)))
         os.close(self._descriptor)
 
 
-def _ended(status: Mapping[str, Any], state: str, reason: str, hint: str) -> dict[str, Any]:
-    return {**status, "state": state, "reason": reason, "hint": hint, "ended_at": utc_now()}
+def _ended(status: Mapping[str, Any], ending: Outcome) -> dict[str, Any]:
+    return {**status, **dataclasses.asdict(ending), "ended_at": utc_now()}
 
 
 def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,27 +183,27 @@ def digests(path: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
 
 
-def end_interrupted_run(path: Path, state: str, reason: str, hint: str) -> None:
+def end_interrupted_run(path: Path, ending: Outcome) -> None:
     """Record the outcome of an unfinished run, from any rank; only the first rank's reason is kept."""
     if not (path / "status.json").exists():
         return  # the main process has not opened the record yet
     (path / _ROOM).unlink(missing_ok=True)
-    ending = path / ".status.json.ending"
+    first_rank = path / ".status.json.ending"
     try:
         # Ranks fail together. The rank that creates this file records its reason.
-        ending.touch(exist_ok=False)
+        first_rank.touch(exist_ok=False)
     except FileExistsError:
         return
     try:
         if read_status(path)["ended_at"] is None:
-            rewrite_outcome(path, state, reason, hint)
+            rewrite_outcome(path, ending)
     finally:
-        ending.unlink()
+        first_rank.unlink()
 
 
-def rewrite_outcome(path: Path, state: str, reason: str, hint: str) -> None:
+def rewrite_outcome(path: Path, ending: Outcome) -> None:
     """Rewrite status.json with another outcome."""
-    write_json(path / "status.json", _ended(read_status(path), state, reason, hint))
+    write_json(path / "status.json", _ended(read_status(path), ending))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +227,10 @@ class Run:
     def state(self) -> State:
         state: State = self.status["state"]
         return state
+
+    @property
+    def ending(self) -> Outcome:
+        return outcome_from_status(self.status)
 
 
 def read_status(path: Path) -> dict[str, Any]:

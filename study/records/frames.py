@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from study.config.errors import UserError, first_line
-from study.records import directory, fairness, lock, plain_rows
-from study.records.outcome import SliceProgress
+from study.records import directory, fairness, lock, older, plain_rows
+from study.records.outcome import Outcome, SliceProgress
 from study.records.rows import CONFIG_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
 from study.records.schema import NEW_NAMES, RecordError
 from study.records.workloads import name_workloads, strategy_order, workload_names
@@ -185,6 +185,15 @@ def probe_runs(records: Records) -> Records:
     return _chosen(records, records.runs["searches"].notna())
 
 
+def outcome_of_run(run: Mapping[str, Any]) -> Outcome:
+    """Return the outcome in a row of the table of runs."""
+    reason, hint, cause, step = (
+        None if plain_rows.is_missing(run[f"status_{key}"]) else run[f"status_{key}"]
+        for key in ("reason", "hint", "cause", "not_finite_step")
+    )
+    return Outcome(run["status_state"], reason or "", hint or "", cause, None if step is None else int(step))
+
+
 def drop_probes(records: Records) -> Records:
     """Select all runs except those that were run only for a search."""
     return _chosen(records, ~_is_probe(records))
@@ -245,11 +254,33 @@ def read_parquet(folder: Path) -> Records:
 
 def _with_run_columns(file: Path, runs: pd.DataFrame) -> pd.DataFrame:
     text = {key: object for key, kind in RUN_COLUMNS.items() if kind == "str"}
-    table = _with_columns(file, runs.rename(columns=NEW_NAMES), RUN_COLUMNS).astype(text).copy()
+    runs = _with_facts_of_words(runs.rename(columns=NEW_NAMES))
+    table = _with_columns(file, runs, RUN_COLUMNS).astype(text).copy()
     # Named again, because an older version may have named them differently.
     for _, keys in table["workload_key"].dropna().groupby(table["probe"].fillna(False)):
         table.loc[keys.index, "workload"] = keys.map(workload_names(sorted(set(keys))))
     return table
+
+
+def _with_facts_of_words(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the table with the columns for which older files have only words."""
+    if "status_cause" not in runs:
+        facts = [older.read_reason(None if pd.isna(reason) else reason) for reason in runs["status_reason"]]
+        runs = runs.assign(
+            status_cause=pd.array([fact.cause for fact in facts], dtype="str"),
+            status_not_finite_step=pd.array([fact.not_finite_step for fact in facts], dtype="Int64"),
+        )
+    if "nvme_param_dtype" not in runs:
+        read = [older.read_warnings([] if pd.isna(texts) else json.loads(texts)) for texts in runs["warnings"]]
+        texts = [
+            None if pd.isna(text) else json.dumps(fact.warnings)
+            for text, fact in zip(runs["warnings"], read, strict=True)
+        ]
+        runs = runs.assign(
+            warnings=pd.array(texts, dtype="str"),
+            nvme_param_dtype=pd.array([fact.nvme_param_dtype for fact in read], dtype="str"),
+        )
+    return runs
 
 
 def runs_only_in(folder: Path, records: Records) -> list[str]:

@@ -22,6 +22,7 @@ from study.records.schema import (
     SEAL,
     STATE_KINDS,
     STATE_PLACES,
+    EndCause,
     ProfileCategory,
     SearchAxis,
     State,
@@ -118,6 +119,9 @@ class StatusRecord(Record):
     started_at: Time
     ended_at: Time | None
     attempt: Positive
+    cause: EndCause | None = LACKING
+    # The step of the first training loss that is not finite.
+    not_finite_step: Positive | None = LACKING
     # The seal: of a run that closed its record.
     files_sha256: Object = LACKING
     status_sha256: Sha256 = LACKING
@@ -159,6 +163,8 @@ class EngineRecord(OpenRecord):
     data: Object | None = LACKING
     optimizer_settings: Object | None = LACKING
     loss_scaler: Object | None = LACKING
+    # The type in which DeepSpeed keeps the parameters on NVMe; null if they are elsewhere.
+    nvme_param_dtype: str | None = LACKING
     own_settings: Object | None = LACKING
     gradient_accumulation_steps: Positive | None = LACKING
     per_device_train_batch_size: Positive | None = LACKING

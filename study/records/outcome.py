@@ -8,12 +8,13 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from study.config.errors import RunFailed, Unsupported, UserError, first_line
-from study.records.schema import State
+from study.config.errors import NotFinite, RunFailed, Unsupported, UserError, first_line
+from study.records import older
+from study.records.schema import EndCause, State
 
 DEVICE_OOM_HINT = "use a smaller --per_device_train_batch_size, or a strategy that shards or offloads more"
 HOST_OOM_HINT = "use a smaller model or batch, fewer ranks, or a strategy that offloads less"
@@ -50,21 +51,20 @@ _DISK = re.compile(
 )
 # Messages of gloo and NCCL in a rank whose peer is gone. Another error of such words is an OSError, as of a download.
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|remote process exit(ed|ing)|Broken pipe")
-# Reasons of study/run for non-finite losses or gradients.
-_DIVERGED = re.compile(r"the (evaluation )?loss is (NaN|infinite|not a number)|gradients (are|were) not finite")
-DEVICE_RAN_OUT = "the device's memory ran out"
-_RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
-    (_DEVICE_MEMORY, "oom", DEVICE_RAN_OUT, DEVICE_OOM_HINT),
-    (_NO_HANDLE, "oom", DEVICE_RAN_OUT, DEVICE_OOM_HINT),
+_DEVICE_RAN_OUT = "the device's memory ran out"
+_RAN_OUT: tuple[tuple[re.Pattern[str], EndCause, State, str, str], ...] = (
+    (_DEVICE_MEMORY, "device memory", "oom", _DEVICE_RAN_OUT, DEVICE_OOM_HINT),
+    (_NO_HANDLE, "device memory", "oom", _DEVICE_RAN_OUT, DEVICE_OOM_HINT),
     (
         _CUDA_MEMORY,
+        "device or locked memory",
         "oom",
         "the device's memory, or host memory that can be locked in place, ran out",
         f"{DEVICE_OOM_HINT}; on the host: {HOST_OOM_HINT}",
     ),
-    (_HOST_MEMORY, "oom", "the host's memory or a limit on the process ran out", HOST_OOM_HINT),
-    (_SHARED_MEMORY, "failed", "/dev/shm is full", MORE_SHARED_MEMORY),
-    (_DISK, "failed", "the disk is full", f"free some space, and {RETRY_HINT}"),
+    (_HOST_MEMORY, "host memory", "oom", "the host's memory or a limit on the process ran out", HOST_OOM_HINT),
+    (_SHARED_MEMORY, "shared memory", "failed", "/dev/shm is full", MORE_SHARED_MEMORY),
+    (_DISK, "disk", "failed", "the disk is full", f"free some space, and {RETRY_HINT}"),
 )
 
 
@@ -86,11 +86,14 @@ FINAL_STATES: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"}
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run, as in status.json: state, reason and hint. A cell without one is active, damaged or to do."""
+    """Outcome of a run, as in status.json. A cell without one is active, damaged or to do."""
 
     state: str
     reason: str = ""
     hint: str = ""
+    cause: EndCause | None = None
+    # The step of the first training loss that is not finite.
+    not_finite_step: int | None = None
 
     @property
     def why(self) -> str:
@@ -116,9 +119,13 @@ class SliceProgress(NamedTuple):
     left: Sequence[str]
 
 
-def has_diverged(reason: str) -> bool:
-    """Whether a reason reports a non-finite loss or gradients."""
-    return _DIVERGED.search(reason) is not None
+def outcome_from_status(status: Mapping[str, Any]) -> Outcome:
+    """Return the outcome in a status.json."""
+    if "cause" in status:
+        facts = older.EndFacts(status["cause"], status.get("not_finite_step"))
+    else:
+        facts = older.read_reason(status["reason"])
+    return Outcome(status["state"], status["reason"], status["hint"], *facts)
 
 
 class Terminated(BaseException):
@@ -144,17 +151,18 @@ def raise_on_signals(error: BaseException, *numbers: signal.Signals) -> Iterator
 
 def outcome_from_log(text: str, frames: str = "", free: FreeMemory | None = None) -> Outcome | None:
     """Recognize exhausted memory or disk in a message, or in the traceback's `frames`; None for other failures."""
-    for words, state, what, hint in _RAN_OUT:
+    for words, cause, state, what, hint in _RAN_OUT:
         if match := words.search(text):
             device_is_free = free is not None and (free.device_gib or 0) > _ENOUGH_GIB
             if words is _NO_HANDLE and (device_is_free or free is None):
                 continue
             if words is _CUDA_MEMORY and (device_is_free or _LOCKING.search(frames)):
-                what, hint = "no more host memory could be locked in place", HOST_OOM_HINT
+                cause, what = "locked memory", "no more host memory could be locked in place"
+                hint = HOST_OOM_HINT
             start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
             line = text[start : end if end >= 0 else None].strip()[:500]
             free_text = f"; {free}" if free and state == "oom" else ""
-            return Outcome(state, f"{what} ({line}{free_text})", hint)
+            return Outcome(state, f"{what} ({line}{free_text})", hint, cause)
     return None
 
 
@@ -162,6 +170,8 @@ def outcome_from_exception(error: BaseException, alone: bool = False, free: Free
     """Return the outcome for an exception; `alone` is for a single process, `free` the free memory at that time."""
     if isinstance(error, UserError):
         return Outcome("unsupported" if isinstance(error, Unsupported) else "failed", error.problem, error.fix)
+    if isinstance(error, NotFinite):
+        return Outcome("failed", error.reason, error.hint, "not finite", error.step)
     if isinstance(error, RunFailed):
         return Outcome("failed", error.reason, error.hint)
     if isinstance(error, KeyboardInterrupt):
@@ -169,12 +179,12 @@ def outcome_from_exception(error: BaseException, alone: bool = False, free: Free
     if isinstance(error, Terminated):
         # The sender of a signal is unknown.
         or_launcher = "" if alone else ", or by the launcher because another rank died"
-        return Outcome("interrupted", f"ended by SIGTERM: from outside{or_launcher}", RETRY_HINT)
+        return Outcome("interrupted", f"ended by SIGTERM: from outside{or_launcher}", RETRY_HINT, "SIGTERM")
     # Records are shared, so the folder of the Python installation is removed from the message.
     message = f"{type(error).__name__}: {first_line(error).replace(sys.prefix + os.sep, '')[:500]}"
     # Pinned memory, cuBLAS and NCCL raise plain RuntimeErrors; only torch has a type for exhausted memory.
     if type(error).__name__ == "OutOfMemoryError":
-        return outcome_from_log(str(error), free=free) or Outcome("oom", message, DEVICE_OOM_HINT)
+        return outcome_from_log(str(error), free=free) or Outcome("oom", message, DEVICE_OOM_HINT, "device memory")
     library_errors = ("SafetensorError", "CheckpointException")
     if isinstance(error, (RuntimeError, MemoryError, OSError)) or type(error).__name__ in library_errors:
         frames = "".join(traceback.format_tb(error.__traceback__))

@@ -16,6 +16,7 @@ import numpy as np
 from study.config.errors import UserError, replace_unprintable
 from study.config.flags import RunConfig, inner_type, parse_command_line, resolve_config
 from study.config.strategies import STRATEGY_NAMES, read_strategy
+from study.records import older
 from study.records.directory import Run, read_json
 from study.records.models import (
     EngineRecord,
@@ -136,7 +137,7 @@ _COLUMNS: dict[str, str | Copied] = {
     **_copied(EngineRecord, "distributed_type", engine_precision="precision"),
     **_copied(EngineRecord, "param_dtype", "optimizer_class"),
     **dict.fromkeys(("optimizer_settings", "buckets", "warnings"), "str"),
-    **_copied(EngineRecord, "initial_weights_sha256", "offload_optimizer", "offload_param"),
+    **_copied(EngineRecord, "initial_weights_sha256", "offload_optimizer", "offload_param", "nvme_param_dtype"),
     **dict.fromkeys(("train_data_sha256", "eval_data_sha256"), "str"),
     **_copied(EngineRecord, "zero_stage", "gradient_accumulation_steps"),
     # Size of the model-parallel group, whose ranks share samples; null without one.
@@ -189,6 +190,7 @@ def run_row(run: Run) -> dict[str, Any]:
     numbered = _REPEAT.search(run.path.name)
     row: dict[str, Any] = {"run": run.path.name, "repeat": int(numbered[1]) if numbered else 1, "virtual": False}
     row |= _copy(StatusRecord, run.status)
+    row |= {"status_cause": run.ending.cause, "status_not_finite_step": run.ending.not_finite_step}
     notes = read_notes(run.path)
     row["stack"] = notes.get("stack")
     row["searches"] = json.dumps(notes["searches"]) if "searches" in notes else None
@@ -246,6 +248,8 @@ def _engine(engine: dict[str, Any]) -> dict[str, Any]:
         {split: text for split, text in hashes.items() if isinstance(text, str)} if isinstance(hashes, dict) else {}
     )
     settings = engine.get("optimizer_settings")
+    if "nvme_param_dtype" not in engine:
+        engine = engine | older.read_warnings(engine["warnings"])._asdict()
     return {
         **_copy(EngineRecord, engine),
         "group_ranks": (engine.get("model_parallel_group") or {}).get("ranks"),

@@ -11,6 +11,19 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 State = Literal["ok", "oom", "timeout", "unsupported", "failed", "interrupted"]
+# What ended a run, if other code depends on it; the reason has the words. "not finite": a loss or gradients.
+EndCause = Literal[
+    "device memory",
+    "device or locked memory",
+    "locked memory",
+    "host memory",
+    "shared memory",
+    "disk",
+    "not finite",
+    "not installable",
+    "Slurm",
+    "SIGTERM",
+]
 # Quantities that a search maximizes.
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
 STATE_KINDS = ("params", "grads", "optimizer")

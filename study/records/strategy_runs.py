@@ -187,7 +187,7 @@ def outcome(runs: pd.DataFrame) -> str:
 
 def comparability(runs: pd.DataFrame, baseline: str | None, confound: str = "confounded") -> str | None:
     """Return "yes" or the broken invariants; None if all runs failed."""
-    reasons = dict.fromkeys(reason for text in runs[confound].dropna() for reason in text.split("; ") if reason)
+    reasons = dict.fromkeys(text for cell in runs[confound].dropna() for text in fairness.texts_of_confounds(cell))
     if reasons:
         return "; ".join(reasons)
     if baseline is None:

@@ -148,6 +148,7 @@ def least_sound_release(strategy: str, micro_steps: int, precision: str) -> str:
     return str(spans[-1][1]) if spans else ""
 
 
+@functools.cache
 def unsound_releases(strategy: str, micro_steps: int, precision: str) -> str:
     """Return the releases with a known fault of a run with AdamW on GPUs, such as "0.17.6 to before 0.19.6"."""
     spans = _unsound_spans(strategy, micro_steps, precision)

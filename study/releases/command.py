@@ -32,8 +32,6 @@ from study.releases.judge import (
 from study.releases.judged_stack import JudgedStack
 from study.releases.races import GpuRace, gpu_races
 
-# Marks strategies without a verdict in the grid.
-NOT_RUN = "not run"
 # Releases in README.md, and without a release on the command line.
 LATEST_RELEASES = 8
 EPILOG = """\

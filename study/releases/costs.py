@@ -31,6 +31,8 @@ _SERVER = "study.costs.server"
 OTHER_PACKAGES = ("torch", "accelerate", "transformers", "peft")
 # Repetitions of a measurement: state, bytes and collectives are equal in all of them.
 _REPEATS = 2
+# Of a measurement, for the time of a step; one more is watched for the other figures.
+_TIMED_STEPS = 6
 # Its step is the unit of host time.
 _UNIT = "ddp"
 # Combinations between two measurements of the unit, since the machine's speed drifts.
@@ -252,7 +254,7 @@ def _ask_repeatedly(combination: Combination, server: RankServer) -> list[dict[s
     """Return the answers of repeated measurements; that of the first one that fails alone."""
     answers = []
     for _ in range(_REPEATS):
-        answers.append(server.ask({"features": list(combination.features)}))
+        answers.append(server.ask({"features": list(combination.features), "timed_steps": _TIMED_STEPS}))
         if answers[-1]["kind"] != "measured":
             return answers[-1:]
     return answers

@@ -17,7 +17,7 @@ from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES, read_str
 from study.host.stacks import package_version, release_key
 from study.releases.causes import GRID, PACKAGES, Cause, read_causes
 from study.releases.feature_answers import FeatureAnswer, find_answer
-from study.releases.judged_stack import FAULTY, PRECISIONS, UNTESTED, JudgedStack, find_untested
+from study.releases.judged_stack import FAULTY, NOT_RUN, PRECISIONS, UNTESTED, JudgedStack, find_untested
 from study.releases.races import gpu_races
 
 # Marks a verdict by DeepSpeed's source: a fault of CPUs crashed the run.
@@ -169,7 +169,8 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
     notes += [f"use {tested[0]}"] * bool(faults)
     packages = f"deepspeed {stack.deepspeed} with accelerate {stack.accelerate} and torch {stack.torch}"
     text = f"{packages}, {stack.strategy or _EVERY}, {stack.short_precision}: {'; '.join(notes)}"
-    text += f" ({DAGGER}: from its source, not from a run)" * (DAGGER in text)
+    judged = {name for cause in faults.values() for name in ([stack.strategy] if stack.strategy else cause.strategies)}
+    text += f" ({DAGGER}: from its source, not from a run)" * bool(judged & daggered)
     status = FAULTY if faults or wrong_combinations else UNTESTED if untested else 0
     return ReleaseVerdict(text, status, faults, untested, wrong_combinations)
 
@@ -354,7 +355,7 @@ def strategy_cells(
         is_trained = any(
             case["deepspeed"] == release and stack.strategy in case["strategies"] for case in document["trained"]
         )
-        otherwise = "no fault" if is_trained or daggered else "not tested"
+        otherwise = "no fault" if is_trained or daggered else NOT_RUN
         texts = (", ".join(sorted(letters[accumulates])) or otherwise for accumulates in (False, True))
         cells.append([release, *(text + DAGGER * daggered for text in texts)])
     return cells, printed_letters

@@ -14,6 +14,8 @@ from study.releases.causes import PACKAGES, Cause, known_faults
 FAULTY, UNTESTED = 1, 3
 # Precisions of the command line, as the records name them.
 PRECISIONS = {"fp32": "fp32", "bf16": "bf16-engine"}
+# Marks strategies without a verdict in the grid.
+NOT_RUN = "not run"
 # Packages besides DeepSpeed whose releases decide whether a stack was tested.
 _PAIRED = ("accelerate", "torch")
 

@@ -15,7 +15,8 @@ from typing import Any
 import pandas as pd
 
 from study.host.stacks import deepspeed_release, is_of_today, release_key
-from study.records.frames import Records, real_runs
+from study.records.frames import Records, outcome_of_run, real_runs
+from study.records.outcome import Outcome
 from study.records.workloads import strategy_order
 from study.releases.causes import PACKAGES, Cause, find_causes
 from study.releases.verdict import Reference, TrainingTrace, Verdict, make_trace, reference_precision
@@ -190,7 +191,7 @@ def _cell(
         for candidate in candidates
         if single and candidate["stack"] == single["stack"] and candidate["strategy"] == "ddp"
     )
-    trace = _trace(single, steps) if single else make_trace([], None, "missing", "", None, 0.0)
+    trace = _trace(single, steps) if single else make_trace([], None, Outcome("missing"), None, 0.0)
     reference = Reference(first["precision"], trace, ddp)
     return ReleaseCell(
         first["stack"],
@@ -209,9 +210,8 @@ def _cell(
 
 def _trace(row: Row, steps: Mapping[str, Sequence[Row]]) -> TrainingTrace:
     weights = row["initial_weights_sha256"] if isinstance(row["initial_weights_sha256"], str) else None
-    reason, max_norm = row["status_reason"] or "", _number(row["max_grad_norm"])
     rows = steps.get(row["run"], ())
-    return make_trace(rows, row["optimizer"], row["status_state"], reason, weights, max_norm)
+    return make_trace(rows, row["optimizer"], outcome_of_run(row), weights, _number(row["max_grad_norm"]))
 
 
 def _micro_steps(row: Row) -> int:

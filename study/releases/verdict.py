@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from study.records.directory import read_run
+from study.records.outcome import Outcome
 from study.records.schema import RecordError
 
 Kind = Literal["equal", "different", "refuses", "crashes", "not installable", "not judged"]
@@ -56,7 +56,9 @@ ROUNDING = {
 # A tolerance is at least _NOISE_FACTOR times the difference of `ddp` to `single`, because the kernels of some machines
 # sum in varying order. A difference of more than _MAX_NOISE tolerances is a fault of ddp, and is not used.
 _NOISE_FACTOR, _MAX_NOISE = 4, 10
-_NOT_FINITE = re.compile(r"the loss is (?:NaN|infinite) at step (\d+)")
+
+
+_OK = Outcome("ok")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +69,7 @@ class TrainingTrace:
     # None if the engine does not report norms.
     norms: Sequence[float | None]
     rates: Sequence[float]
-    state: str = "ok"
-    reason: str = ""
+    ending: Outcome = _OK
     weights: str | None = None
     samples: Sequence[str] = ()
     max_norm: float = 0.0
@@ -112,18 +113,18 @@ def trace_at(folder: Path) -> TrainingTrace:
         run = read_run(folder)
     except RecordError as error:
         # The sweep has already reported why.
-        return TrainingTrace([], [], [], "failed", f"it left no record ({error.reason})")
+        return TrainingTrace([], [], [], Outcome("failed", f"it left no record ({error.reason})"))
     weights, max_norm = run.engine.get("initial_weights_sha256"), run.config.get("max_grad_norm") or 0.0
-    return make_trace(run.steps, run.config.get("optimizer"), run.state, run.status["reason"], weights, max_norm)
+    return make_trace(run.steps, run.config.get("optimizer"), run.ending, weights, max_norm)
 
 
 def make_trace(
-    steps: Sequence[Mapping[Any, Any]], optimizer: Any, state: str, reason: str, weights: str | None, max_norm: float
+    steps: Sequence[Mapping[Any, Any]], optimizer: Any, ending: Outcome, weights: str | None, max_norm: float
 ) -> TrainingTrace:
     """Return the trace of these steps; with Muon, DeepSpeed's stages report the norm of updates, not of gradients."""
     losses, norms, rates, samples = ([row[key] for row in steps] for key in ("loss", "grad_norm", "lr", "samples_hash"))
     norms = [None] * len(steps) if optimizer == "muon" else norms
-    return TrainingTrace(losses, norms, rates, state, reason, weights, samples, max_norm)
+    return TrainingTrace(losses, norms, rates, ending, weights, samples, max_norm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Reference:
     @functools.cached_property
     def tolerance(self) -> Tolerance:
         """The tolerance for rounding, or a larger one if `ddp` differs more from `single` on this machine."""
-        runs, rounding = [trace for trace in self.ddp if trace.state == "ok"], ROUNDING[self.precision]
+        runs, rounding = [trace for trace in self.ddp if trace.ending.state == "ok"], ROUNDING[self.precision]
 
         def allowed(least: float, differences: Iterable[float]) -> float:
             noise = max(differences, default=0.0)
@@ -159,15 +160,17 @@ def reference_precision(precision: str) -> str:
 
 def judge(trace: TrainingTrace, single: TrainingTrace, tolerance: Tolerance) -> Verdict:
     """Return the verdict on a run; "not judged" if it or `single` cannot be compared."""
-    not_finite = _NOT_FINITE.search(trace.reason)
-    if trace.state == "unsupported":
-        return Verdict("not installable" if "is not installable" in trace.reason else "refuses", reason=trace.reason)
-    if trace.state in ("oom", "timeout", "interrupted"):
+    ending = trace.ending
+    not_finite_step = ending.not_finite_step
+    if ending.state == "unsupported":
+        return Verdict("not installable" if ending.cause == "not installable" else "refuses", reason=ending.reason)
+    if ending.state in ("oom", "timeout", "interrupted"):
         # The machine was too small or too slow, or the user stopped the run.
-        return Verdict("not judged", reason="the run was interrupted" if trace.state == "interrupted" else trace.reason)
-    if trace.state != "ok" and not not_finite:
-        return Verdict("crashes", reason=trace.reason or trace.state)
-    if single.state != "ok":
+        reason = "the run was interrupted" if ending.state == "interrupted" else ending.reason
+        return Verdict("not judged", reason=reason)
+    if ending.state != "ok" and not_finite_step is None:
+        return Verdict("crashes", reason=ending.reason or ending.state)
+    if single.ending.state != "ok":
         return Verdict("not judged", reason="`single` failed under this stack")
     if trace.weights and single.weights and trace.weights != single.weights:
         return Verdict("not judged", reason="its initial weights differ from those of `single`")
@@ -175,8 +178,8 @@ def judge(trace: TrainingTrace, single: TrainingTrace, tolerance: Tolerance) -> 
         return Verdict("not judged", reason="its samples differ from those of `single`")
     size = _max_difference(trace.losses, single.losses)
     bad_loss = _first_beyond(trace.losses, single.losses, tolerance.loss)
-    if bad_loss is None and not_finite:
-        bad_loss = int(not_finite[1])
+    if bad_loss is None:
+        bad_loss = not_finite_step
     bad_norm = _first_beyond(trace.norms, single.norms, tolerance.norm)
     if bad_loss is None and bad_norm is None:
         return Verdict("equal", size=size)
@@ -185,9 +188,9 @@ def judge(trace: TrainingTrace, single: TrainingTrace, tolerance: Tolerance) -> 
         "different",
         _what(trace, single, tolerance, bad_loss, bad_norm),
         min(filter(None, (bad_loss, bad_norm))),
-        None if not_finite else size,
+        size if not_finite_step is None else None,
         wrong / right if right and wrong is not None else None,
-        trace.reason if not_finite else "",
+        "" if not_finite_step is None else ending.reason,
     )
 
 

@@ -437,8 +437,9 @@ class VerifyMatrix:
                 self.references[precision, option] = Reference(precision, single, tuple(ddp))
             reference = self.references[precision, option]
             verdict = reference.judge(trace_at(self.root / self._cell(strategy, precision, micro_steps, option).id))
-            if reference.single.state != "ok":
-                verdict = Verdict("not judged", reason=f"the run of one process failed: {reference.single.reason}")
+            if reference.single.ending.state != "ok":
+                reason = reference.single.ending.reason
+                verdict = Verdict("not judged", reason=f"the run of one process failed: {reason}")
             optimizer = "muon" if option == "muon" else "adamw"
             causes = find_causes(self.stack, strategy, micro_steps, precision, verdict.differs, optimizer)
             if verdict.kind == "equal":

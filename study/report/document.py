@@ -58,13 +58,13 @@ def span_text(values: Iterable[float], form: Callable[[float], str]) -> str:
     return " to ".join(dict.fromkeys(form(end) for end in (min(measured), max(measured))))
 
 
-def format_names(arms: Sequence[str]) -> str:
+def format_names(arms: Sequence[str], conjunction: str = "and") -> str:
     """Return strategies as an English list, with a count after the first three."""
     quoted = [f"`{name}`" for name in dict.fromkeys(arms)]
     more = len(quoted) - _MAX_NAMES
     if more > 1:
         quoted[_MAX_NAMES:] = [f"{more} more"]
-    return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
+    return f" {conjunction} ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
 
 
 # A ratio, and a relative change in percent with its sign.

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -51,3 +52,18 @@ class Headline:
         seeds = f"n = {self.n}" if self.n else ""
         about = [text for text in (strategy, self.scope, self.bounds, seeds) if text]
         return f"{self.what} ({'; '.join(about)})" if about else self.what
+
+
+@dataclasses.dataclass(frozen=True)
+class ClaimRow:
+    """A published claim that depends on the records of a report, as a row of its table."""
+
+    cells: Mapping[str, Any]
+    # holds, holds in part, does not hold, contradicts itself, or undecided
+    kind: str
+    # The kind with its evidence.
+    finding: str
+    # Whether these records decide the claim, alone or with others.
+    is_decided: bool
+    # Names of the footnotes that the finding needs.
+    notes: frozenset[str]

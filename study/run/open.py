@@ -29,7 +29,7 @@ from study.config.launch_context import read_launch, read_launcher_environment, 
 from study.host import folders, stacks
 from study.host.machine import free_memory
 from study.records import directory, lock
-from study.records.outcome import RETRY_HINT, Terminated, outcome_from_exception, raise_on_signals
+from study.records.outcome import RETRY_HINT, Outcome, Terminated, outcome_from_exception, raise_on_signals
 from study.run import checks, rendezvous
 from study.run.console import Console
 from study.run.context import RunContext, RunRequest
@@ -293,7 +293,7 @@ class OpenRun:
             record.write("profile.json", meters.profile)
         summary = summarize(world_size, self.config, ranks, meters.traffic, log, evaluation, timing)
         record.write("summary.json", summary)
-        record.close("ok")
+        record.close(Outcome("ok"))
         figures = {"loss": log.last_loss, **evaluation}
         result = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
         if self.launch.virtual:
@@ -329,5 +329,5 @@ class OpenRun:
         ):
             if console.log_path is None and (output_dir / "status.json").exists():
                 self.redirect_output_to_log()
-            directory.end_interrupted_run(output_dir, ending.state, ending.reason, ending.hint)
+            directory.end_interrupted_run(output_dir, ending)
         console.print_from_main(f"{ending.state}: {ending.why}")

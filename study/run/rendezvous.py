@@ -7,6 +7,7 @@ its timeout, up to half an hour. Therefore all ranks first synchronize through t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -122,10 +123,8 @@ def publish_outcome(local_ending: Outcome) -> Outcome:
     if machine_count() == 1:
         return local_ending
     try:
-        first = _store().compare_set(
-            "ending", "", json.dumps([local_ending.state, local_ending.reason, local_ending.hint])
-        )
-        return Outcome(*json.loads(first))
+        first = _store().compare_set("ending", "", json.dumps(dataclasses.asdict(local_ending)))
+        return Outcome(**json.loads(first))
     except RuntimeError:
         return local_ending
 

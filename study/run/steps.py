@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from study.config.errors import RunFailed
+from study.config.errors import NotFinite
 from study.config.flags import RunConfig
 from study.host.memory import GIB
 from study.records.directory import finite_or_none, read_rows
@@ -63,7 +63,7 @@ class StepLog:
         self.skipped_steps += skipped
 
     def flush(self, step_times_s: dict[int, float]) -> None:
-        """Write the pending rows; raise RunFailed at the first loss that is not finite."""
+        """Write the pending rows; raise NotFinite at the first loss that is not finite."""
         import torch
 
         if not self._pending:
@@ -108,7 +108,7 @@ class StepLog:
         if not_finite is not None:
             step, value = not_finite
             name = "NaN" if math.isnan(value) else "infinite"
-            raise RunFailed(f"the loss is {name} at step {step}", DIVERGED_FIX)
+            raise NotFinite(f"the loss is {name} at step {step}", DIVERGED_FIX, step)
 
 
 def evaluate(run: RunContext, accelerator: Accelerator, model: Any) -> dict[str, float | None]:
@@ -121,7 +121,7 @@ def evaluate(run: RunContext, accelerator: Accelerator, model: Any) -> dict[str,
     sample_losses, predictions = _score_samples(run, accelerator, model)
     model.train(was_training)
     if not sample_losses.isfinite().all():
-        raise RunFailed("the evaluation loss is not a number: the step before it left unusable weights", DIVERGED_FIX)
+        raise NotFinite("the evaluation loss is not a number: the step before it left unusable weights", DIVERGED_FIX)
     if not accelerator.is_main_process:
         return {}
     labels = None if predictions is None else run.data.eval.tensors["labels"]

@@ -14,7 +14,13 @@ from study.config.errors import UserError, redact_secrets, replace_unprintable
 from study.host.memory import OomCounts
 from study.records import lock, schema
 from study.records.directory import Run, RunWriter, read_attempt, read_run, read_status, rewrite_outcome
-from study.records.outcome import HOST_OOM_HINT, Outcome, outcome_from_exception, outcome_from_log
+from study.records.outcome import (
+    HOST_OOM_HINT,
+    Outcome,
+    outcome_from_exception,
+    outcome_from_log,
+    outcome_from_status,
+)
 from study.sweep import supervise
 
 StoppedBy = Literal["time limit", "user"]
@@ -56,7 +62,7 @@ class ExitEvidence:
     def ending(self) -> Outcome:
         """Return the ending of a run by the reports of the run itself, the launcher, Slurm and the kernel."""
         status, printed = self.status, self.printed
-        reported = Outcome(status["state"], status["reason"], status["hint"]) if status and status["ended_at"] else None
+        reported = outcome_from_status(status) if status and status["ended_at"] else None
         if reported is not None and reported.state in ("ok", "oom", "unsupported"):
             # However the processes exited.
             return reported
@@ -70,7 +76,7 @@ class ExitEvidence:
         cancelled = _CANCELLED.search(printed)
         if cancelled and (cancelled[1] or not _BY_SRUN.search(printed[: cancelled.start()])):
             why = f": {cancelled[1].strip().lower()}" if cancelled[1] else ""
-            return Outcome("interrupted", f"Slurm ended it{why}", "run it again")
+            return Outcome("interrupted", f"Slurm ended it{why}", "run it again", "Slurm")
         if _OOM_BY_SLURM.search(printed):
             return Outcome("oom", "the memory limit of the Slurm job was reached on a node", HOST_OOM_HINT)
         # Signals of ranks as torchrun and Accelerate report them, and of the launcher: a shell, the supervisor and srun
@@ -81,7 +87,7 @@ class ExitEvidence:
             return _judge_sigkill(self)
         if ran_out := outcome_from_log(reported.reason if reported else self.text, self.text):
             # The run may have reported it itself.
-            return reported if reported and ran_out.reason.partition(" (")[0] in reported.reason else ran_out
+            return reported if reported and reported.cause == ran_out.cause else ran_out
         # When one rank fails, the launcher ends the others, whose reason is not the cause.
         if reported is not None and not (reported.state == "interrupted" and _EXIT_STATUS.search(printed)):
             return reported
@@ -121,11 +127,10 @@ def last_lines(text: str, count: int = _LAST_LINES) -> list[str]:
 def write_outcome(directory: Path, attempt_before: int, ending: Outcome) -> None:
     """Write the attempt's ending to status.json, after all processes of the run have ended."""
     if read_attempt(directory) <= attempt_before:
-        RunWriter(directory).close(ending.state, ending.reason, ending.hint)
+        RunWriter(directory).close(ending)
         return
-    status = read_status(directory)
-    if (status["state"], status["reason"], status["hint"]) != (ending.state, ending.reason, ending.hint):
-        rewrite_outcome(directory, ending.state, ending.reason, ending.hint)
+    if outcome_from_status(read_status(directory)) != ending:
+        rewrite_outcome(directory, ending)
 
 
 def read_record(directory: Path) -> Run:

@@ -161,7 +161,7 @@ class Sweep:
                 "unsupported", f"{cell.world_size} ranks, and this machine has {self.box}", "run it on more"
             )
         elif cell.stack and (problem := stacks.stacks()[cell.stack].install_error()):
-            ending = Outcome("unsupported", problem, "compare it where pip can install it")
+            ending = Outcome("unsupported", problem, "compare it where pip can install it", "not installable")
         if ending is not None:
             with lock.lock_run_directory(directory, str(directory)):
                 cell_outcome.write_outcome(directory, read_attempt(directory), ending)
@@ -207,8 +207,7 @@ class Sweep:
                 folders.remove_stale_swap_folders(places.WORKING_FOLDER / folders.resolve_path(cell.config.nvme_path))
             if ended.stopped_by == "user":
                 raise Stopped("stopped")
-            is_by_signal = ending.reason.startswith(("Slurm ended it", "ended by SIGTERM"))
-            if slurm.is_in_job() and ending.state == "interrupted" and is_by_signal:
+            if slurm.is_in_job() and ending.cause in ("Slurm", "SIGTERM"):
                 # Slurm ends a job's steps first: the next cell would use the time that remains for an orderly end.
                 raise Stopped("stopped: Slurm ends this job")
         return ending

@@ -7,6 +7,7 @@ at the third. With fewer depths each depth has a separate summary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -52,8 +53,12 @@ _NAMES = ["workload", "workload_key", "arm"]
 BOOKKEEPING = 0.005
 
 
-def summaries(records: Records) -> list[Summary]:
-    """Return one summary per model, strategy, world size and setting; three depths of one are extrapolated."""
+@functools.lru_cache(32)
+def summaries(records: Records) -> tuple[Summary, ...]:
+    """Return one summary per model, strategy, world size and setting; three depths of one are extrapolated.
+
+    Once for each report's records, since most questions about virtual ranks ask for it.
+    """
     results: list[Summary] = []
     for depths in groups(records):
         if (summary := full_depth_summary(depths) or extrapolate_from_depths(depths)) is not None:
@@ -62,7 +67,7 @@ def summaries(records: Records) -> list[Summary]:
         for layers, entry in depths.items():
             model = format_setting("model_name_or_path", f"{entry['model']}-{layers}layers")
             results.append(entry | {"model": model, "alike": (model, *entry["alike"][1:])})
-    return sorted(
+    ordered = sorted(
         results,
         key=lambda entry: (
             entry["model_parameters"],
@@ -72,6 +77,7 @@ def summaries(records: Records) -> list[Summary]:
             entry["setting"],
         ),
     )
+    return tuple(ordered)
 
 
 def with_whole_models(records: Records) -> Records:

@@ -15,9 +15,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def add_adapters(model: PreTrainedModel, config: RunConfig, targets: Sequence[str] = (), dropout: float = 0.0) -> None:
-    """Add the adapters in place, by default to all linear layers. They are equal for every strategy: initialized on the
-    host from the seed."""
+def add_adapters(
+    model: PreTrainedModel,
+    config: RunConfig,
+    targets: Sequence[str] = (),
+    saved: Sequence[str] = (),
+    dropout: float = 0.0,
+) -> None:
+    """Add the adapters in place, to modules with these names or, of one text, to those that it matches as a regular
+    expression; by default to all linear layers. They are equal for every strategy: initialized on the host from the
+    seed."""
     if config.peft == "none":
         return
     import torch
@@ -29,7 +36,8 @@ def add_adapters(model: PreTrainedModel, config: RunConfig, targets: Sequence[st
         lora_alpha=config.lora_alpha,
         lora_dropout=dropout,
         # peft excludes the output layer: it is a language model's embedding, or a classifier's new layer.
-        target_modules=list(targets) or "all-linear",
+        target_modules=targets if isinstance(targets, str) else list(targets) or "all-linear",
+        modules_to_save=list(saved) or None,
         task_type=TaskType.SEQ_CLS if is_classifier else TaskType.CAUSAL_LM,
     )
     with torch.random.fork_rng(devices=[]):

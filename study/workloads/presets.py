@@ -141,18 +141,21 @@ def find_known(name: str) -> KnownModel | None:
     owner, _, plain = name.strip().rpartition("/")
     spelled = re.sub("[ _]+", "-", plain)
     # "base" is a size of some models.
-    names = _known_by_spelling()
-    model = names.get(spelled.lower()) or names.get(_VERSION.sub("", without_tuning(spelled)))
+    names, untuned = _known_by_spelling(), without_tuning(spelled)
+    model = names.get(spelled.lower()) or names.get(untuned) or names.get(_VERSION.sub("", untuned))
     return model if model is not None and owner in ("", model.hub_id.partition("/")[0], *_COPIES) else None
 
 
 @functools.cache
 def _known_by_spelling() -> dict[str, KnownModel]:
     """Return the known models by name, and by the name of their hub id with and without the words of tuned weights."""
-    names = dict[str, KnownModel]()
+    names, unversioned = dict[str, KnownModel](), dict[str, list[KnownModel]]()
     for model in known_models().values():
         spelled = model.hub_id.rpartition("/")[2].replace("_", "-").lower()
-        names |= dict.fromkeys((spelled, _VERSION.sub("", without_tuning(spelled))), model)
+        names[spelled] = model
+        unversioned.setdefault(_VERSION.sub("", without_tuning(spelled)), []).append(model)
+    # Two versions of one name are two models.
+    names = {name: models[0] for name, models in unversioned.items() if len(models) == 1} | names
     return names | known_models()
 
 
@@ -162,6 +165,19 @@ _COPIES = {"unsloth", "NousResearch"}
 _TUNED = re.compile(r"-(instruct|chat|it|pt|hf|base|thinking)(?=-|$)")
 # The version of weights at the end of a name: Mixtral-8x7B-v0.1, OLMoE-1B-7B-0924, pythia-1.4b-deduped.
 _VERSION = re.compile(r"(-v\d+\.\d+|-\d{4}|-deduped)$")
+
+
+# The end of a name of weights that bitsandbytes made: gemma-2-9b-bnb-4bit, Qwen2.5-7B-Instruct-unsloth-bnb-4bit.
+_IN_4_BITS = re.compile(r"(-unsloth)?(-bnb)?[-_]4bit$", re.IGNORECASE)
+
+
+def split_4_bits(name: str) -> tuple[str, str]:
+    """Return a name without its ending for weights in 4 bits, and the kind of those weights: 4bit, dynamic-4bit of
+    Unsloth, which has some matrices in 16 bits, or empty without such an ending."""
+    ending = _IN_4_BITS.search(name)
+    if ending is None:
+        return name, ""
+    return name[: ending.start()], "dynamic-4bit" if ending[1] else "4bit"
 
 
 # Addresses of a model on the hub: in a browser, for fsspec, and as a folder of its cache.

@@ -36,6 +36,8 @@ def session(one_server: None) -> Iterator[CombinationSession]:
         "zero3,accelerate,autotp",
         "zero3,ulysses",
         "zero3,cpu_adam,optimizer_cpu,zenflow",
+        "zero3,zero_init",
+        "zero3,accelerate,lora,resume,zero_init",
         "fsdp2,tp",
         "fsdp2,cp",
         "fsdp2,accelerate,autocast",

@@ -107,7 +107,7 @@ def test_parameters_on_nvme_are_files_of_their_own_and_not_rounded(get_run):
     """A checkpoint loaded with zero.Init keeps fp32 on NVMe; the reported bfloat16 rounding occurs without it."""
     arm = get_run("zero3_cpu_nvme", "--task", "gpt-wikitext")
     assert arm.summary["state_bytes_per_rank"]["params"]["nvme"] > 2**20
-    assert not any("rounded" in warning for warning in arm.engine["warnings"])
+    assert arm.engine["nvme_param_dtype"] in (None, arm.engine["param_dtype"])
 
 
 def test_the_second_copy_of_zero3_hpz_is_half_of_what_is_sharded_and_counts_as_parameters(get_run):

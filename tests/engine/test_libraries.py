@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT
+from forked import fork_script
 
 IMPORT = """
 import gc, sys
@@ -60,3 +61,20 @@ def test_optional_libraries_are_neither_hidden_from_each_other_nor_in_the_way(tm
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.25.0\n")
     models = "import transformers; transformers.BertForSequenceClassification; transformers.Trainer"
     run_python("ddp", f"import sklearn.metrics\n{models}", tmp_path)
+
+
+ONCE = """
+import os, sys, cpuinfo
+from deepspeed.runtime.zero.muon import muon_optimizer
+print("torch._inductor.compile_fx" in sys.modules, cpuinfo.get_cpu_info.cache_info().currsize)
+print(os.environ.get("TORCHDYNAMO_DISABLE"))
+"""
+
+
+def test_a_rank_of_a_probe_neither_imports_torch_s_compiler_for_zero_nor_asks_for_the_cpu(tmp_path: Path) -> None:
+    """They take five seconds of each rank, and the server of the tests has done both."""
+    script, environment = tmp_path / "once.py", dict(os.environ)
+    environment.pop("TORCHDYNAMO_DISABLE", None)
+    script.write_text(ONCE)
+    done = fork_script(script, folder=tmp_path, environment=environment, read_at_import={})
+    assert done.stdout.splitlines()[-2:] == ["False 1", "None"], done.stderr

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
 from engine.test_virtual import assert_same_rank, virtual
+from engines import ROOT
+from forked import fork_script
 from runs import BF16_FLAGS, RunFactory, assert_same_training, by_one_rank, losses, trained
 from study.config.strategies import WITH_GROUPS, read_strategy
+from study.predictor.models import model_shape
+from study.predictor.tensor_group import part_of_model, tensor_group
 from study.records.directory import Run
 from study.workloads.presets import PRESETS
 
@@ -117,3 +123,12 @@ def test_a_rank_has_its_share_of_the_state_and_a_virtual_one_the_same(get_run, s
         expected = (full_state[kind]["device"] + copies * on_all) / 2
         assert rank_state[kind]["device"] == pytest.approx(expected, rel=2e-3)
     assert_same_rank(virtual(strategy, tmp_path / "run"), grouped, rank=0)
+
+
+def test_the_parts_under_fsdp2_are_those_of_torch() -> None:
+    """No strategy of accelerate_configs/ has both, so torch's own calls shard the model."""
+    probe = ROOT / "tests/probes/mesh_parts.py"
+    done = fork_script(probe, folder=ROOT, environment=os.environ, read_at_import={})
+    (measured,) = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS")]
+    part = part_of_model(tensor_group(model_shape("llama-tiny"), 2, is_deepspeed=False))
+    assert measured == [param.shard_by_rows(2) for param in part.params]

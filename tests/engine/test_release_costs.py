@@ -21,7 +21,10 @@ NEWEST = TABLE.names[-1]
 
 @pytest.fixture(scope="module")
 def each_measured_once() -> Iterator[None]:
-    """Give a combination that an earlier test has measured the answers of then: DDP is the unit of every test."""
+    """Give a combination that an earlier test has measured the answers of then: DDP is the unit of every test.
+
+    No test here judges the time of a step, so that one step is timed.
+    """
     measure, answers = costs._ask_repeatedly, dict[Combination, list[dict[str, Any]]]()
 
     def ask(combination: Combination, server: RankServer) -> list[dict[str, Any]]:
@@ -31,6 +34,7 @@ def each_measured_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "_ask_repeatedly", ask)
+        patch.setattr(costs, "_TIMED_STEPS", 1)
         yield
 
 

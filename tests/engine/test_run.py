@@ -17,7 +17,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_the_record_stays(tmp_path: 
     assert result.returncode != 0
     run = read_run(tmp_path / "run")
     assert run.state == "failed"
-    assert run.status["reason"].startswith(f"the loss is NaN at step {run.steps[-1]['step']}")
+    step = run.steps[-1]["step"]
+    assert run.status["reason"].startswith(f"the loss is NaN at step {step}")
+    assert (run.ending.cause, run.ending.not_finite_step) == ("not finite", step)
     assert [row["loss"] is None for row in run.steps] == [False] * (len(run.steps) - 1) + [True]
     assert "Traceback" not in result.stderr
 

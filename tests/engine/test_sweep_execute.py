@@ -118,7 +118,7 @@ def test_interrupted_and_failed_cells_run_again_and_status_shows_why(tmp_path, c
     states: tuple[State, ...] = ("interrupted", "failed", "oom", "timeout", "unsupported")
     folders = [tmp_path / "runs" / "tiny" / cell.id for cell in list_cells(suite)]
     for folder, state in zip(folders, states, strict=False):
-        RunWriter(folder).close(state, f"why {state}", "do that")
+        RunWriter(folder).close(Outcome(state, f"why {state}", "do that"))
     assert [cell_state(folder).is_final(retry=False) for folder in folders] == [False] * 2 + [True] * 3 + [False]
     assert [cell.is_final(retry=True) for cell in (*map(cell_state, folders), Outcome("ok"))] == [False] * 6 + [True]
 
@@ -135,7 +135,7 @@ def test_the_verdict_of_a_suite_names_the_next_command(tmp_path, capsys):
     suite = write_suite(tmp_path, {"strategy": ["single", "ddp"]})
     finished, too_large = (tmp_path / "tiny" / cell.id for cell in list_cells(suite))
     write_run(finished.parent, "single", name=finished.name)
-    RunWriter(too_large).close("oom", "why", "do that")
+    RunWriter(too_large).close(Outcome("oom", "why", "do that"))
     for command, status in (("status", 0), ("run", 1)):
         assert cli.main([command, str(suite), "--runs_dir", str(tmp_path)]) == status
         assert capsys.readouterr().out.splitlines()[0] == (

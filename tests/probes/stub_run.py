@@ -12,6 +12,7 @@ from pathlib import Path
 
 from study.records.directory import RunWriter
 from study.records.lock import lock_run_directory
+from study.records.outcome import Outcome
 
 ROW = {"loss": 1.0, "lr": 0.1, "grad_norm": None, "step_time_s": None, "tokens": 1, "samples_hash": "0" * 16}
 
@@ -28,7 +29,7 @@ def main(folder: Path, steps: int) -> None:
             record.append("steps.jsonl", {"step": step, **ROW})
             record.flush()
             time.sleep(0.02)
-        record.close("unsupported", "a stub")
+        record.close(Outcome("unsupported", "a stub"))
 
 
 if __name__ == "__main__":

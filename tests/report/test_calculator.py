@@ -713,7 +713,7 @@ def assert_row_is_of_advice(row: dict[str, str], option: dict[str, Any]) -> None
 
 
 # The ends of a step with offload, which only the printed page of `study predict` has.
-STEP_BY_HOST = r"a step \((\S+) (m?s) to (\S+) (m?s) by its host\)"
+STEP_BY_HOST = r"a step \((\S+) (m?s) to (\S+) (m?s) by its host(?: and NVMe)?\)"
 
 
 def assert_row_is_of_prediction(row: dict[str, str], predicted: dict[str, Any], printed: str) -> None:
@@ -754,6 +754,12 @@ QUESTION_FILES = {
 }
 
 
+def _split_releases(lines: list[str]) -> tuple[list[str], list[str]]:
+    """Return the line of the releases that findings hold for, and the others."""
+    releases = [line for line in lines if line.startswith("findings hold for ")]
+    return releases, [line for line in lines if line not in releases]
+
+
 @pytest.mark.parametrize("question", QUESTION_FILES)
 def test_files_that_people_ask_about_have_the_lines_of_the_command(
     page: Page, capsys: pytest.CaptureFixture[str], question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -769,7 +775,10 @@ def test_files_that_people_ask_about_have_the_lines_of_the_command(
     cli.main(words)
     lines = capsys.readouterr().out.splitlines()
     assert verdict == lines[0]
-    assert {*page.inner_text("#explain-subject").split("; ")} <= {*lines}
+    # Nothing is installed in a browser.
+    releases, subject = _split_releases(page.inner_text("#explain-subject").split("; "))
+    assert len(releases) == 1
+    assert {*subject} <= {*lines}
     assert page.inner_text("#explain-peak").lower() in {line.lower() for line in lines}
     assert page.locator("#explained tbody tr").count() == len(findings) > 0
     cells = page.inner_text("#explained")

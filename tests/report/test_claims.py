@@ -306,6 +306,44 @@ def test_the_command_prints_the_counts_first_and_the_claims_that_are_named(full_
         assert re.match(f"error: '{name}' is neither a document nor a claim.*did you mean .*{nearest}.*?", line)
 
 
+def test_words_find_the_claims_with_them(
+    full_board: Scoreboard, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A word was refused as neither a document nor a claim."""
+    monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
+
+    def find_claims(*words: str, status: int = 0) -> list[str]:
+        assert main(["claims", *words]) == status
+        return capsys.readouterr().out.splitlines()
+
+    first, *rows = find_claims("stage", "OFFLOAD")
+    assert first == f"{len(rows)} claims have 'stage' and 'OFFLOAD'; study claims {rows[0][:5]} prints one"
+    by_id = {row.claim.id: row for row in full_board.judged}
+    for row in rows:
+        claim, finding, says = re.split(r" {2,}", row, maxsplit=2)
+        assert (finding, says) == (by_id[claim].finding.kind, by_id[claim].claim.says)
+    assert [row[:5] for row in find_claims("Gemma-2-9B", "peaks")[1:]] == ["S0-02"]
+    # In the title and the source of a document, and in the source of a check.
+    assert {row[:2] for row in find_claims("Guelph")[1:]} == {"S2"}
+    assert {row[:2] for row in find_claims("newmind.ai")[1:]} == {"S3"}
+    paper = "arxiv.org/abs/2101.06840"
+    sourced = {row.claim.id for row in full_board.judged if any(paper in item.source for item in row.claim.checks)}
+    assert sourced
+    assert {row[:5] for row in find_claims(paper)[1:]} == sourced
+    # In one document, as JSON and in full.
+    offload_claims = [row[:5] for row in find_claims("s1", "offload")[1:]]
+    assert offload_claims
+    assert [
+        claim["id"] for claim in json.loads("".join(find_claims("s1", "offload", "--json")))["claims"]
+    ] == offload_claims
+    assert [
+        line[:5] for line in find_claims("s1", "offload", "--details") if re.match(r"S1-\d\d ", line)
+    ] == offload_claims
+    # As `study why` without a known message.
+    (none,) = find_claims("zebra", status=3)
+    assert none.startswith("no claim has 'zebra' in its title, text or source")
+
+
 def minimal(contradictions: str = "[]", **changes: str) -> str:
     claim = {
         "id": "S0-01",

@@ -32,6 +32,12 @@ def form(full_board: Scoreboard) -> str:
     return "\n".join(form_lines(full_board, draw(full_board.judged, CLAIMS, 1), 1))
 
 
+@pytest.fixture
+def judged_once(full_board: Scoreboard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a command the findings that these tests have; to judge the records takes seconds."""
+    monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
+
+
 def with_answer(board: Scoreboard, answer: str) -> Scoreboard:
     """Return the scoreboard as if every judged check had this answer, with its figure as it is."""
     judged = tuple(
@@ -148,7 +154,7 @@ def write_answers(file: Path, rows: Sequence[Sequence[str]], columns: Sequence[s
     return file
 
 
-def test_answers_in_the_form_itself_are_compared(full_board, tmp_path, capsys):
+def test_answers_in_the_form_itself_are_compared(full_board, judged_once, tmp_path, capsys):
     findings = {judged.claim.id: judged.finding.kind for judged in full_board.judged}
     assert main(["claims", "--blind", "4", "S0", "s1-12"]) == 0
     head, marker, table = capsys.readouterr().out.partition(",".join(COLUMNS))
@@ -257,6 +263,7 @@ def test_an_answer_that_is_not_understood_is_refused_with_its_line(tmp_path, row
         ["S1", "--compare", "missing.csv"],
     ],
 )
+@pytest.mark.usefixtures("judged_once")
 def test_a_form_is_not_mixed_with_findings(arguments, capsys):
     assert main(["claims", *arguments]) == 2
     assert capsys.readouterr().out == ""

@@ -117,6 +117,15 @@ def test_the_rows_are_those_around_the_release(
     assert [line.split()[0] for line in table] == releases
 
 
+@pytest.mark.parametrize("arguments", ["0.14.4", "0.14.4 zero2"])
+def test_a_release_that_was_not_run_is_named_so_with_a_strategy_as_well(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["releases", *arguments.split()])
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["0.14.0"])
+    assert row.split() == ["0.14.0", "not", "run", "not", "run"]
+
+
 @pytest.mark.parametrize("arguments", ["", "0.19.8", "0.19.8 zero3", "0.17.5 zero3_nvme", "0.19.8 --details"])
 def test_the_grid_names_the_command_that_answers_for_a_combination(
     arguments: str, capsys: pytest.CaptureFixture[str]

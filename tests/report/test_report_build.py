@@ -18,6 +18,8 @@ from typing import Any
 import nbformat
 import psutil
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from report_folders import committed, contents, drawn, few, laptop
 from study import cli
@@ -26,6 +28,7 @@ from study.claims.ledger import Ledger, committed_ledger, read_ledger
 from study.config.places import REPOSITORY
 from study.host.machine import detect_machine
 from study.records.frames import Records, read_parquet, read_runs
+from study.report import canvas
 from study.report.canvas import as_svg
 from study.report.questions import QUESTIONS, answers
 from study.report.site import command
@@ -89,7 +92,7 @@ def test_notebooks_in_git_have_no_output_take_parameters_and_show_their_own_code
         assert all(cell.outputs == [] and cell.execution_count is None for cell in code), name
         assert [cell.metadata.get("tags") for cell in document.cells].count(["parameters"]) == 1
         text = "\n".join(cell.source for cell in code)
-        assert name == "colab" or any(word in text for word in ("groupby(", "pivot_table(", "crosstab(")), name
+        assert name == "colab" or any(word in text for word in ("groupby(", "crosstab(", ".tables[")), name
         # A page has the figures of its notebook: their names are those of its questions.
         figures = {figure for question in QUESTIONS if question.notebook == name for figure in question.figures}
         assert set(re.findall(r"""name["']?[=:] ?["'](\w+)["']""", text)) >= figures
@@ -101,19 +104,28 @@ REPORTS = sorted(file.parent.name for file in (REPOSITORY / "reports").glob("*/r
 def draw_in_process(
     records: Records, in_summary: set[str], names: list[str], notebooks: Path, folder: Path, *_: Any
 ) -> dict[str, str]:
-    """Run notebooks in this process, with images only of the figures that the summary shows."""
+    """Run notebooks in this process, with images and shifted labels only of the figures that the summary shows."""
+    spread, labeled = canvas._spread_labels, list[tuple[Figure, Axes]]()
     for name in names:
         counts: collections.Counter[str] = collections.Counter()
         document = read(notebooks / f"{name}.ipynb")
         cell = nbformat.v4.new_code_cell()
-        for drawing in drawn(name, records):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(canvas, "_spread_labels", lambda figure, axes: labeled.append((figure, axes)))
+            drawings = drawn(name, records, folder)
+        for drawing in drawings:
             counts[drawing.name] += 1
-            svg = as_svg(drawing.figure) if f"{drawing.name}_{counts[drawing.name]}" in in_summary else ""
+            svg = ""
+            if f"{drawing.name}_{counts[drawing.name]}" in in_summary:
+                for axes in (axes for figure, axes in labeled if figure is drawing.figure):
+                    spread(drawing.figure, axes)
+                svg = as_svg(drawing.figure)
             data = {"image/png": "", "image/svg+xml": svg, "text/plain": drawing.alt}
             metadata = {"figure": drawing.name}
             cell.outputs.append(nbformat.v4.new_output("display_data", data=data, metadata=metadata))
         document.cells.append(cell)
         nbformat.write(document, folder / f"{name}.ipynb")
+        labeled.clear()
     return {}
 
 
@@ -125,7 +137,7 @@ def test_a_summary_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path,
     drawing = functools.partial(draw_in_process, records, in_summary)
     monkeypatch.setattr("study.report.site.build.run_notebooks", drawing)
     claims = dependent_claims(records, name, source)
-    build(records, name, tmp_path / name, claims=claims, title=command.title_of(name))
+    build(records, name, tmp_path / name, claims=claims, title=command.title_of(name), reading=source)
     advice = f"rebuild it: python tools/reports.py {name}"
     assert (tmp_path / name / "summary.md").read_text() == (source / "summary.md").read_text(), advice
     assert listed.keys() == json.loads((tmp_path / name / "files.json").read_text())["files"].keys(), advice

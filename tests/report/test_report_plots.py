@@ -101,7 +101,8 @@ def test_no_two_styles_look_alike(sight, styles):
 
 @pytest.mark.parametrize(("report", "labels"), [("laptop", 13), ("neighbours", 4)])
 def test_labels_of_points_do_not_overlap_and_of_many_points_only_the_best_have_one(report, labels):
-    drawings = drawn("runtime", read_parquet(REPOSITORY / "reports" / report))
+    folder = REPOSITORY / "reports" / report
+    drawings = drawn("runtime", read_parquet(folder), folder)
     counts = []
     for figure in (drawing.figure for drawing in drawings if drawing.name == "frontier"):
         figure.draw_without_rendering()
@@ -130,8 +131,9 @@ def test_a_layout_clips_no_arrow_and_leaves_each_with_its_label(monkeypatch: pyt
 
 
 def test_a_strategy_with_groups_has_their_ranks_in_the_figure_and_in_the_table():
-    records = read_parquet(REPOSITORY / "reports" / "neighbours")
-    drawing = next(drawing for drawing in drawn("neighbours", records) if ", gpt-tiny, " in drawing.alt)
+    folder = REPOSITORY / "reports" / "neighbours"
+    records = read_parquet(folder)
+    drawing = next(drawing for drawing in drawn("neighbours", records, folder) if ", gpt-tiny, " in drawing.alt)
     rows = {row.get_text() for axes in drawing.figure.axes for row in axes.get_yticklabels()}
     assert rows >= {"zero3", "hsdp (2)", "zero3_hpz (2)", "tp (4)", "cp (2)", "zero3_tp (2)"}
     # State and the weights that are still gathered at the end of the forward pass.
@@ -149,10 +151,11 @@ def test_a_strategy_with_groups_has_their_ranks_in_the_figure_and_in_the_table()
     assert on_most.loc[["ddp", "hsdp"], "Out of a machine, MiB"].round().tolist() == [948, 942]
     assert round(on_most.loc["hsdp", "Gathered per rank, MiB"]) == 150
     # With all 36 layers: 5,633 MiB and 15.75 for each token, as the 41,036 of zero3 at 2,248. Of zero3_tp not linear.
-    records = read_parquet(REPOSITORY / "reports" / "virtual_neighbours")
+    folder = REPOSITORY / "reports" / "virtual_neighbours"
+    records = read_parquet(folder)
     answer = answered(NEIGHBOURS.answer(records))
     assert answer.headlines[0].value == "~2,250 tokens"
-    (drawing,) = (drawing for drawing in drawn("neighbours", records) if f", {answer.subject}: " in drawing.alt)
+    (drawing,) = (drawing for drawing in drawn("neighbours", records, folder) if f", {answer.subject}: " in drawing.alt)
     assert "zero3 1,784 + 1,936 MiB, sends 41,036, " in drawing.alt
     assert "zero1_tp (8) 5,901 MiB, sends 6,641, zero3_tp (8) 2,148 + ? MiB, sends ?" in drawing.alt
 

@@ -16,20 +16,24 @@ import torch
 import transformers
 import yaml
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-from transformers import Gemma3Config, LlamaConfig, LlavaConfig, T5Config, WhisperConfig
+from transformers import Gemma3Config, LlamaConfig, LlavaConfig, Phi3Config, T5Config, WhisperConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.pytorch_utils import Conv1D
 
 from study.advisor import predict_command
 from study.cli import main
+from study.config.errors import UserError
 from study.config.strategies import read_strategy
 from study.host.memory import GIB, libraries_bytes
 from study.predictor.buckets import gradient_snapshots
 from study.predictor.communication import predict_payload
 from study.predictor.constants import FITTED
 from study.predictor.hardware import ANY_DEVICE, CPU_CORE, Hardware, box_of_ranks, to_box
+from study.predictor.live import live_shape
 from study.predictor.live_trace import build_model
-from study.predictor.lora_targets import DEFAULT_TARGETS
+from study.predictor.lora_targets import DEFAULT_TARGETS, peft_targets
 from study.predictor.losses import LossKernel, logit_bytes
 from study.predictor.memory import device_snapshots, predict_memory
 from study.predictor.micro_batch import model_flops, predict_activations
@@ -37,13 +41,14 @@ from study.predictor.models import model_shape
 from study.predictor.nearest import describe_nearest
 from study.predictor.passes import passes_s
 from study.predictor.request import Request
-from study.predictor.shape import with_adapters
-from study.predictor.state import accumulated_bytes, adapter_units, flat_units, predict_state
+from study.predictor.shape import ModelShape, can_adapt, with_adapters
+from study.predictor.state import State, accumulated_bytes, adapter_units, flat_units, predict_state
 from study.predictor.table_shape import shape_of_architecture
 from study.predictor.time import FILE as INTERVALS
 from study.predictor.traced_request import build_meta_model, trace_activations
 from study.predictor.validation import fit, published_rows
 from study.report.pages import prediction as report
+from unit.test_predict_memory import FAMILIES
 
 ZERO3 = str(Path(__file__).parents[2] / "accelerate_configs" / "zero3.yaml")
 TINY = "layers={},hidden=64,heads=2,key_value_heads=2,vocabulary=64,inner=128"
@@ -266,6 +271,140 @@ def test_targets_have_the_adapters_that_peft_makes(model_type: str, targets: tup
     assert any(param.trained for param in shape.params)
 
 
+def with_copies(model_type: str, saved: tuple[str, ...], *, tied: bool = False) -> ModelShape:
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": tied}
+    if model_type in ("gpt2", "gpt_neox"):
+        sizes = {**SIZES, "tie_word_embeddings": tied}
+    shape = shape_of_architecture(model_type, model_type, sizes)
+    return with_adapters(shape, 8, DEFAULT_TARGETS[model_type], saved)
+
+
+EMBEDDING_AND_HEAD = ("embed_tokens", "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "saved", "tied"),
+    [
+        *(
+            ("llama", saved, tied)
+            for saved in (("embed_tokens",), ("lm_head",), EMBEDDING_AND_HEAD)
+            for tied in (False, True)
+        ),
+        ("gpt2", ("wte", "lm_head"), True),
+        ("gpt_neox", ("embed_in", "lm_head"), False),
+    ],
+)
+def test_a_copy_of_a_saved_module_is_trained_next_to_its_frozen_original(
+    model_type: str, saved: tuple[str, ...], tied: bool
+) -> None:
+    shape = with_copies(model_type, saved, tied=tied)
+    request = Request(shape, read_strategy("single"), to_box("1xH100"), 64, 1, 1, "fp32", False, "eager")
+    with torch.device("meta"):
+        model = build_meta_model(request)
+    tensors = [(tensor.numel(), tensor.shape[0], tensor.requires_grad) for tensor in model.parameters()]
+    assert [(param.elements, param.rows, param.trained) for param in shape.params] == tensors
+    plain = with_copies(model_type, (), tied=tied)
+    assert shape.trained_parameters - plain.trained_parameters == len(saved) * plain.embedding.elements
+    # Stage 3 gathers the copies, of a tied embedding also the frozen weight if the output layer has no copy.
+    called = {param.name for call in shape.module_calls()[0].flat() for param in call.params}
+    copies = {param.name for param in shape.params if ".modules_to_save" in param.name}
+    assert copies <= called
+    is_read = not set(saved) & {"embed_tokens", "wte", "embed_in"} or (tied and "lm_head" not in saved)
+    assert (shape.params[0].name in called) == is_read
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma"])
+@pytest.mark.parametrize("saved", [("embed_tokens",), ("lm_head",), EMBEDDING_AND_HEAD])
+def test_activations_with_saved_modules_are_those_of_the_traced_code(model_type: str, saved: tuple[str, ...]) -> None:
+    saved = tuple("wte" if name == "embed_tokens" and model_type == "gpt2" else name for name in saved)
+    shape = with_copies(model_type, saved, tied=model_type != "llama")
+    cases = (("fp32", "sdpa"), ("bf16-engine", "sdpa"), ("bf16", "eager"))
+    for (precision, attention), checkpointing in itertools.product(cases, (False, True)):
+        request = Request(
+            shape,
+            read_strategy("single"),
+            to_box("1xH100"),
+            512,
+            4,
+            1,
+            precision,  # type: ignore[arg-type]
+            checkpointing,
+            attention,  # type: ignore[arg-type]
+        )
+        trace, estimate = trace_activations(request), predict_activations(request)
+        points = [point.total for point in device_snapshots(request) if not point.step]
+        stored = points[0] - estimate.logits_forward - (estimate.cast_cached * 4 if checkpointing else 0)
+        within = 0.035 if precision == "bf16" else 0.005
+        assert stored == pytest.approx(trace.saved_bytes, rel=within), request
+        assert max(points) == pytest.approx(trace.backward_peak, rel=within), request
+
+
+def test_a_trained_output_layer_has_a_weight_gradient_of_its_own() -> None:
+    def steps(saved: tuple[str, ...]) -> tuple[int, float]:
+        shape = with_copies("llama", saved)
+        request = Request(
+            shape, read_strategy("ddp"), to_box("1xH100"), 512, 4, 1, "bf16-engine", False, "sdpa", loss_kernel="liger"
+        )
+        return model_flops(request), passes_s(request, FITTED)[1]
+
+    (flops, backward), (same, _), (more, longer) = (steps(saved) for saved in ((), ("embed_tokens",), ("lm_head",)))
+    assert same == flops
+    assert more - flops == 2 * 4 * 512 * SIZES["vocab_size"] * SIZES["hidden_size"]
+    assert longer > backward
+
+
+def test_copies_of_modules_have_the_type_of_16_bit_weights_and_adapters_fp32() -> None:
+    shape = with_copies("llama", EMBEDDING_AND_HEAD)
+    request = Request(shape, read_strategy("ddp"), to_box("2xH100"), 64, 1, 1, "bf16-engine", False, "sdpa", pure=True)
+    config = LlamaConfig(**json.loads(shape.document))
+    settings = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], modules_to_save=list(EMBEDDING_AND_HEAD))
+    model = get_peft_model(transformers.LlamaForCausalLM(config).to(torch.bfloat16), settings)
+    sizes = [(param.numel() * param.element_size(), param.requires_grad) for param in model.parameters()]
+    assert [(param.elements * request.bytes_per_weight(param), param.trained) for param in shape.params] == sizes
+    state = predict_state(request)
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    assert state.params_device == pytest.approx(sum(size for size, _ in sizes), abs=1)
+    assert state.grads_device == pytest.approx(trained, abs=1)
+    assert predict_payload(request)["all_reduce"] == pytest.approx(trained, abs=1)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp2", "zero3_cpu"])
+def test_every_engine_shards_a_copy_like_any_trained_weight(strategy: str) -> None:
+    def state(saved: tuple[str, ...]) -> State:
+        box, shape = to_box("4xH100"), with_copies("llama", saved)
+        return predict_state(Request(shape, read_strategy(strategy), box, 64, 1, 1, "bf16-engine", False, "sdpa"))
+
+    plain, copied = state(()), state(("lm_head",))
+    size = SIZES["vocab_size"] * SIZES["hidden_size"]
+    optimizer = copied.optimizer_device + copied.optimizer_host - plain.optimizer_device - plain.optimizer_host
+    assert optimizer == pytest.approx(12 * size / 4, abs=64)
+    weights = copied.params_device + copied.params_host - plain.params_device - plain.params_host
+    shards = 1 if strategy in ("zero1", "zero2") else 4
+    assert weights == pytest.approx(2 * size / shards, abs=64)
+
+
+def test_the_flag_for_saved_modules_names_what_it_takes(capsys: Any) -> None:
+    command = ["predict", "llama-3.1-8b", "--strategy", "zero3", "--hardware", "8xH100", "--peft", "lora"]
+    assert main([*command, "--lora_modules_to_save", "embed_tokens,lm_head", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["lora_modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert document["trained_parameters"] > 2 * 128256 * 4096
+    for name, says in (("wte", "has no module 'wte'"), ("norm", "a trained copy of 'norm' is not predicted")):
+        assert main([*command, "--lora_modules_to_save", name]) == 2
+        assert says in (error := capsys.readouterr().err)
+        assert "copies of embed_tokens and lm_head are" in error
+
+
+def test_a_traced_class_has_copies_too() -> None:
+    config = Phi3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=500, pad_token_id=0)
+    plain = live_shape("phi3", {**config.to_dict(), "architectures": ["Phi3ForCausalLM"]})
+    shape = with_adapters(plain, 4, ("qkv_proj",), EMBEDDING_AND_HEAD)
+    copies = [param for param in shape.params if param.trained and "modules_to_save" in param.name]
+    assert [param.elements for param in copies] == 2 * [plain.embedding.elements]
+    with pytest.raises(UserError, match="has no module 'wte'"):
+        with_adapters(plain, 4, ("qkv_proj",), ("wte",))
+
+
 @pytest.mark.parametrize(
     ("config", "architecture", "targets"),
     [
@@ -368,6 +507,55 @@ def test_a_wrong_target_is_refused_with_those_of_the_model_and_the_default_is_pe
     assert "q_proj, k_proj, v_proj, o_proj" in capsys.readouterr().err
     assert main([*live, "--lora_targets", "q_proj,v_proj", "--lora_dropout", "0.1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trained_parameters"] == 2 * 2 * 8 * (64 + 64)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_targets_match_the_modules_that_peft_matches(model_type: str) -> None:
+    """A full name of layer 0 gave adapters to all layers, and any text before a module's name was accepted."""
+    shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type])
+    request = dataclasses.replace(fsdp1(1, 64), shape=shape, attention="eager")
+    with torch.device("meta"):
+        modules = dict(build_meta_model(request).named_modules())
+    linear = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear | Conv1D)]
+    paths = list(dict.fromkeys(shape.module_path(param) for param in shape.params if can_adapt(shape, param)))
+    assert sorted(paths) == sorted({*linear} - {"lm_head", "embed_out", "classifier"})
+    assert {*shape.outside_modules} <= modules.keys() | {"embed_out"}
+    # The end of a name, all full names of a module, and a regular expression.
+    first = next(path for path in paths if ".0." in path)
+    end, pattern = first.partition(".0.")[2], first.replace(".", r"\.").replace(r"\.0\.", r"\.\d+\.")
+    full_names = tuple(first.replace(".0.", f".{layer}.") for layer in range(shape.layers))
+    for targets in ((end,), (end.rpartition(".")[2],), full_names, (pattern,), (rf".*\.{end.rpartition('.')[2]}",)):
+        adapted = with_adapters(shape, 4, targets)
+        matrices = [param for param in adapted.params if ".lora_A" in param.name]
+        matched = {shape.module_path(dataclasses.replace(it, name=it.name.replace(".lora_A", ""))) for it in matrices}
+        given = peft_targets(targets)
+        config = LoraConfig(target_modules=given if isinstance(given, str) else list(given))
+        assert matched == {name for name in linear if check_target_module_exists(config, name)}
+        with torch.device("meta"):
+            model = build_meta_model(dataclasses.replace(request, shape=adapted))
+        assert sum(it.numel() for it in model.parameters() if it.requires_grad) == adapted.trained_parameters
+    with pytest.raises(UserError, match=rf"of 1 of {shape.layers} layers, which is not predicted"):
+        with_adapters(shape, 4, (first,))
+    with pytest.raises(UserError, match="has no layer"):
+        with_adapters(shape, 4, (f"other.{end}",))
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (".*", "matches model.layers.0.self_attn, which is not a linear layer: peft ends with an error"),
+        (r".*\.(q_proj|lm_head)|lm_head", "matches lm_head, whose adapters are not predicted"),
+        (r".*layers\.[01]\..*q_proj", "--lora_targets has q_proj of 2 of 32 layers"),
+        (r"layers\.\d+\.self_attn\.q_proj", "has no layer"),
+        ("(q_proj", "is not a regular expression"),
+        ("lm_head", "has no layer 'lm_head'"),
+    ],
+)
+def test_targets_that_are_not_predicted_are_refused_in_one_line(targets: str, says: str, capsys: Any) -> None:
+    command = ["predict", "llama-3.1-8b", "--strategy", "ddp", "--hardware", "2xA100", "--peft", "lora"]
+    assert main([*command, "--lora_targets", targets]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
 
 
 def test_scales_of_4_bit_weights_take_half_a_bit_and_an_eighth_if_they_are_quantized_too(capsys: Any) -> None:

@@ -32,7 +32,12 @@ from study.advisor.advise import (
     advise,
     candidates,
     explain_best,
+    needs_large_host,
     offload_line,
+    reason_against,
+    speed_gap,
+    unchecked_needs,
+    wrong_releases,
 )
 from study.advisor.advise_command import (
     SAVES_SHARDS,
@@ -45,6 +50,7 @@ from study.advisor.advise_command import (
 )
 from study.advisor.calculator import Calculator
 from study.advisor.fitted import RankKey, find_best, precision_under
+from study.advisor.predict_command import workload_text
 from study.cli import main
 from study.compositions.answers import read_known_findings
 from study.config.errors import UserError
@@ -295,10 +301,54 @@ def test_an_offload_has_the_range_of_its_host_in_advice_and_in_prediction() -> N
     assert f"about {rounded_seconds(step_s)} a step ({low} to {high} by its host), " in predicted.splitlines()[0]
 
 
-def test_an_offload_names_the_release_that_its_accumulation_needs() -> None:
-    document, page = read_json("advise", "qwen2.5-7b", "2xA100-40"), print_page("qwen2.5-7b", "2xA100-40")
+NVME = ("mistral-7b", "A100-40", "--host_memory", "83")
+
+
+def with_slow_disk(request: Request) -> Request:
+    slow_box = dataclasses.replace(request.box, nvme_read_gb_per_s=0.76, nvme_write_gb_per_s=0.26)
+    return dataclasses.replace(request, box=slow_box)
+
+
+def test_the_range_of_a_step_with_assumed_nvme_has_a_slow_disk() -> None:
+    best = ask(*NVME).best
+    assert best is not None
+    assert best.time is not None
+    request, step_s = best.request, best.time.step_s.value
+    assert request.strategy.uses_nvme
+    slow_s = predict_time(with_slow_disk(request)).step_s.value
+    # Most of the step is NVMe's.
+    assert slow_s > 5 * step_s
+    box_with_rates = dataclasses.replace(request.box, is_nvme_given=True)
+    span = offload_range(request, step_s)
+    narrower_span = offload_range(dataclasses.replace(request, box=box_with_rates), step_s)
+    assert span is not None
+    assert narrower_span is not None
+    assert span == pytest.approx((narrower_span[0], narrower_span[1] + slow_s - step_s))
+    settings = ("--micro_batch", f"{request.micro_batch}", "--accumulation", f"{request.accumulation}")
+    words = (*settings, *("--gradient_checkpointing",) * request.gradient_checkpointing, *NVME[2:])
+    _, predicted = run_command("predict", *NVME[:2], "--strategy", best.name, "--fitted", *words)
+    assert f" to {rounded_seconds(span[1])} by its host and NVMe), " in predicted.splitlines()[0]
+
+
+def test_advice_that_rests_on_assumed_nvme_says_so_in_its_first_lines() -> None:
+    best = ask(*NVME).best
+    assert best is not None
+    assert best.time is not None
+    slow = best.tokens_per_s * best.time.step_s.value / predict_time(with_slow_disk(best.request)).step_s.value
+    lines = print_page(*NVME).splitlines()
+    assert " by its host and NVMe), predicted" in "".join(lines[:2])
+    (why,) = [line for line in lines[:3] if line.startswith("why ")]
+    says = f"and a disk with 0.76 and 0.26 makes it {rounded(slow)} tokens/s: study doctor --nvme_path DIR"
+    assert f"assumed to read 10 and write 5 GB/s (--nvme_gb_per_s), {says}" in why
+    page_with_rates = "".join(print_page(*NVME, "--nvme_gb_per_s", "10,5").splitlines()[:3])
+    assert " by its host), predicted" in page_with_rates
+    assert "assumed" not in page_with_rates
+
+
+def test_an_option_names_the_release_that_its_accumulation_needs() -> None:
+    document, page = read_json("advise", LLAMA_8B, "8xH100"), print_page(LLAMA_8B, "8xH100")
     best = document["strategies"][0]
-    assert (best["strategy"], best["accumulation"] > 1) == ("zero2_cpu", True)
+    assert (best["strategy"], best["accumulation"] > 1) == ("zero1", True)
     # causes.yaml: the gradient is divided twice up to 0.19.5, and micro-batches are dropped up to 0.18.9.
     releases = {row["strategy"]: row["least_deepspeed_release"] for row in document["strategies"]}
     assert (releases["zero2_cpu"], releases["zero3_cpu"]) == ("0.19.6", None)
@@ -523,7 +573,7 @@ def test_an_option_that_fits_only_by_its_predicted_peak_is_named_separately(
 def test_if_nothing_fits_the_changes_that_make_something_fit_are_printed(
     model: str, hardware: str, flags: tuple[str, ...], changes: list[str]
 ) -> None:
-    lines = re.findall(r"^with (.*) it would be (\w+)$", print_page(model, hardware, *flags, status=1), re.MULTILINE)
+    lines = re.findall(r"^with (.*) it would be (\w+)", print_page(model, hardware, *flags, status=1), re.MULTILINE)
     assert [label for label, _ in lines] == changes
     # With the last change the command recommends the named strategy; with less of it nothing fits.
     words = {
@@ -541,7 +591,8 @@ def test_if_nothing_fits_the_changes_that_make_something_fit_are_printed(
 def test_twice_the_machines_are_named_once() -> None:
     page = print_page("llama-3.1-70b", "8xH100", "--host_memory", "64", status=1)
     lines = [line for line in page.splitlines() if re.match("with .*machine", line)]
-    assert lines == ["with a second such machine it would be zero3"]
+    assert len(lines) == 1
+    assert lines[0].startswith("with a second such machine it would be zero3, which may not fit (90 % bound ")
 
 
 def test_plain_training_of_bf16_weights_is_a_row_of_its_own_where_it_is_faster() -> None:
@@ -614,7 +665,8 @@ def test_a_model_that_no_number_of_machines_fits_is_asked_with_the_most_alone(mo
     # None of the fewer ones is enough either.
     for times in rules._MACHINES:
         assert list(ask(f"{times} such machines", rules._resized(question, nodes=times))) == []
-    assert lines == ["with 1024 tokens per sample it would be zero3_cpu"]
+    (line,) = lines
+    assert line.startswith("with 1024 tokens per sample it would be zero3_cpu")
 
 
 ADAPTERS = (("--peft", "lora"), ("--peft", "lora", "--quantization", "4bit"))
@@ -638,7 +690,8 @@ def test_where_full_training_needs_an_offload_the_page_has_the_figures_of_adapte
         assert not best.request.strategy.offloads
         sizes = (device_bytes(best.memory, at_upper=upper) / GIB for upper in (False, True))
         peak, bound = map(rounded, sizes)
-        assert says == f"{best.name}: {peak} GiB, 90 % bound {bound}, {rounded(best.tokens_per_s)} tokens/s"
+        figures = f"{best.name}: {peak} GiB, 90 % bound {bound}, {rounded(best.tokens_per_s)} tokens/s"
+        assert says == f"{figures} with {workload_text(best.request)}"
     assert read_json("advise", model, box, *host)["changes"][0] == line
 
 
@@ -897,6 +950,36 @@ def test_a_limit_is_printed_as_it_was_given() -> None:
     assert any(line.startswith("do not fit 128 GiB of host memory a node: ") for line in lines)
 
 
+LLAMA_405B = ("llama-3.1-405b", "16x8xH200")
+
+
+def test_a_strategy_that_its_host_memory_leaves_out_is_named_with_the_flag_that_brings_it_back() -> None:
+    """FSDP2 of Llama 3.1 405B needs 12 TB of host memory a node, and no line showed why zero3 is advised."""
+    best, (host_line,) = (
+        ask(*LLAMA_405B).best,
+        re.findall(r"^with (.*) it would be fsdp2, (.*)$", print_page(*LLAMA_405B), re.M),
+    )
+    assert best is not None
+    assert best.name == "zero3"
+    (fsdp2,) = (option for option in ask(*LLAMA_405B).options if option.name == "fsdp2")
+    needed = rounded(fsdp2.memory.host_peak.value / GIB)
+    assert f"it needs {needed} GiB of a node's host memory while the model is loaded" in host_line[1]
+    assert host_line[1].endswith("if each process loads the full model in fp32; a usual host has 1,024")
+    assert any(
+        line.startswith(f"with {host_line[0]} it would be fsdp2")
+        for line in read_json("advise", *LLAMA_405B)["changes"]
+    )
+    # With the named flag it is the answer, and with less it is left out with the same flag.
+    flag, size = host_line[0].split()
+    assert print_page(*LLAMA_405B, flag, size).startswith("Use fsdp2, ")
+    assert f"fsdp2 ({needed}, {flag} {size})" in print_page(*LLAMA_405B, flag, "2TB")
+    left_out = {option.name: option.why for option in ask(*LLAMA_405B, flag, "2TB").options}
+    assert left_out["fsdp2"].endswith(f"while the model is loaded ({flag} {size})")
+    # A strategy that no GPU of these fits is left out for that.
+    assert flag not in left_out["zero1"]
+    assert "with --host_memory" not in print_page("llama-3.1-8b", "8xH100")
+
+
 def test_a_measured_host_has_no_more_digits_than_it_means() -> None:
     """23.5402 GiB."""
     box = dataclasses.replace(TINY.box, device=CPU_CORE, host_gib_per_node=23.54023)
@@ -1033,6 +1116,74 @@ def test_a_chunked_loss_is_named_where_the_logits_cost_speed() -> None:
     assert at_length.name == strategy
 
 
+@pytest.mark.parametrize(
+    ("flags", "change"),
+    [
+        ((), ("--chunked_loss",)),
+        (("--chunked_loss", "--seq_length", "6144"), ("--seq_length", "3072")),
+    ],
+)
+def test_a_change_whose_bound_fits_is_printed_before_a_recommendation_that_may_not_fit(
+    flags: tuple[str, ...], change: tuple[str, ...]
+) -> None:
+    model, qlora = "gemma-2-9b-it", ("--precision", "fp16", "--peft", "lora", "--quantization", "4bit")
+    box = ("T4", "--host_memory", "12", *qlora)
+    page = print_page(model, *box, *flags)
+    first, use = page.splitlines()[:2]
+    assert use.startswith("Use ")
+    assert "may not fit" in page.partition("why")[0]
+    # A request with the change recommends the strategy of the line, and its bound fits.
+    best, usual = ask(model, *box, *flags, *change).best, ask(model, *box, *flags).best
+    assert best is not None
+    assert usual is not None
+    assert (best.is_safe, usual.is_safe) == (True, False)
+    label = change[0] if len(change) == 1 else f"{change[1]} tokens per sample"
+    assert first.startswith(f"With {label} a 90 % bound fits: {best.name} (micro-batch {best.request.micro_batch} x ")
+    assert first not in page.splitlines()[2:]
+    # The text is the same in the document.
+    assert first in read_json("advise", model, *box, *flags)["changes"]
+
+
+def test_a_change_with_which_something_may_not_fit_says_so() -> None:
+    page = print_page("gemma-2-9b-it", "T4", "--host_memory", "12", "--precision", "fp16", status=1)
+    (bound,) = re.findall(r"^with QLoRA .* zero3_cpu, which may not fit \(90 % bound (.*) GiB\)$", page, re.MULTILINE)
+    assert float(bound) > 14.6
+
+
+def test_a_strategy_without_wrong_releases_is_recommended_if_it_is_hardly_slower() -> None:
+    """DeepSpeed 0.15.2 to 0.19.5 compute wrong gradients with zero2_cpu and accumulation, which was recommended."""
+    advice = ask("llama-3.1-8b", "4xA100-40", "--seq_length", "8192", "--host_memory", "512GB")
+    best = advice.best
+    assert best is not None
+    assert best.name == "zero3_cpu_optimizer"
+    (rival,) = [option for option in advice.fitting if option.name == "zero2_cpu"]
+    assert wrong_releases(rival)
+    assert not wrong_releases(best)
+    assert 0 < speed_gap(rival, best) < 0.02
+    assert "no release of DeepSpeed that computes wrong gradients" in reason_against(rival, best)
+    # At a larger gap the fault is named, and the faster one stays.
+    faster = ask("llama-3.1-8b", "8xH100").best
+    assert faster is not None
+    assert faster.name == "zero1"
+    assert wrong_releases(faster)
+
+
+def test_a_host_that_is_nearly_filled_gives_way_to_a_strategy_with_room() -> None:
+    """Loading 32 B weights for four ranks of FSDP takes 492 GiB, of a host that has 500."""
+    words = ("qwen2.5-32b", "16x4xA100-40", "--seq_length", "4096", "--network_gb_per_s", "6.25")
+    by_name = {option.name: option for option in ask(*words, "--host_memory", "500").options}
+    fsdp, sharded = by_name["fsdp2"], by_name["zero3"]
+    assert fsdp.fits
+    assert needs_large_host(fsdp)
+    assert not needs_large_host(sharded)
+    assert "leave little of the 500 that are given" in " ".join(unchecked_needs(fsdp))
+    assert ask(*words, "--host_memory", "500").best == sharded
+    # 500 GB are 466 GiB.
+    assert [option.fits for option in ask(*words, "--host_memory", "500GB").options if option.name == "fsdp2"] == [
+        False
+    ]
+
+
 def test_a_measured_run_fits() -> None:
     run = ("--seq_length", "4096", "--measured", "strategy=zero1,micro_batch=1,accumulation=8,tokens_per_s=9000")
     page = print_page("llama-3.1-8b", "8xH100", *run)
@@ -1046,6 +1197,10 @@ def test_the_bus_of_cards_without_nvlink_is_an_assumption_that_is_named() -> Non
         "llama-3.1-8b", "4x3090"
     )
     assert "(--bus_gb_per_s)" not in print_page("llama-3.1-8b", "8xH100")
+    # Of several machines it is still that of one, and the network is named next to it.
+    page = print_page("llama-3.1-8b", "2x4x3090", "--network_gb_per_s", "2")
+    assert "2 GB/s of network bandwidth per GPU (--network_gb_per_s), of which 60% is assumed" in page
+    assert "ranks are assumed to communicate at 19.8 GB/s over PCIe (--bus_gb_per_s)" in page
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero2_cpu"])

@@ -333,7 +333,8 @@ def test_a_model_of_qwen_s_vision_has_a_verdict_with_its_images(tmp_path, capsys
     # As the hub has it.
     assert live_shape("vl", document | {"vision_config": vision}).parameters == 8_292_166_656
     layers = 2
-    vision["depth"] = layers
+    # A trace takes time for each layer, and those of the text have the same activations whatever the image.
+    vision["depth"] = text["num_hidden_layers"] = layers
 
     def activations(**changes: int) -> float:
         shape = live_shape("vl", document | {"vision_config": vision | changes})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import functools
 import io
 import json
 import re
@@ -25,9 +26,14 @@ from study.config.places import REPOSITORY
 from study.predictor.validation import published_entries
 
 QUESTIONS = read_questions()
-LEAGUE = shipped_predictors(QUESTIONS)
 WITH_PEAK = [row for row in QUESTIONS if row.peak_gib is not None]
 WITH_STEP = [row for row in QUESTIONS if row.step_s is not None]
+
+
+@functools.cache
+def league() -> list[Predictor]:
+    """Return the shipped predictors with their answers; this study's take seconds, and no test changes them."""
+    return shipped_predictors(QUESTIONS)
 
 
 def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -139,7 +145,7 @@ def test_an_answer_of_easy_rows_alone_is_compared_on_these_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It has the answers of `study predict` to its ten best held-out rows, a little worse: no better than that."""
-    ours = LEAGUE[0].answers
+    ours = league()[0].answers
     held_out = [row for row in WITH_PEAK if "memory" not in ours[row.id].fitted]
 
     def size(row: BenchmarkQuestion) -> float:
@@ -255,8 +261,8 @@ def test_the_league_has_the_errors_of_the_committed_answers() -> None:
     """Errors are computed here from the files and the rows."""
     measured = {row.id: row for row in QUESTIONS}
     entries = yaml.safe_load(questions.FILE.read_text(encoding="utf-8"))["predictors"]
-    assert [item.name for item in LEAGUE[1:]] == [entry["name"] for entry in entries]
-    by_name = {(line.predictor, line.figure, line.group): line for line in scores(QUESTIONS, LEAGUE)}
+    assert [item.name for item in league()[1:]] == [entry["name"] for entry in entries]
+    by_name = {(line.predictor, line.figure, line.group): line for line in scores(QUESTIONS, league())}
     for entry in entries:
         rows = list(csv.DictReader((answers.FOLDER / entry["file"]).open(encoding="utf-8")))
         assert {row["id"] for row in rows} <= measured.keys(), (
@@ -285,7 +291,7 @@ def test_the_league_has_the_errors_of_the_committed_answers() -> None:
 def test_the_committed_page_has_the_league() -> None:
     """Those of other predictors; predictions of `study predict` may have changed since."""
     page = (REPOSITORY / "reports" / "prediction" / "summary.md").read_text(encoding="utf-8")
-    lines = [line for line in scores(QUESTIONS, LEAGUE) if line.predictor != OURS]
+    lines = [line for line in scores(QUESTIONS, league()) if line.predictor != OURS]
     assert len(lines) >= 20
     for line in lines:
         cells = [line.figure, line.group, line.predictor, *score_cells(line)]
@@ -320,7 +326,7 @@ def test_the_benchmark_imports_neither_torch_nor_pandas() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert result.stdout.startswith(f"{len(QUESTIONS)} rows: ")
-    for item in LEAGUE:
+    for item in league():
         assert item.name in result.stdout
 
 
@@ -352,6 +358,6 @@ def test_every_shipped_answer_is_of_a_row() -> None:
     """A corrected row has another id, and an answer to the old one would silently be none."""
     ids = {question.id for question in read_questions()}
     files = sorted(answers.FOLDER.glob("*.csv"))
-    assert len(files) == len(LEAGUE) - 1
+    assert len(files) == len(league()) - 1
     for file in files:
         assert answers.parse_answers(file.read_text(encoding="utf-8"), file.name, QUESTIONS, ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import importlib.util
 import itertools
@@ -30,10 +31,12 @@ from study.compositions.answers import (
     read_matrices,
     read_other_matrices,
     stored_evidence,
+    stored_matrices,
 )
 from study.compositions.changes import combinations_over_releases, combinations_to_repeat
 from study.compositions.command import exit_status, locate_combinations, parse_features
 from study.compositions.covering import Design, list_pairs, list_triples
+from study.compositions.engines import check_partitions
 from study.compositions.features import (
     Combination,
     combination_of_strategy,
@@ -46,12 +49,13 @@ from study.compositions.features import (
     read_rows,
     read_rules,
 )
+from study.compositions.forks import _described
 from study.compositions.groups import ContextRing, make_group
 from study.compositions.locate import first_difference, largest_share_of_limit, locate_differences
 from study.compositions.matrix import Matrix
 from study.compositions.reference import PlainReference, make_reference, reference_key
 from study.compositions.session import CombinationOutcome
-from study.compositions.tiny_model import make_batch
+from study.compositions.tiny_model import make_batch, make_model
 from study.compositions.trace import STAGES, FigureTrace, LocalGradients, Place, plain_name
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
@@ -552,7 +556,7 @@ def test_a_finding_is_lifted_by_all_features_of_a_list() -> None:
 def test_a_stored_matrix_covers_nearly_every_pair_that_is_not_a_finding() -> None:
     for matrix in read_matrices():
         assert matrix.pairs > 1300
-        # The others are in findings alone: ZenFlow, for one, is right in no run, and Ulysses under one engine of four.
+        # The others are in findings alone: ZenFlow, for one, is right under stage 3 only, and Ulysses under one engine.
         assert len(matrix.open_pairs) < 0.07 * matrix.pairs
         assert matrix.triples > 4500
         assert len(matrix.open_triples) < 0.10 * matrix.triples
@@ -563,6 +567,40 @@ def test_a_stored_matrix_covers_nearly_every_pair_that_is_not_a_finding() -> Non
         # Each run is of a combination that the features still allow.
         assert all(combination.conflict is None for combination in matrix.outcomes)
         assert set(read_chosen()) <= set(matrix.outcomes)
+
+
+def test_the_code_of_a_run_reads_every_feature() -> None:
+    """A feature in no line of these modules would be a name alone, as zero_init was."""
+    read = set[object]()
+    for module in ("engines", "tiny_model", "groups"):
+        tree = ast.parse((REPOSITORY / "study" / "compositions" / f"{module}.py").read_text(encoding="utf-8"))
+        read.update(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    levels = {level for row in read_rows().values() for level in list(row.levels)[1:]}
+    # `Combination` has these, as micro_steps and stage.
+    assert levels - read == {"accumulation", "zero0", "zero1", "zero2"}
+
+
+def test_an_error_of_a_compiler_has_no_folder_of_the_machine() -> None:
+    error = RuntimeError("Error building extension 'dc': [1/7] c++ -isystem /home/user/include/python3.11")
+    assert _described(error)["says"] == "RuntimeError: Error building extension 'dc'"
+
+
+def test_a_run_whose_model_is_not_built_under_zero_init_ends_with_an_error() -> None:
+    """Its outcome would be that of another combination."""
+    with pytest.raises(RuntimeError, match=r"^zero\.Init left 53 weights whole, such as model\.decoder\."):
+        check_partitions(make_model(make_combination(["zero3", "zero_init"])))
+
+
+def test_a_rebuilt_model_has_the_adapters_of_the_plain_one() -> None:
+    """Whatever a rebuilding draws: the reference has the plain model."""
+
+    def rebuild(model: torch.nn.Module) -> torch.nn.Module:
+        torch.rand(3)
+        return model
+
+    combination = make_combination(["zero3", "lora"])
+    plain, rebuilt = make_model(combination).state_dict(), make_model(combination, rebuild=rebuild).state_dict()
+    assert all(torch.equal(plain[name], rebuilt[name]) for name in plain)
 
 
 def test_a_matrix_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -1017,7 +1055,9 @@ def test_each_known_fault_names_the_packages_that_decide_it() -> None:
     for entry in read_known_findings():
         if entry.verdict in ("wrong", "refused"):
             assert entry.packages, entry.title
-            assert set(entry.packages) <= {"deepspeed", "accelerate", "torch"}
+            assert set(entry.packages) <= {"deepspeed", "accelerate", "torch", "transformers"}
+            # Runs are evidence of a release of a package if their stack has one.
+            assert all(matrix.stack[name] for matrix in stored_matrices() for name in entry.packages)
         assert entry.cause in causes | {""}
 
 

@@ -26,17 +26,20 @@ from transformers.integrations import is_fsdp_enabled
 from transformers.models.auto import modeling_auto
 
 from engines import ROOT
-from study.advisor import explain_findings
+from study.advisor import explain_findings, explain_releases
 from study.advisor.explain import bucket_bytes, costs, find_answers
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import is_config
 from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT
 from study.advisor.explain_findings import findings
+from study.advisor.explain_releases import read_stack, with_releases
 from study.advisor.other_programs import OF_LIGHTNING
 from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, known_settings, read_user_file, section_entries
 from study.cli import main
+from study.compositions.answers import newest_tested_stack
 from study.config.errors import UserError
 from study.predictor.communication import predict_payload
+from study.predictor.constants import FITTED
 from study.predictor.hardware import to_box
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
@@ -58,6 +61,8 @@ def make_case(folder: Path, document: Any, model: str = "gpt2", ranks: int = 4, 
     # JSON is YAML.
     text = document if isinstance(document, str) else json.dumps(document)
     file = folder / ("user.yaml" if "distributed_type" in text else "user.json")
+    # The file system writes a file that is replaced to the disk at once: a millisecond of each of a thousand cases.
+    file.unlink(missing_ok=True)
     file.write_text(text)
     return resolve(read_user_file(str(file)), model_shape(model), ranks, ProgramSettings(**program))
 
@@ -296,6 +301,92 @@ def test_a_removed_setting_is_named_with_its_release_and_what_stands_in_its_plac
 
 
 @pytest.mark.parametrize(
+    ("name", "stage", "fix"),
+    [
+        ("OneBitAdam", 0, "set AdamW"),
+        ("OneBitAdam", 2, "set AdamW"),
+        ("ZeroOneAdam", 3, "set AdamW, with zero_quantized_gradients for less communication"),
+        ("OneBitLamb", 0, "set Lamb"),
+        ("OneBitLamb", 1, "set AdamW, or Lamb at stage 0"),
+    ],
+)
+def test_a_1_bit_optimizer_has_a_remedy_that_its_stage_has_and_no_release_with_zero(name, stage, fix, tmp_path) -> None:
+    case = make_case(tmp_path, zero(stage) | {"optimizer": {"type": name}})
+    (gone,) = [finding for finding in findings(case) if finding.key == "optimizer.type"]
+    assert (gone.kind, gone.fix) == ("refused", fix)
+    assert ("no 1-bit optimizer runs with ZeRO" in gone.message) == (stage > 0)
+    # A release with it ends with an error at stages 1 to 3.
+    older = [it for it in findings(with_releases(case, {"deepspeed": "0.16.9"})) if it.key == "optimizer.type"]
+    assert [finding.kind for finding in older] == ["refused" if stage else "noted"]
+    if stage:
+        assert older[0].message.startswith("releases before 0.19.7 end with an AssertionError")
+
+
+@pytest.mark.parametrize(("scale", "stage"), [(65536, 2), (1, 3), (128.0, 0), (0, 2), (None, 3)])
+def test_a_static_loss_scale_is_named_and_a_dynamic_one_is_not(scale: float | None, stage: int, tmp_path: Path) -> None:
+    document = {**zero(stage), "bf16": {"enabled": False}, "fp16": {"enabled": True}}
+    if scale is not None:
+        document["fp16"]["loss_scale"] = scale
+    notes = [finding for finding in findings(make_case(tmp_path, document)) if finding.rule == "static-loss-scale"]
+    assert [(note.kind, note.key) for note in notes] == [("noted", "fp16.loss_scale")] * bool(scale)
+    assert all("nothing lowers it" in note.message and note.fix.startswith("set 0") for note in notes)
+    # Without fp16 it scales nothing.
+    document |= {"bf16": {"enabled": True}, "fp16": {**document["fp16"], "enabled": False}}
+    assert "static-loss-scale" not in {finding.rule for finding in findings(make_case(tmp_path, document))}
+
+
+def test_findings_hold_for_the_releases_of_the_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Notes named spans of releases before."""
+    file = tmp_path / "program.json"
+    file.write_text(json.dumps({**zero(1), "gradient_accumulation_steps": 4, "amp": {"enabled": False}}))
+
+    def explain(*words: str) -> tuple[int, dict[str, str], dict[str, Any]]:
+        status = main(["explain", str(file), "gpt2", "--world_size", "4", "--json", *words])
+        document = json.loads(capsys.readouterr().out)
+        return status, {item["id"]: item["message"] for item in document["findings"]}, document["releases"]
+
+    status, by_default, releases = explain()
+    assert status == 1
+    assert releases == {"assumed": read_stack(make_case(tmp_path, zero(1))), "stated": {}}
+    assert f"releases {unsound_releases('zero1', 4, 'bf16-engine')} compute wrong" in by_default["noted/releases"]
+    # A release with a fault, and with a setting that a later one removed.
+    status, faulty, releases = explain("--release", "deepspeed=0.16.9,accelerate=1.10")
+    assert (status, releases["stated"]) == (0, {"deepspeed": "0.16.9", "accelerate": "1.10.0"})
+    assert faulty["conflict/wrong-training"].endswith("not divided (study releases 0.16.9 zero1)")
+    assert faulty["noted/removed"].startswith("DeepSpeed 0.16.9 has it, and 0.19.8 and later end with an error")
+    assert not {"noted/releases", "refused/removed"} & faulty.keys()
+    # A release without a fault: neither a conflict nor a note.
+    sound = explain("--release", f"deepspeed={least_sound_release('zero1', 4, 'bf16-engine')}")[1]
+    assert not any("wrong" in message for message in sound.values())
+    # The check of files, too.
+    assert main(["explain", "--strict", str(file), "--release", "deepspeed=0.16.9"]) == 3
+    assert "conflict: deepspeed: 0.16.9 computes wrong gradients with these settings" in capsys.readouterr().out
+    # A page names them, with their origins.
+    monkeypatch.setattr(explain_releases, "_find_releases", lambda find: {"accelerate": "1.14.0"})
+    main(["explain", str(file), "gpt2", "--world_size", "4", "--release", "deepspeed==0.17.5"])
+    line = "findings hold for DeepSpeed 0.17.5 (--release), Accelerate 1.14.0 (installed), torch"
+    assert f"\n{line} {newest_tested_stack()['torch']} (newest tested)\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0.17.5", "'0.17.5' is not the release of deepspeed, accelerate, torch or transformers"),
+        ("peft=0.18.0", "'peft=0.18.0' is not the release"),
+        ("deepspeed=new", "write them as deepspeed=0.17.5,accelerate=1.10"),
+        ("torch=2.8,torch=2.9", "torch has two releases"),
+    ],
+)
+def test_a_release_that_is_none_is_refused_with_the_form(
+    text: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "ds.json", "gpt2", "--release", text]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("document", "name", "says"),
     [
         ({MICRO_BATCH: 1, ZERO: {"stage": 2}}, "no-precision", "32 bits"),
@@ -499,6 +590,62 @@ def test_plain_training_counts_fp32_weights_and_says_what_a_bf16_checkpoint_need
     main(["explain", str(tmp_path / "user.yaml"), "llama-3.1-8b", "--peft", "lora", "--hardware", "8xH100"])
     assert "counted in fp32" not in capsys.readouterr().out
     assert "fp32-weights" not in {finding.rule for finding in findings(make_case(tmp_path, plain, "gpt2"))}
+
+
+def test_without_bf16_a_model_that_overflows_in_fp16_has_one_choice_and_no_circle(tmp_path: Path, capsys) -> None:
+    """The file in bf16 and the one in fp16 end with the same words: fp32, or fp16 with its risk and its speed."""
+
+    step_s: dict[str, float] = {}
+
+    def explain_choice(precision: str, model: str, box: str) -> str:
+        (tmp_path / "user.yaml").write_text(json.dumps({"distributed_type": "NO", "mixed_precision": precision}))
+        main(["explain", str(tmp_path / "user.yaml"), model, "--hardware", box, "--gradient_checkpointing", "--json"])
+        rules = ("no-units", "trained-in-bf16", "reported-nan")
+        document = json.loads(capsys.readouterr().out)
+        step_s[precision] = document["answers"][0]["figures"]["compute"]
+        listed = [finding for finding in document["findings"] if finding["id"].partition("/")[2] in rules]
+        return "".join(f"{finding['message']}; {finding['fix']}" for finding in listed)
+
+    choice = re.compile(r"use fp32; or fp16, ([0-9.]+) times as fast, if its loss scale stays above the minimum$")
+    for precision in ("no", "fp16"):
+        explain_choice(precision, "gemma-2-9b", "T4")
+    factor = step_s["no"] / step_s["fp16"]
+    for precision in ("bf16", "fp16"):
+        words = choice.search(explain_choice(precision, "gemma-2-9b", "T4"))
+        assert words is not None
+        assert float(words[1]) == pytest.approx(factor, rel=0.01)
+    assert explain_choice("fp16", "gemma-2-9b", "A100").endswith("skipped; set bf16")
+    # Qwen2 is reported, not certain.
+    reported = explain_choice("fp16", "qwen2.5-7b", "T4")
+    assert reported.startswith("reported, not certain")
+    assert choice.search(reported)
+    assert explain_choice("bf16", "qwen2.5-7b", "T4").endswith("use fp16, or fp32")
+    assert not explain_choice("fp16", "llama-3.1-8b", "T4")
+
+
+@pytest.mark.parametrize(
+    ("mixed_precision", "flag", "is_refused"),
+    [
+        ("bf16", "fp32", True),
+        ("bf16", "no", True),
+        ("bf16", "fp16", True),
+        ("fp8", "fp16", True),
+        ("fp8", "bf16", False),
+        ("bf16", "bf16", False),
+        # Accelerator(mixed_precision=...) of the program replaces it.
+        ("no", "fp16", False),
+        (None, "fp16", False),
+    ],
+)
+def test_a_precision_that_contradicts_the_file_is_refused(
+    mixed_precision: str | None, flag: str, is_refused: bool, tmp_path: Path, capsys
+) -> None:
+    for document in ({"distributed_type": "NO"}, {"distributed_type": "DEEPSPEED", "deepspeed_config": {}}):
+        settings = {} if mixed_precision is None else {"mixed_precision": mixed_precision}
+        (tmp_path / "user.yaml").write_text(json.dumps(document | settings | {"num_processes": 1}))
+        status = main(["explain", str(tmp_path / "user.yaml"), "gpt2", "--precision", flag])
+        error = f"user.yaml sets mixed_precision: {mixed_precision}, and --precision is {flag.replace('no', 'fp32')}"
+        assert (status == 2, error in capsys.readouterr().err) == (is_refused, is_refused)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -751,6 +898,18 @@ def test_a_comparison_of_stages_names_what_it_leaves_out(tmp_path: Path) -> None
         ),
         ("a.yaml", "trainer: {strategy: fsdp, precision: bf16-mixed}", "Lightning", "fsdp2 --fsdp_version 1"),
         ("a.yaml", "optimizer: {_component_: torch.optim.AdamW, lr: 2e-5}\nbatch_size: 2", "torchtune", "fsdp2"),
+        (
+            "a.yaml",
+            "model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_rank: 16}",
+            "torchtune",
+            "fsdp2 --peft lora --lora_rank 16 --adapters_in_16_bits",
+        ),
+        (
+            "a.yaml",
+            "model: {_component_: torchtune.models.llama3_2.qlora_llama3_2_1b}",
+            "torchtune",
+            "fsdp2 --peft lora --adapters_in_16_bits --quantization 4bit",
+        ),
         ("a.json", '{"optimizer": {"_target_": "torch.optim.Adam"}}', "NeMo or another program of Hydra", "fsdp2"),
         ("a.yaml", "device_train_microbatch_size: 1\nfsdp_config: {mixed_precision: PURE}", "Composer", "fsdp2"),
     ],
@@ -1003,6 +1162,43 @@ def test_a_text_of_num_processes_is_refused_where_the_launcher_ends_with_an_erro
         assert read.num_processes == (8 if count and text.strip() == "8" else None)
 
 
+@pytest.mark.parametrize(
+    ("machines", "settings", "kind"),
+    [
+        (16, {}, "conflict"),
+        (2, {"deepspeed_multinode_launcher": "nossh"}, "refused"),
+        (16, {"deepspeed_hostfile": "hosts"}, "noted"),
+        (2, {"deepspeed_hostfile": "hosts", "deepspeed_multinode_launcher": "slurm"}, "noted"),
+        (2, {"deepspeed_multinode_launcher": "nossh", "deepspeed_hostfile": "hosts"}, None),
+        (16, {"deepspeed_multinode_launcher": "standard"}, None),
+        (1, {}, None),
+    ],
+)
+def test_a_launcher_that_starts_other_ranks_than_srun_expects_is_named(machines, settings, kind, tmp_path) -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    engine = {"zero_stage": 2, "gradient_accumulation_steps": 1, **settings}
+    ranks = 4 * machines
+    launch = {"num_machines": machines, "num_processes": ranks, "machine_rank": 1, "main_process_ip": "a"}
+    document = {"distributed_type": "DEEPSPEED", **launch, "main_process_port": 29500, "deepspeed_config": engine}
+    case = make_case(tmp_path, document, ranks=ranks)
+    launch_findings = [finding for finding in findings(case) if finding.rule == "launcher"]
+    keys = {"conflict": "deepspeed_hostfile", "refused": "deepspeed_hostfile", "noted": "deepspeed_multinode_launcher"}
+    assert [(finding.kind, finding.key) for finding in launch_findings] == ([(kind, keys[kind])] if kind else [])
+    assert all("standard" in finding.fix for finding in launch_findings)
+    # Accelerate starts DeepSpeed's launcher, with the hosts or without any.
+    command = launch_command_parser().parse_args(["--config_file", str(tmp_path / "user.yaml"), "train.py"])
+    options, _, _ = _validate_launch_command(command)
+    options.deepspeed_fields_from_accelerate_config = ""
+    words = prepare_deepspeed_cmd_env(options)[0] or []
+    hosts = words[words.index("--hostfile") + 1] if "--hostfile" in words else None
+    assert (hosts == "None") == (kind in ("conflict", "refused"))
+    assert ("--no_ssh" in words and hosts == "None") == (kind == "refused")
+    assert ("--launcher" in words and hosts == "hosts") == (kind == "noted")
+    # Without hosts it takes the GPUs of localhost.
+    assert fetch_hostfile("None") is None
+
+
 def test_a_global_batch_is_divided_by_the_ranks_that_do_not_share_samples(tmp_path: Path) -> None:
     """The sizes of the micro-batch and accumulation that DeepSpeed 0.19.8 computes on 8 ranks; None is an error."""
     for settings, sizes in (
@@ -1187,6 +1383,65 @@ def test_a_given_host_memory_is_checked_and_named(capsys: pytest.CaptureFixture[
         assert lines[1].startswith("Fits")
 
 
+def test_a_step_with_adam_on_the_host_has_its_range_without_details_and_its_rate_with_them(tmp_path, capsys) -> None:
+    """DeepSpeed's rate has clipping and copies in it, FSDP's is Adam alone: of the same host both are named."""
+    offloaded = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    both = f"{FITTED.host_gb_per_s:.0f} GB/s"
+    for document, rate in (
+        (
+            fsdp(fsdp_version=2, fsdp_offload_params=True),
+            "118 GB/s for all ranks of a node, as published for Adam alone",
+        ),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": offloaded}, f"{both} for all ranks of a node"),
+    ):
+        (tmp_path / "user.yaml").write_text(json.dumps(document | {"num_processes": 2, "mixed_precision": "fp16"}))
+        words = [
+            "explain",
+            str(tmp_path / "user.yaml"),
+            "llama-3.2-3b",
+            "--hardware",
+            "2xT4",
+            "--gradient_checkpointing",
+        ]
+        main(words)
+        page = capsys.readouterr().out
+        span = re.search(r"time of a step\? \S+ s and .* GB sent by a rank \((\S+ s) to (\S+ s) by its host\): ", page)
+        assert span is not None
+        main([*words, "--details"])
+        details = capsys.readouterr().out
+        assert f"{span[1]} to {span[2]} a step: Adam on published hosts had 1.77 GB/s a rank to 178 a node" in details
+        (note,) = [line for line in details.splitlines() if "the host's Adam: " in line]
+        assert f"the host's Adam: {rate}" in note
+        assert all(words in note for words in (both, "clipping and copies in it", "OMP_NUM_THREADS"))
+
+
+def test_the_first_line_names_the_host_s_need_of_training_first_and_also_if_the_gpu_is_full(tmp_path, capsys) -> None:
+    def first_line(*words: str) -> str:
+        main([*words, "--hardware", "T4", "--precision", "fp16"])
+        return capsys.readouterr().out.splitlines()[0]
+
+    predict = ["predict", "gemma-2-9b", "--strategy", "zero3_cpu", "--gradient_checkpointing"]
+    assert re.match(r"Fits: 11.4 of 14.6 .*, 227 GiB of host memory \(unchecked\); about", first_line(*predict))
+    assert re.match(r"Fits: .*, 227 of 512 GiB on the host; about", first_line(*predict, "--host_memory", "512"))
+    # Saving needs all weights in addition to the shards; switched off, training would still not fit.
+    engine = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    plain: dict[str, Any] = {"num_processes": 1, "distributed_type": "NO"}
+    saving = plain | {"distributed_type": "DEEPSPEED", "deepspeed_config": engine | {"zero3_save_16bit_model": True}}
+    (tmp_path / "user.yaml").write_text(json.dumps(saving))
+    explain = ["explain", str(tmp_path / "user.yaml"), "gemma-2-9b", "--host_memory"]
+    in_training = "227 GiB of host memory, of 12, in training, and 244 while the model is saved"
+    assert f": needs {in_training}; " in first_line(*explain, "12", "--gradient_checkpointing")
+    only_saving = "needs 244 GiB of host memory, of 230, while the model is saved"
+    assert only_saving in first_line(*explain, "230", "--gradient_checkpointing")
+    # Without checkpointing the GPU is full, too.
+    assert re.search(f"activations alone need .* GiB, and {in_training}", first_line(*explain, "12"))
+    (tmp_path / "user.yaml").write_text(json.dumps(plain))
+    loading = r" and 35\.4 GiB of host memory, of 12, while the model is loaded; predicted"
+    assert re.search(rf"optimizer state alone .* GiB,{loading}", first_line(*explain, "12"))
+    single = ["predict", "gemma-2-9b", "--strategy", "single", "--host_memory", "12"]
+    assert re.match(rf"Does not fit: 180 of .*\),{loading}", first_line(*single))
+
+
 def test_a_model_is_named_as_a_word_or_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
     file = str(ROOT / "accelerate_configs" / "zero3.yaml")
     rest = ["--hardware", "8xH100", "--json"]
@@ -1307,6 +1562,43 @@ def test_a_strict_check_has_both_errors_of_one_key_with_their_lines(tmp_path: Pa
     assert main(["explain", str(file), "--strict"]) == 1
     lines = re.findall(r":(\d+): error: refused: gradient_accumulation_steps: (.{8})", capsys.readouterr().out)
     assert lines == [("3", "is not a"), ("6", "the engi")]
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "device", "says"),
+    [
+        # 8.03 B / 4 elements of 4 bytes in one sub-group, and at most 1e9 in the default ones.
+        (10**14, 4, "nvme", ("2,007,565,312 elements: its 4 buffers", "pin 29.9 GiB")),
+        (10**14, 8, "nvme", ("its 8 buffers", "pin 59.8 GiB")),
+        (10**9, 4, "nvme", None),
+        (10**8, 4, "nvme", None),
+        (10**14, 4, "cpu", None),
+    ],
+)
+def test_a_large_sub_group_has_the_host_memory_that_the_default_saves(size, count, device, says, tmp_path) -> None:
+    offload = {"device": device, "nvme_path": "/nvme", "buffer_count": count}
+    case = make_case(tmp_path, zero(3, sub_group_size=size, offload_optimizer=offload), LLAMA_8B, 4)
+    notes = [finding for finding in findings(case) if finding.rule == "large-sub-groups"]
+    assert [note.kind for note in notes] == ["noted"] * (says is not None)
+    if says:
+        assert all(words in notes[0].message for words in says)
+        assert notes[0].fix == "set 1000000000, or leave it out"
+        default = make_case(tmp_path, zero(3, offload_optimizer=offload), LLAMA_8B, 4)
+        saved = count * 4 * (max(sub_groups(case.request)) - max(sub_groups(default.request)))
+        assert case.memory.host_peak.value - default.memory.host_peak.value == pytest.approx(4 * saved, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_pipeline_is_in_conflict_with_the_stages_that_its_engine_rejects(stage: int, tmp_path: Path) -> None:
+    from deepspeed.runtime.pipe import engine
+
+    source = "".join(inspect.getsource(engine.PipelineEngine.__init__).split())
+    assert "self.zero_optimization_stage()<ZeroStageEnum.gradients" in source
+    case = make_case(tmp_path, {**zero(stage), "pipeline": {"stages": 2}})
+    conflicts = [finding for finding in findings(case) if finding.rule == "pipeline-stage"]
+    assert [(finding.kind, finding.key) for finding in conflicts] == [("conflict", "pipeline")] * (stage >= 2)
+    assert all(finding.fix == "set stage 1, or take it out" for finding in conflicts)
+    assert "pipeline-stage" not in {finding.rule for finding in findings(make_case(tmp_path, zero(stage)))}
 
 
 def test_scaling_that_stage_1_does_not_read_and_a_narrow_reduction_are_named(tmp_path: Path) -> None:

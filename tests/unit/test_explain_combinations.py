@@ -334,6 +334,18 @@ def test_the_optimizer_of_a_program_is_a_condition_under_accelerate_only_without
     assert [message[:41] for message in messages] == expected
 
 
+@pytest.mark.parametrize(("stage", "is_on_nvme"), [(1, False), (2, False), (3, True)])
+def test_a_fault_of_nvme_is_of_stage_3_alone(stage: int, is_on_nvme: bool, tmp_path: Path) -> None:
+    """Stages 1 and 2 keep the state on the host, and a checkpoint restores the weights there."""
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+    }
+    messages = [finding.message for finding in find_in(settings, tmp_path, make_combination([f"zero{stage}"]))]
+    assert any("the optimizer on NVMe" in message for message in messages) == is_on_nvme
+
+
 @pytest.mark.parametrize(
     ("settings", "is_named"),
     [
@@ -391,7 +403,7 @@ def test_strict_fails_on_a_wrong_combination_and_names_its_line(
 def install(monkeypatch: pytest.MonkeyPatch, **releases: str | None) -> None:
     """Pretend that these releases are installed, and the tested ones of other packages."""
     versions = {**MATRIX.stack, **releases}
-    monkeypatch.setattr("study.advisor.explain_combinations.package_version", versions.get)
+    monkeypatch.setattr("study.advisor.explain_releases.package_version", versions.get)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,15 @@ def test_a_network_in_an_unclear_unit_is_refused(text: str, capsys: pytest.Captu
     assert "is not a bandwidth such as 50, 50GB/s or 400Gb/s" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["HDR200", "EDR", "ndr"])
+def test_a_kind_of_infiniband_leads_to_the_rate_that_a_gpu_has(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["predict", "gpt2", "--strategy", "zero3", "--hardware", "2x4xA100-40", f"--network_gb_per_s={text}"]
+    assert main(command) == 2
+    assert f"{text} is a kind of InfiniBand: write the rate of a card, divided by" in capsys.readouterr().err
+    # HDR has 200 Gb/s, which are 25 GB/s, for four GPUs.
+    assert parse_speed("50Gb/s") == 25 / 4
+
+
 FIGURES = "memory=141GB,tflops=989,bandwidth=4.8TB/s"
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from study.advisor import predict_command
+from study.cli import main
 from study.config.errors import UserError
+from study.predictor import live
 from study.predictor.families import FAMILIES
 from study.predictor.models import model_shape
 from study.workloads.presets import find_known, find_preset, known_models
@@ -39,6 +44,11 @@ def test_a_known_model_of_the_table_of_families_needs_no_torch() -> None:
         ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5-vl-7b"),
         ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"),
         ("stabilityai/stablelm-2-1_6b", "stablelm-2-1.6b"),
+        ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b-v0.1"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", "mistral-7b-v0.2"),
+        ("mistralai/Mistral-7B-v0.4", None),
+        ("google-bert/bert-base-cased", "bert-base-cased"),
+        ("distilgpt2", "distilgpt2"),
     ],
 )
 def test_a_known_model_is_found_by_its_hub_id_and_by_tuned_weights(name: str, expected: str | None) -> None:
@@ -55,7 +65,92 @@ def test_a_family_with_known_models_is_not_called_one_without_presets(name: str,
         model_shape(name)
 
 
+def test_the_help_says_which_models_take_up_to_a_minute() -> None:
+    parser = argparse.ArgumentParser()
+    predict_command.add_model_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    traced = text.partition("with torch also these, which are traced in up to a minute: ")[2].partition(";")[0]
+    assert {"flan-t5-xxl", "mixtral-8x7b"} <= set(traced.split(", "))
+    assert not {"llama-3.1-8b", "bert-large-uncased"} & set(traced.split(", "))
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("bert-large", "bert-large-uncased"), ("roberta-lage", "roberta-large")])
+def test_the_beginning_of_a_preset_is_not_another_model_that_is_misspelt(name: str, nearest: str) -> None:
+    with pytest.raises(UserError, match=rf"unknown model '{name}' -> did you mean {nearest}\?"):
+        model_shape(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "kind"),
+    [
+        ("unsloth/gemma-2-9b-bnb-4bit", "gemma-2-9b", "4bit"),
+        ("unsloth/Llama-3.2-3B-Instruct-bnb-4bit", "llama-3.2-3b", "4bit"),
+        ("unsloth/Qwen2.5-7B-Instruct-unsloth-bnb-4bit", "qwen2.5-7b", "dynamic-4bit"),
+        ("unsloth/mistral-7b-instruct-v0.2-bnb-4bit", "mistral-7b-v0.2", "4bit"),
+        ("gemma-2-9b-4bit", "gemma-2-9b", "4bit"),
+    ],
+)
+def test_a_name_of_4_bit_weights_is_its_model_with_them(
+    name: str, base: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = model_shape(name)
+    assert (shape.name, shape.quantized_by, shape.parameters) == (base, kind, model_shape(base).parameters)
+    flags = ["--strategy", "single", "--hardware", "L4", "--gradient_checkpointing", "--peft", "lora"]
+    in_4_bits = ["--quantization", "4bit"]
+    assert main(["predict", name, *flags, *in_4_bits]) == 0
+    page = capsys.readouterr().out
+    # Unsloth's dynamic ones have some matrices in 16 bits.
+    notes = [line for line in page.splitlines() if "dynamic 4-bit weights" in line]
+    assert bool(notes) == (kind == "dynamic-4bit")
+    assert main(["predict", base, *flags, *in_4_bits]) == 0
+    assert [line for line in page.splitlines() if line not in notes] == capsys.readouterr().out.splitlines()
+    assert main(["predict", name, *flags]) == 2
+    assert "add --peft lora --quantization 4bit, or name" in capsys.readouterr().err
+
+
+def test_a_trainer_file_may_name_4_bit_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sft.yaml"
+    text = "model_name_or_path: {}\nuse_peft: true\nload_in_4bit: true\nbf16: true\nlearning_rate: 2.0e-4\n"
+    for name in ("unsloth/Llama-3.2-3B-Instruct-bnb-4bit", "/models/unsloth/Llama-3.2-3B-bnb-4bit"):
+        file.write_text(text.format(name))
+        assert main(["explain", str(file), "--hardware", "L4"]) == 0
+        assert "llama-3.2-3b" in capsys.readouterr().out
+
+
 def test_no_two_known_models_have_one_spelling() -> None:
     ids = [model.hub_id.lower() for model in known_models().values()]
     assert len({*ids}) == len(ids)
     assert all(find_known(model.hub_id) == model == find_known(model.name) for model in known_models().values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        ("--quantization 4bit", "peft has no default targets for adapters of a phi3. To fix it: add --lora_targets"),
+        ("--quantization 8bit --lora_targets all-linear", "8-bit weights are not predicted"),
+    ],
+)
+def test_adapters_that_would_be_refused_are_refused_before_a_trace(
+    flags: str, refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def trace(*_: object) -> None:
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(live, "answer", trace)
+    file = tmp_path / "ddp.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 1\n")
+    for question in ("predict microsoft/phi-4 --strategy single", "advise microsoft/phi-4", f"explain {file} phi-4"):
+        assert main([*question.split(), "--hardware", "L4", "--peft", "lora", *flags.split()]) == 2
+        assert refusal in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["microsoft/phi-4", "unsloth/phi-4-bnb-4bit"])
+def test_the_adapters_of_a_trainer_file_are_checked_before_a_trace(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live, "answer", None)
+    file = tmp_path / "sft.yaml"
+    text = "use_peft: true\nload_in_4bit: true\nbf16: true\nlearning_rate: 2.0e-4\n"
+    file.write_text(f"model_name_or_path: {name}\n{text}")
+    assert main(["explain", str(file), "--hardware", "L4"]) == 2
+    assert "sft.yaml: peft has no default targets for adapters of a phi3" in capsys.readouterr().err

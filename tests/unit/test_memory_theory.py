@@ -15,6 +15,7 @@ from study.predictor.models import model_shape
 from study.predictor.request import request_for
 from study.predictor.time import predict_time
 from study.records.directory import RunWriter
+from study.records.outcome import Outcome
 from study.sweep.plan import plan_suite
 from study.sweep.search import representative_cell
 from sweeps import gpu_suites, gpu_suites_with_cells, planned, planned_cells, shipped, write_suite
@@ -64,8 +65,8 @@ def test_a_cell_expected_to_run_out_of_memory_is_no_failure_and_marked_in_a_dry_
         assert line.endswith("# expected to run out of memory") == ("single.yaml" in line)
     (part,) = plan_suite(str(file), Machine((), 16.0), tmp_path / "runs").slices
     folders = {representative_cell(cell).strategy: part.root / cell.id for cell in part.cells}
-    RunWriter(folders["single"]).close("oom", "made up")
-    RunWriter(folders["ddp"]).close("unsupported", "made up")
+    RunWriter(folders["single"]).close(Outcome("oom", "made up"))
+    RunWriter(folders["ddp"]).close(Outcome("unsupported", "made up"))
     assert main(["run", *arguments]) == 0
-    RunWriter(folders["ddp"]).close("oom", "made up")
+    RunWriter(folders["ddp"]).close(Outcome("oom", "made up"))
     assert main(["run", *arguments]) == 1

@@ -366,8 +366,8 @@ def test_refusals_of_the_hub_are_reported_and_so_is_an_unreachable_one_within_se
     small_hub.server_close()
     refuses("the hub cannot be reached.*--weights random", model_config, "owner/name")
     # A prediction loads no weights, and names the preset that is meant.
-    with pytest.raises(UserError, match=r"cannot be reached.*mistral-7b-v0.3, another version.*a folder with"):
-        model_shape("owner/Mistral-7B-v0.1", ask_hub=True)
+    with pytest.raises(UserError, match=r"cannot be reached.*did you mean mistral-7b-v0.2 or.*a folder with"):
+        model_shape("owner/Mistral-7B-v0.4", ask_hub=True)
     refuses("the hub cannot be reached.*--tokenizer_name", load_tokenizer, "bert-base-uncased", "bert-imdb")
     refuses("the hub cannot be reached.*--weights random", draw, "gpt2", weights="pretrained")
     assert not [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]

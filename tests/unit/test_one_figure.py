@@ -306,7 +306,7 @@ def test_a_prediction_names_the_moment_and_the_parts_of_its_peak(
     assert total == pytest.approx(float(peak[1]), rel=0.01)
 
 
-@pytest.mark.parametrize("written", ["128", "128GB", "128 GiB", "0.125TB"])
+@pytest.mark.parametrize("written", ["128", "128G", "128 GiB", "0.125TiB", "137.438953472 GB"])
 def test_sizes_are_read_as_people_write_them(written: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["predict", "qwen2.5-1.5b", "--strategy", "zero3_cpu", "--hardware", "2xH100"]
     assert main([*words, "--seq_length", "4k", "--host_memory", written]) == 0

@@ -44,7 +44,6 @@ from study.predictor.traced_request import build_meta_model, trace_activations
 from study.predictor.validation import score
 from study.predictor.zero3_gathers import reference_gathers, simulate_gathers
 from study.records.frames import read_parquet, read_runs_table, write_parquet
-from study.records.outcome import DEVICE_RAN_OUT
 from study.report.pages.prediction import headline, scores_frame
 from study.workloads.presets import PRESETS
 from tools import architectures
@@ -185,7 +184,7 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     # Memory of the start is not part of a step.
     runs["peak_memory_gib_allocated"] = [5.0, 5.0, math.nan, 5.0]
     runs["status_state"] = ["ok", "ok", "oom", "ok"]
-    runs["status_reason"] = ["", "", f"{DEVICE_RAN_OUT} (CUDA out of memory; 0.1 GiB of the device were free)", ""]
+    runs["status_cause"] = [None, None, "device memory", None]
     runs["device_memory_cap_gib"] = [math.nan, 16.0, 16.0, math.nan]
     runs["profile_steps"] = pd.array([0, 3, 0, 0], dtype="Int64")
     (tmp_path / recorded_runs.GPU).mkdir()
@@ -314,7 +313,9 @@ def test_the_network_traffic_of_a_node_is_a_line_of_its_own(capsys: pytest.Captu
     command = "predict llama-3.1-8b --hardware 4x8xH100 --strategy hsdp"
     assert main([*command.split(), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    leaving, sent = document["leaving_machine_bytes_per_step"], document["sent_bytes_per_step"]["value"]
+    leaving, sent = document["leaving_node_bytes_per_step"], document["sent_bytes_per_step"]["value"]
+    # As in the other keys of --json, such as host_bytes_per_node.
+    assert not any("machine" in key for key in document)
     # A node's eight ranks all-reduce their eighth of the fp32 gradients over four nodes; nothing else leaves it.
     assert leaving == pytest.approx(2 * 3 / 4 * 2 * document["parameters"], rel=1e-3)
     assert main(command.split()) == 0
@@ -535,7 +536,7 @@ def test_a_model_has_the_name_that_people_write(written: str, name: str) -> None
     assert model_shape(written).name == name
 
 
-@pytest.mark.parametrize("written", ["mistralai/Mistral-7B-Instruct-v0.2", "someone/llama-2-7b", "llama"])
+@pytest.mark.parametrize("written", ["mistralai/Mistral-7B-Instruct-v0.4", "someone/llama-2-7b", "llama"])
 def test_another_version_or_owner_is_not_taken_for_a_preset(written: str) -> None:
     with pytest.raises(UserError, match="unknown model"):
         model_shape(written)
@@ -633,6 +634,19 @@ def test_the_details_have_the_digits_and_the_units_of_the_first_line(capsys: pyt
     alone = capsys.readouterr().out
     assert re.search(r"^communication of one rank per step +none$", alone, re.MULTILINE)
     assert "ring bytes" not in alone
+
+
+@pytest.mark.parametrize(("kernel", "logit_bytes"), [("transformers", 14), ("unsloth", 4), ("fast", 8)])
+def test_the_note_on_logits_has_the_bytes_of_their_row(
+    kernel: str, logit_bytes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gemma 2 caps its logits, which the loss of transformers saves in addition to three copies in fp32."""
+    words = ["gemma-2-9b", "--strategy", "single", "--hardware", "T4", "--peft", "lora", "--quantization", "4bit"]
+    main(["predict", *words, "--gradient_checkpointing", "--seq_length", "2048", "--loss_kernel", kernel])
+    page = capsys.readouterr().out
+    (row,) = re.findall(r"^  logits +(\S+) ", page, re.MULTILINE)
+    assert f"logits and their loss: 2,048 tokens by 256,000 words, {logit_bytes} bytes each\n" in page
+    assert float(row) == pytest.approx(2048 * 256_000 * logit_bytes / GIB, rel=0.01)
 
 
 def test_sizes_have_the_words_of_transformers_too() -> None:

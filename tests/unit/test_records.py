@@ -26,6 +26,7 @@ from study.records.frames import read_records
 from study.records.lock import lock_run_directory
 from study.records.models import FILES as MODELS
 from study.records.models import SummaryRecord
+from study.records.outcome import Outcome
 from study.records.schema import RecordError, validate
 from study.run.checkpoint import save_checkpoint
 from study.sweep.cell_outcome import cell_state
@@ -57,7 +58,7 @@ def write_run(path: Path, steps: int = STEPS, end: bool = True) -> Path:
         writer.write("memory.json", MEMORY)
         writer.write("traffic.json", TRAFFIC)
         writer.write("summary.json", SUMMARY)
-        writer.close("ok")
+        writer.close(Outcome("ok"))
     return path
 
 
@@ -110,7 +111,7 @@ def test_a_writer_killed_in_the_middle_leaves_a_whole_document_and_a_file_that_t
     assert subprocess.run([sys.executable, "-c", KILLED_BEFORE_THE_RENAME, file], cwd=ROOT).returncode == -9
     assert read_json(file) == {"state": "first"}
     (leftover,) = (path for path in tmp_path.iterdir() if path != file)
-    RunWriter(tmp_path).close("failed")
+    RunWriter(tmp_path).close(Outcome("failed"))
     assert not leftover.exists()
 
 
@@ -181,7 +182,7 @@ def test_a_moved_run_leaves_the_record_and_the_checkpoints_of_its_successor_alon
     with pytest.raises(RunFailed, match="was moved or replaced during this run"):
         save_checkpoint(run, accelerator, None, 4)
     first.append("evals.jsonl", EVALS[0])
-    first.close("failed", "why")
+    first.close(Outcome("failed", "why"))
     assert contents(successor) == before
     assert (read_run(tmp_path / "moved").state, len(read_run(tmp_path / "moved").steps)) == ("failed", 1)
 
@@ -191,20 +192,20 @@ def test_the_first_reason_of_a_failed_run_stays(tmp_path: Path) -> None:
     writer = RunWriter(path)
     writer.set_crash_hint("from the checkpoint")
     assert read_status(path)["hint"] == "from the checkpoint"
-    end_interrupted_run(path, "oom", "rank 1: out of memory", "use less")
+    end_interrupted_run(path, Outcome("oom", "rank 1: out of memory", "use less"))
     writer.set_crash_hint("from a later one")
     first = read_status(path)
     assert (first["state"], first["reason"], first["hint"]) == ("oom", "rank 1: out of memory", "use less")
-    end_interrupted_run(path, "interrupted", "ended by SIGTERM", "")
+    end_interrupted_run(path, Outcome("interrupted", "ended by SIGTERM", ""))
     assert read_status(path) == first
     # A rank may fail before there is a record.
-    end_interrupted_run(tmp_path / "none", "failed", "reason", "")
+    end_interrupted_run(tmp_path / "none", Outcome("failed", "reason", ""))
     assert not (tmp_path / "none").exists()
     # The next attempt writes its own reason, and a run that has ended stays so.
     write_run(path, steps=1, end=False)
-    end_interrupted_run(path, "failed", "another reason", "")
+    end_interrupted_run(path, Outcome("failed", "another reason", ""))
     assert (read_status(path)["reason"], read_status(path)["attempt"]) == ("another reason", 2)
-    end_interrupted_run(write_run(path), "failed", "teardown", "")
+    end_interrupted_run(write_run(path), Outcome("failed", "teardown", ""))
     assert read_run(path).state == "ok"
 
 
@@ -214,7 +215,7 @@ def test_ranks_that_fail_at_once_leave_one_complete_reason(tmp_path: Path) -> No
 
         def fail(rank: int, path: Path = path, barrier: threading.Barrier = barrier) -> dict[str, Any]:
             barrier.wait()
-            end_interrupted_run(path, "failed", f"rank {rank}", f"hint {rank}")
+            end_interrupted_run(path, Outcome("failed", f"rank {rank}", f"hint {rank}"))
             return read_status(path)
 
         with ThreadPoolExecutor(4) as pool:

@@ -206,6 +206,23 @@ def test_a_file_that_explain_cannot_read_leads_to_the_one_that_is_meant(tmp_path
         assert capsys.readouterr().err.endswith(f"To fix it: {fix}\n")
 
 
+@pytest.mark.parametrize("name", ["train.py", "notebook.ipynb", "train.sh", "job.sbatch", "job"])
+def test_a_program_that_explain_is_given_leads_to_what_reads_its_settings(name, tmp_path, capsys) -> None:
+    # A script without a suffix is one by its first line.
+    (tmp_path / name).write_text("#!/bin/bash\n#SBATCH --nodes 16\nsrun train\n" if name == "job" else '{"cells": []}')
+    for model in ([], ["gpt2"]):
+        assert main(["explain", str(tmp_path / name), *model]) == 2
+        err = capsys.readouterr().err
+        assert f"{name} is a program, and its settings are not read" in err
+        for way in (
+            "the file that it launches with (--config_file, --deepspeed)",
+            "YAML or JSON of its TrainingArguments",
+            "study predict MODEL --strategy single",
+            "docs/receipt.md",
+        ):
+            assert way in err
+
+
 # The words of each command, and those of its error.
 COMMANDS = yaml.safe_load((ROOT / "tests/data/refused_commands.yaml").read_text())
 

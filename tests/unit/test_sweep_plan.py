@@ -192,6 +192,8 @@ def test_every_suite_can_be_rehearsed_with_tiny_models_on_two_cores(name):
         # A profile needs more steps, and is rejected with fewer.
         assert 0 < config.max_steps <= (12 if config.profile_steps else 6)
         check_profiled_steps(config, config.max_steps)
+    # Each probe is a launch.
+    assert {len(search.rungs) for search in cells if isinstance(search, Search)} <= {2}
     # The rehearsal launches the same: every strategy with every trainer, and every search.
     full = plan_cells(shipped()[name], box_with(8))
     assert {launch_kind(cell) for cell in cells} == {launch_kind(cell) for cell in full}

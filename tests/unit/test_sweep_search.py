@@ -36,7 +36,7 @@ def plan_search(file: Path) -> Search:
 def end_probe(search: Search, root: Path, value: int, state: State, reason: str = "") -> None:
     """Write the record of a run that ended before its first step."""
     place = list(search.rungs).index(value)
-    RunWriter(root / search.probe_at(place).id).close(state, reason)
+    RunWriter(root / search.probe_at(place).id).close(Outcome(state, reason))
 
 
 def answer_to(states: dict[int, str], last: int, start: int = 0) -> SearchAnswer:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from engines import ROOT
-from tools import golden, run_tests, tree
+from tools import golden, house, run_tests, tree
 
 # The runner: a test that fails once and passes alone does not fail the run; a test that fails twice does.
 
@@ -72,11 +72,33 @@ def test_a_test_that_starts_ranks_is_collected_in_its_folder_alone(folder, text,
     (tmp_path / "tests" / folder).mkdir()
     (tmp_path / "tests" / folder / "test_wrong.py").write_text(text)
     mark = "engine" if folder == "engine" else "not engine"
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", mark]
-    variables = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
-    assert (done.returncode != 0) == ("starts ranks" in says)
-    assert says in done.stdout + done.stderr
+    status, printed = collect(tmp_path, mark)
+    assert (status != 0) == ("starts ranks" in says)
+    assert says in printed
+
+
+def collect(folder: Path, mark: str) -> tuple[int, str]:
+    """Collect the tests of a folder in a fork: the libraries that its conftest.py imports take seconds."""
+    printed = folder / "printed.txt"
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            for descriptor in (1, 2):
+                os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+            sys.stdout = sys.stderr = os.fdopen(os.dup(1), "w", buffering=1)
+            os.chdir(folder)
+            # Those of this folder's tests have the same names.
+            tests = (ROOT / "tests").as_posix()
+            for name, module in list(sys.modules.items()):
+                if str(getattr(module, "__file__", None)).startswith(tests):
+                    del sys.modules[name]
+            sys.path[:] = [place for place in sys.path if not place.startswith(tests)]
+            arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", mark]
+            status = int(pytest.main(arguments))
+        finally:
+            os._exit(status)
+    _, wait_status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(wait_status), printed.read_text(encoding="utf-8")
 
 
 # The exit status and the failures of each pass.
@@ -197,3 +219,23 @@ def test_every_recipe_of_the_makefile_has_its_variables() -> None:
     command = ["make", "-n", "--warn-undefined-variables", *options, *targets]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "undefined variable" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("is_lost = 'connection closed' in reason", True),
+        ("is_lost = 'connection closed' not in reason", True),
+        ("is_lost = reason.startswith(('the loss is', 'x'))", True),
+        ("parts = reason.split('; ')", False),
+        ("is_lost = state == 'not judged'", False),
+        ("is_lost = 'failed' in states", False),
+    ],
+)
+def test_a_comparison_with_words_of_a_text_is_found(line: str, is_found: bool, tmp_path: Path) -> None:
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "reader.py").write_text(f"reason, state, states = 'a', 'b', ['c']\n{line}\n")
+    problems = [problem for problem in house.words_read(tmp_path) if "study/reader.py" in problem]
+    assert [problem.partition(" allowed")[0] for problem in problems] == (
+        ["study/reader.py looks for words in a text in line 2, 0 are"] if is_found else []
+    )

@@ -16,6 +16,7 @@ import torch
 import transformers
 import yaml
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from engines import ROOT
 from study.advisor import explain, predict_command
@@ -24,7 +25,7 @@ from study.advisor.explain import first_line
 from study.advisor.explain_case import ConfigCase
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.trainer_files import WITHOUT, read_trainer_file, shipped_engines
-from study.advisor.trainer_keys import OTHER_FIELDS, REMOVED_HF_KEYS, TRAINERS
+from study.advisor.trainer_keys import HF_OPTIMIZERS, OTHER_FIELDS, REMOVED_HF_KEYS, TRAINERS
 from study.advisor.user_settings import ZERO
 from study.advisor.workload import Workload
 from study.cli import main
@@ -588,11 +589,29 @@ def test_keys_that_resemble_one_are_the_trainer_s_own(trainer: Any) -> None:
         assert similar <= trainer.similar
 
 
-@pytest.mark.parametrize("key", ["lora_modules_to_save", "lora_target_parameters"])
+@pytest.mark.parametrize("key", ["gptq", "lora_target_parameters"])
 def test_a_verdict_without_a_large_part_of_the_peak_says_so(key: str, tmp_path: Path, capsys) -> None:
     document = AXOLOTL | {"adapter": "lora", key: True}
     main(["explain", str(write(tmp_path, document)), *BOX])
     assert capsys.readouterr().out.startswith(f"Without {key} (not modelled): ")
+
+
+@pytest.mark.parametrize(
+    ("document", "key"),
+    [
+        (AXOLOTL | {"adapter": "lora", "base_model": "llama-3.1-8b"}, "lora_modules_to_save"),
+        (FACTORY | {"finetuning_type": "lora", "model_name_or_path": "llama-3.1-8b"}, "additional_target"),
+        (ARGUMENTS | {"use_peft": True, "model_name_or_path": "llama-3.1-8b"}, "lora_modules_to_save"),
+    ],
+)
+def test_modules_that_a_trainer_saves_are_trained_copies(document: Any, key: str, tmp_path: Path) -> None:
+    plain = read(write(tmp_path, document), *BOX)
+    case = read(write(tmp_path, document | {key: ["embed_tokens", "lm_head", "norm"]}), *BOX)
+    assert case.shape.lora_saved == ("embed_tokens", "lm_head")
+    size = case.shape.embedding.elements
+    assert case.shape.trained_parameters - plain.shape.trained_parameters == 2 * size
+    messages = [item.message for item in case.findings if item.key == key]
+    assert any("the copy of 'norm' is not counted" in message for message in messages), case.findings
 
 
 def test_weights_that_a_trainer_loads_in_bf16_are_in_host_memory_once_with_deepspeed(tmp_path: Path) -> None:
@@ -748,6 +767,29 @@ def test_removed_keys_are_none_of_training_arguments(tmp_path: Path) -> None:
         if item.rule == "removed-key"
     ]
     assert fixes == {"evaluation_strategy": "set eval_strategy", "warmup_ratio": "set warmup_steps to the fraction"}
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("adamw_hf", "set adamw_torch"),
+        ("adamw_apex_fused", "set adamw_torch"),
+        ("AdamW_Torch", "set adamw_torch"),
+        ("adafacto", "did you mean adafactor or galore_adafactor?"),
+        ("adamw_torch_fused", None),
+        ("paged_adamw_8bit", None),
+    ],
+)
+def test_an_optimizer_that_transformers_lacks_is_named(name: str, fix: str | None, tmp_path: Path) -> None:
+    assert {item.value for item in OptimizerNames} == HF_OPTIMIZERS
+    case = read(write(tmp_path, ARGUMENTS | {"optim": name}), *BOX)
+    conflicts = [(item.kind, item.key, item.fix) for item in case.findings if item.rule == "unknown-optimizer"]
+    assert conflicts == ([] if fix is None else [("conflict", "optim", fix)])
+    if fix is None:
+        OptimizerNames(name)
+    else:
+        with pytest.raises(ValueError, match=f"{name} is not a valid OptimizerNames"):
+            OptimizerNames(name)
 
 
 @pytest.mark.parametrize(

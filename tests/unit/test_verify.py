@@ -12,6 +12,7 @@ from study.config.errors import UserError
 from study.host import stacks
 from study.host.machine import detect_machine
 from study.records.directory import read_json
+from study.records.outcome import Outcome
 from study.releases import verify as verify_module
 from study.releases.causes import PACKAGES, known_faults
 from study.releases.verdict import ROUNDING, Reference, TrainingTrace, Verdict, judge
@@ -29,6 +30,7 @@ SINGLE = TrainingTrace(
     samples=("1", "2", "3", "4"),
     max_norm=1.0,
 )
+DIVERGED = Outcome("failed", "the loss is NaN", cause="not finite", not_finite_step=3)
 
 
 def differing(**changed: object) -> Verdict:
@@ -96,13 +98,13 @@ def test_the_first_figure_that_differs_shows_the_fault(changed: dict, what: str,
 @pytest.mark.parametrize(
     ("changed", "kind"),
     [
-        ({"state": "unsupported", "reason": "no libaio"}, "refuses"),
-        ({"state": "unsupported", "reason": "torch-2.1 is not installable: no wheel"}, "not installable"),
-        ({"state": "failed", "reason": "AttributeError: x"}, "crashes"),
+        ({"ending": Outcome("unsupported", "no libaio")}, "refuses"),
+        ({"ending": Outcome("unsupported", "torch-2.1: no wheel", cause="not installable")}, "not installable"),
+        ({"ending": Outcome("failed", "AttributeError: x")}, "crashes"),
         # The machine had too little memory or time.
-        ({"state": "oom", "reason": "out of memory"}, "not judged"),
-        ({"state": "timeout", "reason": "ended after its 900 s"}, "not judged"),
-        ({"state": "failed", "reason": "the loss is NaN at step 3", "losses": [5.57902, 5.47629]}, "different"),
+        ({"ending": Outcome("oom", "out of memory")}, "not judged"),
+        ({"ending": Outcome("timeout", "ended after its 900 s")}, "not judged"),
+        ({"ending": DIVERGED, "losses": [5.57902, 5.47629]}, "different"),
         ({"weights": "b"}, "not judged"),
         ({"samples": ("1", "2", "4", "3")}, "not judged"),
     ],

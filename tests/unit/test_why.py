@@ -91,7 +91,7 @@ def test_a_log_has_its_messages_in_their_order(tmp_path: Path, capsys: pytest.Ca
     assert main(["why", str(log)]) == 0
     page = capsys.readouterr().out
     assert page.index("line 2: [rank1]") < page.index("line 3, 2 times: [rank0]")
-    assert "see: study predict MODEL" in page
+    assert "see: study advise MODEL" in page
     assert main(["why", str(log), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [(item["id"], item["line"]) for item in document["messages"]] == [("out-of-memory", 2), ("watchdog", 3)]
@@ -116,6 +116,8 @@ def test_a_healthy_log_has_no_known_message() -> None:
         "Process 7 exits with return code = -95",
         "loss: nano-gpt",
         "NCCL INFO NET/Plugin : Plugin load returned 2 : libnccl-net.so: cannot open shared object file: No such file",
+        "NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB ; OOB ib0:10.0.1.12<0>",
+        "NCCL WARN NET/IB : mlx5_0:1 Got async event : port active",
     ],
 )
 def test_a_harmless_line_has_no_message(line: str) -> None:
@@ -141,6 +143,50 @@ def test_a_watchdog_names_the_setting_of_the_trainer_and_the_test_of_pcie() -> N
     assert "NCCL_P2P_DISABLE=1" in message.message.fix
     trainer = (site_packages() / "transformers/training_args.py").read_text(encoding="utf-8")
     assert "ddp_timeout: int" in trainer
+
+
+def test_each_setting_that_deepspeed_removed_has_its_message_known() -> None:
+    from deepspeed.runtime import config
+
+    removed = {**config._REMOVED_TOP_LEVEL_CONFIG_KEYS, **config._REMOVED_ZERO_CONFIG_KEYS}
+    assert len(removed) >= 14
+    for key, text in removed.items():
+        line = f"deepspeed.runtime.config.DeepSpeedConfigError: {text}"
+        assert [item.message.id for item in find_messages(line)] == ["removed-setting"], key
+
+
+def test_a_loss_scale_of_1_is_not_waited_for_and_a_static_one_is_named() -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(
+        init_scale=2, scale_window=1000, min_scale=1, delayed_shift=1, consecutive_hysteresis=False
+    )
+    assert (scaler.min_scale, scaler.raise_error_at_min_scale) == (1, True)
+    (message,) = find_messages("[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 1, reducing to 1")
+    assert message.message.fix.startswith("at a scale of 1 at once")
+    (static,) = find_messages(
+        "[deepspeed] OVERFLOW! Skipping step. Gradients are non-finite, weights were not updated."
+    )
+    assert "static (fp16.loss_scale above 0)" in static.message.says
+    assert '"loss_scale": 0' in static.message.fix
+
+
+def test_a_full_disk_may_be_that_of_swap_files() -> None:
+    (message,) = find_messages("OSError: [Errno 28] No space left on device: '/local_nvme/zero_stage_3/optimizer'")
+    assert "the swap files in nvme_path" in message.message.says
+    assert "For nvme_path: " in message.message.fix
+
+
+def test_messages_of_infiniband_and_slurm_are_in_the_order_of_the_log() -> None:
+    log = (
+        f"{WATCHDOG}node7:99:120 [0] NCCL WARN NET/IB : mlx5_0:1 Got async event : port error\n"
+        "node7:99:120 [0] NCCL WARN NET/IB: Got completion from peer 10.0.0.8<4000> with status=12 opcode=0 len=0 "
+        "vendor err 129 (Send)\nslurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n"
+        "slurmstepd: error: *** JOB 7 ON node7 CANCELLED AT 2026-11-30T10:00:00 DUE TO TIME LIMIT ***\n"
+    )
+    places = [(item.message.id, item.line) for item in find_messages(log)]
+    ids = ("watchdog", "ib-port", "ib-completion", "killed", "slurm-time-limit")
+    assert places == [(name, line) for line, name in enumerate(ids, start=1)]
 
 
 WATCHDOG = "[E ProcessGroupNCCL.cpp:475] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2)\n"
@@ -300,3 +346,25 @@ def test_a_message_without_its_figures_has_no_parts() -> None:
     (message,) = find_messages("CUDA out of memory. Tried to allocate 2.00 GiB")
     assert message.memory is None
     assert message.remedies == [message.message.fix]
+
+
+@pytest.mark.parametrize(
+    ("before", "is_alone"),
+    [
+        ("", True),
+        ("step 1, lora rank of 16, cuda:0\n[rank0]: ", True),
+        ("[rank1]: ", False),
+        ("world_size=2\n", False),
+        ("tensors on cuda:1\n", False),
+    ],
+)
+def test_a_gpu_alone_is_not_told_to_shard(before: str, is_alone: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    text = before + FULL_GPU_FORMS["new"].format(
+        "500.00 MiB", "14.74 GiB", "200.00 MiB", "14.00 GiB", "100.00 MiB", processes="", private=""
+    )
+    assert main(["why", text]) == 0
+    page = capsys.readouterr().out
+    assert ("ZeRO" in page, "adapters on 4-bit weights" in page) == (not is_alone, is_alone)
+    # Its strategies depend on the number of GPUs.
+    assert "see: study advise MODEL --hardware BOX" in page
+    assert "zero3" not in page

@@ -46,6 +46,8 @@ CHANGES = {
     "lora_dropout": "0.05",
     "lora_rank": "64",
     "lora_targets": "q_proj,v_proj",
+    "lora_modules_to_save": "lm_head",
+    "tensor_parallel": "2",
     "optimizer": "lion",
     "quantization": "4bit",
     "double_quant": None,
@@ -112,7 +114,11 @@ def test_each_command_has_a_flag_for_each_field_of_a_workload() -> None:
     only_predict = {"pure_bf16", "autocast", "dropout"}
     assert fields - vars(parse(predict_command, PREDICT)).keys() == set()
     assert fields - vars(parse(advise_command, ["gpt2"])).keys() == only_predict
-    assert fields - vars(parse(explain, ["zero3.json", "gpt2"])).keys() == {"model_name_or_path", *only_predict}
+    assert fields - vars(parse(explain, ["zero3.json", "gpt2"])).keys() == {
+        "model_name_or_path",
+        "tensor_parallel",
+        *only_predict,
+    }
 
 
 def test_a_workload_has_what_each_command_names() -> None:
@@ -133,6 +139,7 @@ def test_a_workload_has_what_each_command_names() -> None:
         ("--adapters_in_16_bits", "--adapters_in_16_bits has no effect without adapters"),
         ("--lora_rank 4", "--lora_rank 4 has no effect without adapters"),
         ("--lora_targets q_proj,v_proj", "--lora_targets q_proj,v_proj has no effect without adapters"),
+        ("--lora_modules_to_save lm_head", "--lora_modules_to_save lm_head has no effect without adapters"),
         ("--lora_dropout 0.1", "--lora_dropout 0.1 has no effect without adapters"),
         ("--peft lora --lora_dropout 1", "--lora_dropout 1 is out of range"),
         ("--double_quant", "--double_quant is about the scales of 4-bit weights"),

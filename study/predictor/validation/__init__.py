@@ -173,13 +173,25 @@ def published_entries(
     """Yield each published row that is wanted by its keys: the day on which it was read, its keys as in the file, and
     the measurement."""
     document = _document()
-    for group in document["groups"]:
-        for row in group["rows"]:
-            # A group of single threads has no page: its rows name theirs.
-            page = {"url": group["url"]} if "url" in group else {}
-            keys = {**page, **group["common"], **row}
+    for number, group in enumerate(document["groups"]):
+        for place in range(len(group["rows"])):
+            keys = _keys(number, place)
             if is_wanted(keys):
-                yield group.get("read_on", document["read_on"]), keys, _measured(group["id"], keys)
+                yield group.get("read_on", document["read_on"]), keys, _measurement(number, place)
+
+
+def _keys(number: int, place: int) -> dict[str, Any]:
+    """Return the keys of a row of a group."""
+    group = _document()["groups"][number]
+    # A group of single threads has no page: its rows name theirs.
+    page = {"url": group["url"]} if "url" in group else {}
+    return {**page, **group["common"], **group["rows"][place]}
+
+
+# All rows take a second, and a process may ask for them again: the calculator's server, and tests.
+@functools.cache
+def _measurement(number: int, place: int) -> Measurement:
+    return _measured(_document()["groups"][number]["id"], _keys(number, place))
 
 
 def published_model(name: str) -> str:
@@ -243,9 +255,10 @@ def _step_s(row: Mapping[str, Any], request: Request) -> float | None:
     """Return a row's seconds per optimizer step, converted from its unit; None if it has no time."""
     sequences = request.micro_batch * request.accumulation
     if "tokens_per_s_per_gpu" in row:
-        return float(sequences * request.sequence_length / row["tokens_per_s_per_gpu"])
+        tokens = sequences * request.sequence_length / request.tensor_ranks
+        return float(tokens / row["tokens_per_s_per_gpu"])
     if "samples_per_s" in row:
-        return float(sequences * request.box.ranks / row["samples_per_s"])
+        return float(sequences * request.data_ranks / row["samples_per_s"])
     if "mfu" in row:
         peak = request.box.device.peak_tflops[request.precision.removesuffix("-engine")]
         assert peak is not None

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from study.records.frames import Records
-from study.records.strategy_runs import Row
 from study.report.document import Answer, Question, Table
+from study.report.facts import ClaimRow
 from study.report.questions import fits, loss, memory, releases, runs, scaling, time, virtual
 from study.virtual.summaries import setting_pairs
 
@@ -23,7 +23,7 @@ QUESTIONS: tuple[Question, ...] = (
 TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, table in question.tables.items()}
 
 
-def answers(records: Records, claims: Sequence[Row] = (), suite: str = "") -> dict[Question, Answer]:
+def answers(records: Records, claims: Sequence[ClaimRow] = (), suite: str = "") -> dict[Question, Answer]:
     """Return the questions that records, or claims on them, answer; first those in the suite's name, then settings.
 
     Memory comes before the others where model state is most of it.

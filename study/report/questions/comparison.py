@@ -289,8 +289,8 @@ def common_seeds(differences: Iterable[Difference]) -> int:
 
 def format_references(names: Iterable[str]) -> str:
     """Return the reference; if workloads have different ones, that each has its own."""
-    text = format_names([*names])
-    return f"its workload's {text.replace(' and ', ' or ')}" if " and " in text else text
+    different = list(dict.fromkeys(names))
+    return f"its workload's {format_names(different, 'or')}" if len(different) > 1 else format_names(different)
 
 
 def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ import pandas as pd
 from study.config.text import NOT_MEASURED, percent
 from study.records.fairness import has_dropout
 from study.records.frames import Records, real_runs, steps_by_run
-from study.records.outcome import has_diverged
 from study.records.statistics import (
     BF16_SPACING,
     CLAIMED_DIFFERENCE,
@@ -85,7 +84,7 @@ def _diverged_seeds(arm: StrategyRuns) -> list[int]:
     runs = arm.workload_runs
     trained = runs.loc[(runs["arm"] == arm.baseline) & (runs["status_state"] == "ok"), "seed"]
     lost = arm.runs[(arm.runs["status_state"] == "failed") & (arm.runs[_CONFOUND] == "")]
-    lost = lost[lost["status_reason"].fillna("").map(has_diverged) & lost["seed"].isin(trained)]
+    lost = lost[(lost["status_cause"] == "not finite") & lost["seed"].isin(trained)]
     return sorted({int(seed) for seed in lost["seed"]})
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -690,14 +691,15 @@ def _mark_extrapolated(figure: Callable[[StrategyRuns], float]) -> Callable[[Str
     )
 
 
-def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:
-    """Yield strategies of workloads that ran an alternative to ZeRO: real ones, or virtual ones if there are none."""
+@functools.lru_cache(2)
+def _neighbour_arms(records: Records) -> tuple[StrategyRuns, ...]:
+    """Return strategies of workloads that ran an alternative to ZeRO: real ones, or virtual ones if there are none."""
     for chosen in (real_runs(records), virtual_runs(records)):
         runs = with_whole_models(chosen).runs
         strategies = [arm for arm in group_by_strategy(runs) if arm.workload_runs["strategy"].isin(_NEIGHBOURS).any()]
         if strategies:
-            yield from strategies
-            return
+            return tuple(strategies)
+    return ()
 
 
 def neighbours_table(records: Records) -> pd.DataFrame:

@@ -13,8 +13,8 @@ from study.host.stacks import release_key
 from study.records.frames import Records
 from study.records.workloads import strategy_order
 from study.releases.causes import Cause, known_faults, read_causes
-from study.releases.command import NOT_RUN
 from study.releases.judge import DAGGER
+from study.releases.judged_stack import NOT_RUN
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.releases.verdict import ROUNDING
 from study.report.document import Answer, Question

@@ -11,9 +11,8 @@ from study.config.text import format_duration, percent
 from study.records.frames import Records
 from study.records.outcome import SliceProgress
 from study.records.statistics import Noise, estimate_noise, repeat_noise
-from study.records.strategy_runs import Row
 from study.report.document import Answer, Question
-from study.report.facts import Headline, caption, footnotes
+from study.report.facts import ClaimRow, Headline, caption, footnotes
 from study.report.questions.comparison import arm_table, real_arms, workloads
 from study.report.questions.memory import STEP, sent_mib, step_s
 
@@ -76,43 +75,33 @@ REMAINING = Question(
 )
 
 
-def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
+def claims_answer(rows: Sequence[ClaimRow], suite: str = "") -> Answer | None:
     """Return the rows of the claims that depend on these records; None without claims."""
     if not rows:
         return None
-    findings = [str(row["Finding"]) for row in rows]
-    counts = Counter(finding.partition(" (")[0] for finding in findings)
-    decided = len(rows) - counts["undecided"] - sum("other evidence" in finding for finding in findings)
+    counts = Counter(row.kind for row in rows)
+    decided = sum(row.is_decided for row in rows)
     listed = ", ".join(f"{finding} {counts[finding]}" for finding in _FINDINGS if counts[finding])
     headline = Headline(f"{decided} of {len(rows)}", caption("claims", "decided", listed=listed))
-    notes = footnotes(
-        "claims", {"documents": True, **{name: words in "; ".join(findings) for name, words in _NOTED.items()}}
-    )
-    return Answer(pd.DataFrame(rows).astype(object), (headline,), (*_by_finding(rows), *notes), leads="claims" in suite)
+    needed = frozenset[str]().union(*(row.notes for row in rows))
+    notes = footnotes("claims", {"documents": True, **{name: name in needed for name in _NOTED}})
+    table = pd.DataFrame([row.cells for row in rows]).astype(object)
+    return Answer(table, (headline,), (*_by_finding(rows), *notes), leads="claims" in suite)
 
 
-def _by_finding(rows: Sequence[Row]) -> Iterator[str]:
+def _by_finding(rows: Sequence[ClaimRow]) -> Iterator[str]:
     """Yield the claims of each finding, if there are more than the 12 rows above which the page folds the table."""
     if len(rows) <= _UNFOLDED:
         return
     claims = dict[str, list[str]]()
-    for row in rows:
-        claims.setdefault(str(row["Finding"]), []).append(str(row["Claim"]))
-    for finding in sorted(claims, key=lambda text: _FINDINGS.index(text.partition(" (")[0])):
+    for row in sorted(rows, key=lambda row: _FINDINGS.index(row.kind)):
+        claims.setdefault(row.finding, []).append(str(row.cells["Claim"]))
+    for finding in claims:
         yield caption("claims", "finding", finding=finding, claims=", ".join(claims[finding]))
 
 
-# Words of a finding that have a footnote, by its name.
-_NOTED = {
-    "at_scale": "(at scale)",
-    "published": "(published)",
-    "derived": "(derived)",
-    "small_scale": "small scale",
-    "in_part": "holds in part",
-    "reading": "depends on the reading",
-    "noise": "inside noise",
-    "necessary": "necessary condition",
-}
+# Footnotes of findings, in their order.
+_NOTED = ("at_scale", "published", "derived", "small_scale", "in_part", "reading", "noise", "necessary")
 _UNFOLDED = 12
 _FINDINGS = ("holds", "holds in part", "does not hold", "contradicts itself", "undecided")
 CLAIMS = Question("claims", "Which published claims do these records decide?", lambda _records: None)

@@ -134,7 +134,7 @@ TIME = Question(
     notebook="runtime",
 )
 
-_LABELS = {
+LABELS = {
     "matmul": "matrix products",
     "attention": "attention",
     "elementwise": "elementwise and norms",
@@ -185,7 +185,7 @@ def step_profile_table(records: Records) -> pd.DataFrame:
         return {
             "Profiled step, ms": 1e3 * profile["wall_s_per_step"],
             "Timed step, ms": 1e3 * step_s(arm),
-            **{f"{_LABELS[kind].capitalize()}, ms": 1e3 * parts[kind] for kind in (*PROFILE_CATEGORIES, "idle")},
+            **{f"{LABELS[kind].capitalize()}, ms": 1e3 * parts[kind] for kind in (*PROFILE_CATEGORIES, "idle")},
             "Of it counted twice, ms": 1e3 * (profile["summed_s_per_step"] - profile["busy_s_per_step"]),
             "Model FLOP utilization": arm.median("mfu"),
             _PRODUCTS: seconds / profile["wall_s_per_step"],
@@ -203,7 +203,7 @@ def kernels_table(records: Records) -> pd.DataFrame:
             "Workload": arm.workload,
             "Strategy": arm.name,
             "Kernel or operator": entry["name"],
-            "Kind": _LABELS[entry["category"]],
+            "Kind": LABELS[entry["category"]],
             "Calls per step": entry["calls_per_step"],
             "Per step, ms": 1e3 * entry["s_per_step"],
             "Share of the step": entry["s_per_step"] / profile["wall_s_per_step"],

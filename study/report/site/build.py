@@ -29,10 +29,11 @@ from papermill.exceptions import PapermillExecutionError
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
-from study.records.strategy_runs import Row
 from study.report.document import Answer, PageSection, Picture, Question, link_html, page_html, page_markdown
+from study.report.facts import ClaimRow
 from study.report.questions import answers
 from study.report.site.publishing import FIGURES, IMAGES, LIST, new_report
+from study.report.site.reading import read_reading
 from study.sweep.fork_server import ForkServer
 
 START_LIMIT_S = 120
@@ -162,22 +163,25 @@ def build(
     suite: str,
     output: Path,
     *,
-    claims: Sequence[Row] = (),
+    claims: Sequence[ClaimRow] = (),
     notebooks: Path = NOTEBOOKS,
     time_limit_s: float = TIME_LIMIT_S,
     say: Callable[[str], None] = lambda _line: None,
     facts: Sequence[str] = (),
     title: str = "",
     kernels: int = KERNELS,
+    reading: Path | None = None,
 ) -> dict[str, str]:
     """Build the report in a folder next to `output` and move it there; return the reason of each failed notebook.
 
     `title` is that of the first page, by default the suite's name, `facts` are lines for its head that the records do
-    not have, and `kernels` is the number of notebooks that run at once.
+    not have, and `kernels` is the number of notebooks that run at once. The reading is in the folder
+    `reading`, by default `output`.
     """
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
     answered = answers(records, claims, suite)
+    section = read_reading(reading or output, answered)
     names = list(dict.fromkeys(question.notebook for question in answered if question.notebook))
     # Figures are checked when the report is published.
     wanted = {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES, IMAGES) if names else ())}
@@ -185,7 +189,7 @@ def build(
     with new_report(output, wanted) as folder:
         write_parquet(records, folder)
         failures = run_notebooks(names, notebooks, folder, time_limit_s, say, kernels)
-        _write_pages(records, suite, folder, answered, failures, facts, title or suite)
+        _write_pages(records, suite, folder, answered, failures, facts, title or suite, section)
     return failures
 
 
@@ -220,6 +224,7 @@ def _write_pages(
     failures: Mapping[str, str],
     facts: Sequence[str],
     title: str,
+    reading: PageSection | None,
 ) -> None:
     # The title and the question of a page are the first cell of its notebook.
     heads, figures = dict[str, list[str]](), dict[str, list[Picture]]()
@@ -236,7 +241,7 @@ def _write_pages(
         pages={"index": "Overview", **{name: head for name, (head, _) in heads.items()}},
         all_reports=".." if folder.resolve().parent.name == "reports" else "",
     )
-    texts = _first_page(records, answered, cards, failures, facts, title, page)
+    texts = _first_page(records, answered, cards, failures, facts, title, page, reading)
     for name, (_, words) in heads.items():
         chosen = [question for question in answered if question.notebook == name]
         sections = [part for one in chosen for part in _details(one, answered[one], drawn[one], records, in_summary)]
@@ -255,6 +260,7 @@ def _first_page(
     facts: Sequence[str],
     title: str,
     page: Callable[..., str],
+    reading: PageSection | None,
 ) -> dict[str, str]:
     """Return the first page as Markdown and as HTML, by file."""
     lists = list(_left_out(records, failures))
@@ -268,12 +274,14 @@ def _first_page(
         current="index",
         title=title,
         facts=facts,
+        readings=[reading] if reading else [],
         cards=cards,
         lists=lists,
         numbers=numbers,
         environment=pd.DataFrame(environment.items(), columns=["", " "]),
     )
-    markdown = page_markdown(title, [lead, *_shorten_cards(answered, cards), *lists], numbers)
+    first = [lead, reading] if reading else [lead]
+    markdown = page_markdown(title, [*first, *_shorten_cards(answered, cards), *lists], numbers)
     return {"summary.md": markdown, "index.html": html}
 
 

@@ -21,7 +21,7 @@ from study.sweep.suite_file import find_suite, read_suite
 
 if TYPE_CHECKING:
     from study.records.frames import Records
-    from study.records.strategy_runs import Row
+    from study.report.facts import ClaimRow
 
 REPORTS = "reports"
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     only_records.add_argument("--keep_missing", action="store_true", help="keep runs that only the report contains")
 
 
-def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequence[Row]]) -> int:
+def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequence[ClaimRow]]) -> int:
     """Build the report; `claims` returns the published claims that depend on a report's records, given its folder."""
     with require_extra("report"):
         from study.records import frames

@@ -26,6 +26,8 @@ from study.records.frames import RUNS_FILE, STEPS_FILE
 
 # Figures of the summary; other figures, and every figure as PNG.
 FIGURES, IMAGES = "figures", "images"
+# Sentences of the report's authors (study/report/site/reading.py), which no report replaces.
+READING = "reading.md"
 LIST, PAGES_LIST = "files.json", "pages.json"
 # Files of a report that git ignores and `make reports` builds.
 _PAGES = ("*.html", "*.ipynb", f"{IMAGES}/*")
@@ -46,7 +48,7 @@ def check_place(output: Path, names: Iterable[str], built: Digests | None = None
     lists = [] if listed is None else [LIST, PAGES_LIST]
     replaceable = {*_unchanged_files(output, _both(listed or {}, built or {})), *lists}
     # A folder without a report may be a home or a repository.
-    foreign = sorted(file.name for file in output.iterdir() if file.name not in replaceable)
+    foreign = sorted(file.name for file in output.iterdir() if file.name not in {*replaceable, READING})
     if listed is None and foreign:
         raise UserError(
             f"--output {output} has {foreign[0]}, and no {LIST} of a report",

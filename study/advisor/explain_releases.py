@@ -1,0 +1,123 @@
+"""The releases of a program's packages, which `study explain --release` sets, and the findings that depend on them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from study.advisor.explain_case import ACCUMULATION, ConfigCase
+from study.advisor.user_settings import Finding, known_settings
+from study.compositions.answers import newest_tested_stack
+from study.host.stacks import package_version, release_key
+from study.releases.causes import PACKAGES, known_faults
+
+# Packages whose releases make a difference to combinations of features.
+ENGINES = ("deepspeed", "accelerate", "torch")
+_NAMES = {"deepspeed": "DeepSpeed", "accelerate": "Accelerate", "torch": "torch", "transformers": "transformers"}
+_PARTS = 3
+# Of DeepSpeed's releases with 1-bit optimizers, at stages 1 to 3.
+REFUSE_1_BIT = "end with an AssertionError: no 1-bit optimizer runs with ZeRO"
+
+
+def parse_releases(text: str) -> dict[str, str]:
+    """Return the releases of --release by package, such as deepspeed=0.17.5,accelerate=1.10.
+
+    Raise ArgumentTypeError for another form.
+    """
+    releases = dict[str, str]()
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z]+)\s*==?\s*v?(\d{1,9}(?:\.\d{1,9}){1,3})(?:\+[\w.]+)?\s*", item)
+        if match is None or match[1].lower() not in PACKAGES:
+            example = "deepspeed=0.17.5,accelerate=1.10"
+            problem = f"{item.strip()[:40]!r} is not the release of {', '.join(PACKAGES[:-1])} or {PACKAGES[-1]}"
+            raise argparse.ArgumentTypeError(f"{problem}; write them as {example}")
+        name, numbers = match[1].lower(), match[2].split(".")
+        if name in releases:
+            raise argparse.ArgumentTypeError(f"{name} has two releases; name one")
+        releases[name] = ".".join([*numbers, *["0"] * (_PARTS - len(numbers))])
+    return releases
+
+
+def read_stack(case: ConfigCase) -> dict[str, str | None]:
+    """Return the releases of --release, else of a case's run or the installed ones; the newest tested ones of missing
+    packages."""
+    newest = newest_tested_stack()
+    releases = _find_releases(package_version) if case.releases is None else case.releases
+    stack = {name: case.stated_releases.get(name) or releases.get(name) or newest[name] for name in ENGINES}
+    transformers = case.stated_releases.get("transformers")
+    return stack | ({"transformers": transformers} if transformers else {})
+
+
+@functools.cache
+def _find_releases(find_release: Callable[[str], str | None]) -> dict[str, str | None]:
+    """Return the installed releases, whose files take longer to read than a config to judge."""
+    return {name: find_release(name) for name in ENGINES}
+
+
+def release_line(case: ConfigCase) -> str:
+    """Return the releases that findings hold for, with the origin of each."""
+    installed = _find_releases(package_version) if case.releases is None else case.releases
+    by_origin = dict[str, list[str]]()
+    for name, release in read_stack(case).items():
+        if name == "deepspeed" and case.file.deepspeed is None:
+            continue
+        origin = (
+            "--release" if name in case.stated_releases else "installed" if installed.get(name) else "newest tested"
+        )
+        by_origin.setdefault(origin, []).append(f"{_NAMES[name]} {release}")
+    listed = ", ".join(f"{', '.join(names)} ({origin})" for origin, names in by_origin.items())
+    return f"findings hold for {listed}" + ", unless --release names others" * (not case.stated_releases)
+
+
+def release_document(case: ConfigCase) -> dict[str, Any]:
+    """Return the releases that findings hold for, and those of --release."""
+    return {"assumed": read_stack(case), "stated": dict(case.stated_releases)}
+
+
+def with_releases(case: ConfigCase, releases: Mapping[str, str] | None) -> ConfigCase:
+    """Return the case with the releases of --release."""
+    return dataclasses.replace(case, stated_releases=releases) if releases else case
+
+
+def release_facts(case: ConfigCase) -> dict[str, str | None]:
+    """Return what rules may ask of releases: those of --release; without it a rule holds for any."""
+    return {f"{name}_release": case.stated_releases.get(name) for name in PACKAGES}
+
+
+def release_faults(case: ConfigCase, strategy: str, named_causes: Iterable[str]) -> Iterator[Finding]:
+    """Yield the faults of the releases of --release in a strategy with this case's settings, as `study releases` has
+    them, without the `named_causes`."""
+    if not case.stated_releases:
+        return
+    stack, request, listed = read_stack(case), case.request, set(named_causes)
+    is_open = case.top.get(ACCUMULATION, "auto") == "auto"
+    for cause in known_faults({"transformers": newest_tested_stack()["transformers"], **stack}, on_gpu=True):
+        if cause.id in listed or cause.ends_training or cause.sometimes or not cause.releases.get("deepspeed"):
+            continue
+        command = f"study releases {stack['deepspeed']} {strategy}"
+        fix = cause.instead[:1].lower() + cause.instead[1:].removesuffix(".")
+        if cause.shows_in(strategy, request.accumulation, request.precision):
+            message = f"{stack['deepspeed']} computes wrong gradients with these settings: {cause.title} ({command})"
+            yield Finding("conflict", "deepspeed", message, fix, "wrong-training")
+        elif is_open and cause.shows_in(strategy, max(2, request.accumulation), request.precision):
+            message = f"with accumulation, which the program sets, {stack['deepspeed']} computes wrong gradients"
+            yield Finding("noted", "deepspeed", f"{message}: {cause.title} ({command})", fix, "releases")
+
+
+def judge_by_release(case: ConfigCase, finding: Finding) -> Finding:
+    """Return a finding for the releases of --release: a setting that a later DeepSpeed removed is read."""
+    stated, gone = case.stated_releases.get("deepspeed"), known_settings()["removed"]
+    if stated is None or finding.rule != "removed":
+        return finding
+    removed = gone.get(finding.key) or gone.get(str((case.top.get("optimizer") or {}).get("type")).lower(), "")
+    release = removed.partition(";")[0]
+    if release_key(stated) >= release_key(release):
+        return finding
+    if finding.key == "optimizer.type" and case.stage:
+        return dataclasses.replace(finding, message=f"releases before {release} {REFUSE_1_BIT}")
+    message = f"DeepSpeed {stated} has it, and {release} and later end with an error; the figures are without it"
+    return dataclasses.replace(finding, kind="noted", message=message)
