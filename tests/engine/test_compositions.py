@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def test_a_replanted_fault_is_found_where_it_shows(session: CombinationSession, 
     combination = make_combination(row["features"].split(","))
     result = session.run_with_fault(combination, f"{FAULTS_FILE}:{name}")
     assert result.kind == row["with"]
-    assert result.says == row["says"]
+    assert _without_sizes(result.says) == _without_sizes(row["says"])
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "zero2", "zero3"])
@@ -123,7 +124,13 @@ def test_a_replanted_fault_is_found_by_earlier_figures_of_the_same_ranks(
     assert row["located"]
     result = session.run_with_fault(make_combination(row["features"].split(",")), f"{FAULTS_FILE}:{name}")
     assert says in (result.says if result.besides is None else result.besides["says"])
-    assert row["says"] in (result.says, result.besides["says"] if result.besides is not None else "")
+    found = [result.says] if result.besides is None else [result.says, result.besides["says"]]
+    assert _without_sizes(row["says"]) in [_without_sizes(one) for one in found]
+
+
+def _without_sizes(says: str) -> str:
+    """Return the place of a difference: its size and the rounding are those of a processor's kernels."""
+    return re.sub(r"differs by \S+ of it \(rounding: \S+\)", "differs", says)
 
 
 def test_a_verified_combination_names_what_accelerate_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
