@@ -124,12 +124,12 @@ def test_a_replanted_fault_is_found_by_earlier_figures_of_the_same_ranks(
     assert row["located"]
     result = session.run_with_fault(make_combination(row["features"].split(",")), f"{FAULTS_FILE}:{name}")
     assert says in (result.says if result.besides is None else result.besides["says"])
-    found = [result.says] if result.besides is None else [result.says, result.besides["says"]]
-    assert _without_sizes(row["says"]) in [_without_sizes(one) for one in found]
+    differences = [result.says] if result.besides is None else [result.says, result.besides["says"]]
+    assert _without_sizes(row["says"]) in map(_without_sizes, differences)
 
 
 def _without_sizes(says: str) -> str:
-    """Return the place of a difference: its size and the rounding are those of a processor's kernels."""
+    """Return the place of a difference: its size and the rounding depend on the CPU."""
     return re.sub(r"differs by \S+ of it \(rounding: \S+\)", "differs", says)
 
 
