@@ -215,7 +215,7 @@ def write_parquet(records: Records, folder: Path) -> None:
     """Write both tables as parquet files, with a digest of their content."""
     folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pandas(records.steps, preserve_index=False), folder / STEPS_FILE, **_COMPACT)
-    frame = records.runs.astype(RUN_COLUMNS)
+    frame = _without_empty_columns(records.runs.astype(RUN_COLUMNS))
     # Arrow's and pandas' notes on 170 columns would be half of the file.
     runs = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
     remaining = json.dumps([progress._asdict() for progress in records.remaining]).encode()
@@ -224,6 +224,12 @@ def write_parquet(records: Records, folder: Path) -> None:
     with pq.ParquetWriter(folder / RUNS_FILE, runs.schema, store_schema=False, **_COMPACT) as writer:
         writer.write_table(runs)
         writer.add_key_value_metadata(notes)
+
+
+def _without_empty_columns(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the table without columns that have no value: a figure that a later version adds changes no older file."""
+    kept = [name for name in runs if name in _ALWAYS | _INSTEAD_OF_WORDS or runs[name].notna().any()]
+    return runs[kept]
 
 
 def _digest(runs: pd.DataFrame, steps: Path) -> bytes:
@@ -260,6 +266,10 @@ def _with_run_columns(file: Path, runs: pd.DataFrame) -> pd.DataFrame:
     for _, keys in table["workload_key"].dropna().groupby(table["probe"].fillna(False)):
         table.loc[keys.index, "workload"] = keys.map(workload_names(sorted(set(keys))))
     return table
+
+
+# A file without them has these facts in words.
+_INSTEAD_OF_WORDS = {"status_cause", "nvme_param_dtype"}
 
 
 def _with_facts_of_words(runs: pd.DataFrame) -> pd.DataFrame:

@@ -51,6 +51,16 @@ def test_keys_and_columns_of_older_records_are_read_under_todays_names(tmp_path:
     assert_same_records(read_parquet(tmp_path), today)
 
 
+def test_a_column_without_a_value_is_in_no_file_and_is_read_as_empty(runs: Path, tmp_path: Path) -> None:
+    records = read_records(runs)
+    empty = [name for name in RUN_COLUMNS if records.runs[name].isna().all()]
+    assert {"energy_j", "status_cause"} <= {*empty}
+    write_parquet(records, tmp_path)
+    written = {*table_of_runs(tmp_path / frames.RUNS_FILE)}
+    assert {*empty} & written == {"status_cause", "nvme_param_dtype"}
+    assert_same_records(read_parquet(tmp_path), records)
+
+
 def table_of_runs(file: Path) -> pd.DataFrame:
     return pq.read_table(file).to_pandas(types_mapper=frames._NULLABLE.get)
 
