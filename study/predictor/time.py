@@ -422,9 +422,11 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
         "MFU counts every product at full length, without savings by causal masking or recomputation; HFU includes"
         " recomputation",
     ]
-    if device.peak_tflops.get(name) is None and name not in device.matmul_tflops:
-        notes.append(f"{device.name} has no units for {name}: the rate is that of fp32 at best")
-    elif name not in device.matmul_tflops:
+    rate = device.matmul_tflops.get(name)
+    if device.peak_tflops.get(name) is None:
+        measured = "the rate is that of fp32 at best" if rate is None else f"{rate:g} TFLOPS measured"
+        notes.append(f"{device.name} has no units for {name}: {measured}")
+    elif rate is None:
         notes.append(
             f"{device.name}'s best matrix product is not published: {MEASURED_OVER_PEAK:.0%} of its peak is assumed"
         )

@@ -53,9 +53,12 @@ def test_an_unknown_box_is_refused_with_names_like_it(text: str, words: str) -> 
     assert len(str(refusal.value)) < 500
 
 
-def test_every_device_has_rates_below_the_peak_and_memory_below_the_data_sheet() -> None:
+def test_every_device_has_rates_near_its_peak_and_memory_below_the_data_sheet() -> None:
     for device in known_devices():
-        assert all(rate < (device.peak_tflops[precision] or 0) for precision, rate in device.matmul_tflops.items())
+        # Desktop cards run above the clock of their white paper, by up to 14 %. Without units for 16 bits fp32 limits.
+        fp32 = device.peak_tflops["fp32"] or 0
+        shares = {name: rate / (device.peak_tflops[name] or fp32) for name, rate in device.matmul_tflops.items()}
+        assert all(0.35 < share < 1.15 for share in shares.values()), (device.name, shares)
         assert 0.9 * device.memory_gib < device.visible_gib < device.memory_gib
     for name in {*BOX_NAMES} - {"this"}:
         time = predict_time(make_request(box=to_box(f"2x{name}"), precision="fp16"))
@@ -459,7 +462,7 @@ def test_no_pass_on_a_t4_is_faster_than_its_measured_matrix_product() -> None:
     assert 65 * (time.hfu or 1) < 24
     note = "best matrix product is not published"
     assert not any(note in text for text in time.notes)
-    assert any(note in text for text in predict_time(dataclasses.replace(request, box=to_box("L4"))).notes)
+    assert any(note in text for text in predict_time(dataclasses.replace(request, box=to_box("A40"))).notes)
     # HFU counts all pairs of tokens, of which causal masking leaves out half.
     attention = dataclasses.replace(request, sequence_length=2**17)
     assert 24 < 65 * (predict_time(attention).hfu or 1) < 1.5 * 24
