@@ -25,6 +25,10 @@ _HOPPER = 9.0
 # Its backward pass has five products, its forward pass two.
 _FUSED_BACKWARD_OVER_FORWARD = 2.5
 
+# --- CPU seconds of FSDP1's hooks of one unit over those of a layer's forward pass, which `launch_s` has: torch 2.13.0,
+# `python tools/fsdp_units.py`.
+_UNIT_FORWARD_OF_LAYER, _UNIT_BACKWARD_OF_LAYER = 0.54, 0.43
+
 # --- Counts from transformers' layers: reads and writes of one tensor of the hidden width, forward and backward (norms
 # 4 + 8, residuals 6 + 4, dropout 4 + 6, transposing heads 6 + 6), of the inner width, and of the attention scores if
 # attention is not fused. Llama's norms compute in fp32, and its queries and keys have rotary positions.
@@ -90,15 +94,46 @@ def passes_s(request: Request, constants: Constants) -> tuple[float, float]:
     if not is_traced:
         adapters = adapter_passes(request).over(rates.memory)
     dequantization, recomputation = _dequantization_s(request, rates), 0.0
+    waits = _unit_waits_s(request, constants, rates)
     if request.gradient_checkpointing:
-        repeated = work.repeated + elementwise / 3 + adapters.forward + dequantization
+        repeated = work.repeated + elementwise / 3 + adapters.forward + dequantization + waits.forward
         recomputation = repeated / request.checkpoint_every
     backward_attention = work.attention * (_FUSED_BACKWARD_OVER_FORWARD if is_fused(request) else 2.0)
     forward = work.products + work.attention + elementwise / 3 + adapters.forward + dequantization
-    forward += work.head + logits / 3 + casts / 2
+    forward += work.head + logits / 3 + casts / 2 + waits.forward
     backward = work.products_backward + backward_attention + elementwise * 2 / 3
-    backward += adapters.backward + work.head * _head_products(request) + dequantization
+    backward += adapters.backward + waits.backward + work.head * _head_products(request) + dequantization
     return forward, backward + logits * 2 / 3 + casts / 2 + recomputation
+
+
+def unit_waits_s(request: Request, constants: Constants) -> float:
+    """Return seconds of a step that a GPU waits for FSDP1's units of adapters."""
+    waits = _unit_waits_s(request, constants, _device_rates(request, constants))
+    repeated = waits.forward / request.checkpoint_every if request.gradient_checkpointing else 0.0
+    return request.accumulation * (waits.forward + repeated + waits.backward)
+
+
+def _unit_waits_s(request: Request, constants: Constants, rates: _Rates) -> AdapterPasses:
+    """Return seconds that a GPU waits for FSDP1's units of adapters: torch lets the CPU prepare two units ahead
+    (_FreeEventQueue in its _limiter_utils.py), those of one adapter, whose hooks only the adapted product can hide."""
+    shape = request.shape
+    has_units = request.strategy.is_fsdp and request.fsdp_version == 1 and not request.fsdp_unwrapped
+    if not shape.lora_rank or shape.is_traced or not has_units or request.has_mixed_units or request.data_ranks == 1:
+        return AdapterPasses()
+    tokens, width = request.micro_batch * request.sequence_length, request.computing_bytes
+    hooks_forward = 2 * _UNIT_FORWARD_OF_LAYER * constants.launch_s
+    hooks_backward = 2 * _UNIT_BACKWARD_OF_LAYER * constants.launch_s
+    waits = AdapterPasses()
+    products = adapter_products(shape)
+    for first, second in zip(products[::2], products[1::2], strict=True):
+        adapted_s = _product_s(rates, rates.products, width, tokens, first.inner, second.out)
+        if request.quantized:
+            adapted_s += (_PER_4_BIT_WEIGHT + width) * first.inner * second.out / rates.memory
+        waits = AdapterPasses(
+            waits.forward + first.count * max(0.0, hooks_forward - adapted_s),
+            waits.backward + first.count * max(0.0, hooks_backward - adapted_s),
+        )
+    return waits
 
 
 def _head_products(request: Request) -> int:
@@ -181,9 +216,7 @@ def _products_s(request: Request, rates: _Rates) -> tuple[float, float, float]:
     shape, width, tokens = request.shape, request.computing_bytes, request.micro_batch * request.sequence_length
 
     def product_s(rows: float, inner: float, out: float) -> float:
-        """Return seconds of a matrix product: the larger of compute and memory traffic."""
-        moved = width * (rows * inner + inner * out + rows * out)
-        return max(2 * rows * inner * out / rate, moved / rates.memory)
+        return _product_s(rates, rate, width, rows, inner, out)
 
     in_layers = outside = input_gradients = weight_gradients = 0.0
     model_products = matmuls(shape)
@@ -201,6 +234,12 @@ def _products_s(request: Request, rates: _Rates) -> tuple[float, float, float]:
         if not shape.lora_rank or request.has_mixed_units or index >= len(model_products):
             weight_gradients += product.count * product_s(product.out, tokens, product.inner)
     return in_layers, outside, input_gradients + weight_gradients
+
+
+def _product_s(rates: _Rates, rate: float, width: float, rows: float, inner: float, out: float) -> float:
+    """Return seconds of a matrix product: the larger of compute and memory traffic."""
+    moved = width * (rows * inner + inner * out + rows * out)
+    return max(2 * rows * inner * out / rate, moved / rates.memory)
 
 
 def _fused_attention_s(request: Request, flops: float, rate: float) -> float:

@@ -13,13 +13,15 @@ from study.host.memory import GIB
 from study.predictor.adapters import LAYER_OPERATORS, adapter_operators
 from study.predictor.communication import ASSUMED_OF_LINE, communication_time, falling_network
 from study.predictor.constants import FITTED, Constants
-from study.predictor.hardware import Hardware, pair_notes
+from study.predictor.hardware import Device, Hardware, pair_notes
 from study.predictor.micro_batch import hardware_flops, model_flops
-from study.predictor.passes import MEASURED_OVER_PEAK, passes_s
+from study.predictor.passes import MEASURED_OVER_PEAK, passes_s, unit_waits_s
 from study.predictor.request import Estimate, MemoryUse, Offload, Request, SetupCorrection, StepTime
-from study.predictor.state import bytes_per_parameter
+from study.predictor.state import adapter_units, bytes_per_parameter
 from study.predictor.tensor_group import UNDER_FSDP2
 
+# Waits of this fraction of a step are named.
+_NOTED_WAIT = 0.03
 # Phases in which host memory can peak, the one that no setting avoids first.
 _WHEN = {"train": "in training", "load": "while the model is loaded", "save": "while the model is saved"}
 
@@ -422,14 +424,7 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
         "MFU counts every product at full length, without savings by causal masking or recomputation; HFU includes"
         " recomputation",
     ]
-    rate = device.matmul_tflops.get(name)
-    if device.peak_tflops.get(name) is None:
-        measured = "the rate is that of fp32 at best" if rate is None else f"{rate:g} TFLOPS measured"
-        notes.append(f"{device.name} has no units for {name}: {measured}")
-    elif rate is None:
-        notes.append(
-            f"{device.name}'s best matrix product is not published: {MEASURED_OVER_PEAK:.0%} of its peak is assumed"
-        )
+    notes += _rate_notes(device, name)
     if device.names and device.compute_capability is None and not request.box.is_cpu_only:
         notes.append(f"no published run on {device.name} validates this time")
     if memory is not None and device.memory_gib and device_bytes(memory) > usable_bytes(request.box):
@@ -445,6 +440,12 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
     notes += _offload_notes(request, total)
     if request.shape.lora_rank:
         notes.append(lora_note())
+    waits_s = unit_waits_s(request, FITTED)
+    if waits_s > _NOTED_WAIT * total:
+        units = len(adapter_units(request))
+        notes.append(
+            f"the GPU waits {rounded_seconds(waits_s)} of it for the hooks of FSDP1's {units} units of adapters"
+        )
     if request.swapped:
         notes.append(f"NVMe reads {request.box.nvme_read_gb_per_s} and writes {request.box.nvme_write_gb_per_s} GB/s")
     notes += pair_notes(request.box)
@@ -456,6 +457,32 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
             f"the network keeps its bandwidth: one published cluster of {nodes} nodes had {fraction:.0%} of it, two all"
         )
     return tuple(notes)
+
+
+def _rate_notes(device: Device, precision: str) -> list[str]:
+    """Return a note on a rate of matrix products that is assumed, or is one without hardware units."""
+    rate = device.matmul_tflops.get(precision)
+    if device.peak_tflops.get(precision) is None:
+        slow = "the rate is that of fp32 at best" if rate is None else f"{rate:g} TFLOPS measured"
+        return [f"{device.name} has no units for {precision}: {slow}"]
+    if rate is None:
+        return [
+            f"{device.name}'s best matrix product is not published: {MEASURED_OVER_PEAK:.0%} of its peak is assumed"
+        ]
+    return []
+
+
+def _adapter_notes(request: Request, total: float) -> list[str]:
+    """Return the assumptions of a step with adapters, and the wait for FSDP1's units of adapters."""
+    if not request.shape.lora_rank:
+        return []
+    notes, waits_s = [lora_note()], unit_waits_s(request, FITTED)
+    if waits_s > _NOTED_WAIT * total:
+        units = len(adapter_units(request))
+        notes.append(
+            f"the GPU waits {rounded_seconds(waits_s)} of it for the hooks of FSDP1's {units} units of adapters"
+        )
+    return notes
 
 
 def _offload_notes(request: Request, total: float) -> list[str]:
