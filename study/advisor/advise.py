@@ -406,6 +406,9 @@ def reason_against(option: Option, simpler: Option) -> str:
         return "has no replicas"
     if ours.deepspeed is None and theirs.deepspeed is not None:
         return "needs no DeepSpeed"
+    if ours.offloads and not theirs.offloads:
+        sizes = (rounded(timing.device_bytes(item.memory, at_upper=True) / GIB) for item in (simpler, option))
+        return f"has a smaller 90 % bound ({' and not '.join(sizes)} GiB)"
     return "keeps more of the state in faster memory"
 
 
@@ -459,9 +462,19 @@ def candidates(question: AdviceRequest) -> list[str]:
     if question.fsdp_version == 1:
         # Its replica groups are HYBRID_SHARD, for which accelerate_configs/ has no file.
         left_out |= {"hsdp"}
-    if question.shape.fsdp1_refusal if question.fsdp_version == 1 else question.shape.fsdp_refusal:
+    if fsdp_refusal(question):
         left_out |= {name for name in _SIMPLICITY if read_strategy(name).is_fsdp}
     return [name for name in _SIMPLICITY if name not in left_out]
+
+
+def fsdp_refusal(question: AdviceRequest) -> str | None:
+    """Return the reason why FSDP cannot train the model with the optimizer; None if it can."""
+    if question.fsdp_version == 1:
+        return question.shape.fsdp1_refusal
+    # https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633
+    if question.optimizer.endswith("8bit"):
+        return "bitsandbytes' optimizers end with an illegal memory access on the tensors of version 2 (its issue 1633)"
+    return question.shape.fsdp_refusal
 
 
 class _Search:
@@ -532,6 +545,9 @@ class _Variant:
         largest = min(most, samples or most)
         self._samples = samples
         sizes = [size for size in range(1, largest + 1) if not samples or samples % size == 0]
+        if question.reference_model:
+            # DPO trains pairs.
+            sizes = [size for size in sizes if size % 2 == 0] or sizes
         # With other hardware a rank may have fewer samples than the asked micro-batch.
         self._sizes = sizes[-1:] if question.micro_batch else sizes
         self._requests = dict[int, Request]()

@@ -513,7 +513,7 @@ def advice_notes(advice: Advice, best: Option, riskier: Option | None) -> Iterat
     if optimizer != "adamw":
         yield f"no optimizer on the host is compared: DeepSpeed refuses {optimizer} there, and {REPLACED}"
     question = advice.question
-    if refusal := question.shape.fsdp1_refusal if question.fsdp_version == 1 else question.shape.fsdp_refusal:
+    if refusal := advise.fsdp_refusal(question):
         yield f"no FSDP is compared: {refusal}"
     yield from question.shape.notes()
     yield from request_notes(best.request, without=OVERFLOWS)
@@ -693,7 +693,7 @@ def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterat
     program = predict_command.program_text(request)
     yield f"  {files.command}    ({predict_command.workload_text(request)}{program})"
     yield f"  with the Trainer: {_trainer_arguments(request)}"
-    if files.of_study is not None:
+    if files.of_study is not None and not request.reference_model:
         yield f"  {files.of_study}"
     if files.deepspeed and _saves_shards(json.loads(files.deepspeed.read_text(encoding="utf-8"))):
         yield f"  {SAVES_SHARDS}"
@@ -711,11 +711,13 @@ def _kernel_arguments(request: Request) -> dict[str, bool]:
 
 
 def _trainer_arguments(request: Request) -> str:
-    """Return the TrainingArguments of the predicted configuration."""
+    """Return the arguments of the Trainer, or of TRL's DPO, of the predicted configuration."""
     precision = request.precision.removesuffix("-engine")
     optimizer = {"lion": "lion_32bit"}.get(request.optimizer, request.optimizer)
+    # TRL counts pairs.
+    samples = request.micro_batch // 2 if request.reference_model else request.micro_batch
     values = {
-        "per_device_train_batch_size": request.micro_batch,
+        "per_device_train_batch_size": max(samples, 1),
         "gradient_accumulation_steps": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing,
         **({precision: True} if precision != "fp32" else {}),
@@ -723,7 +725,8 @@ def _trainer_arguments(request: Request) -> str:
         **_kernel_arguments(request),
         **({"accelerator_config": _SYNCS_IN_TRAINER} if request.sync_each_batch else {}),
     }
-    return f"TrainingArguments({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+    config = "DPOConfig" if request.reference_model else "TrainingArguments"
+    return f"{config}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 # The recommended strategy's Accelerate file and DeepSpeed JSON, for use with `accelerate launch`.

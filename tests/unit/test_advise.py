@@ -1271,3 +1271,41 @@ def test_8_bit_weights_are_advised_without_sharding() -> None:
     # LLaMA-Factory's table of hardware has 10 GB for 7 B with it.
     predicted = read_json("predict", "llama-2-7b", "3090", "--strategy", "single", *flags, "--gradient_checkpointing")
     assert 7 < predicted["memory"]["peak_reserved"]["value"] / 1e9 < 10
+
+
+def test_a_reference_model_is_advised_in_pairs_and_the_trainer_s_batch_counts_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TrainingArguments had the sequences, twice the batch, and half a pair was recommended."""
+    request = ["advise", "qwen3-8b", "--hardware", "8xH100", "--seq_length", "8192", "--with_reference"]
+    assert main([*request, "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Use zero3, micro-batch 2,")
+    assert "DPOConfig(per_device_train_batch_size=1," in printed
+    assert "study/train.py" not in printed
+    adapted = ["advise", "llama-3.3-70b", *request[2:], "--peft", "lora", "--quantization", "4bit", "--json"]
+    assert main(adapted) == 0
+    options = json.loads(capsys.readouterr().out)["strategies"]
+    assert options
+    assert all(option["micro_batch"] % 2 == 0 for option in options)
+
+
+def test_8_bit_adamw_is_not_advised_under_fsdp_2(capsys: pytest.CaptureFixture[str]) -> None:
+    request = ["qwen3-32b", "--hardware", "8xH100", "--seq_length", "8192", "--loss_kernel", "liger"]
+    assert main(["advise", *request, "--optimizer", "adamw_8bit"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Use zero3,")
+    assert "no FSDP is compared: bitsandbytes' optimizers end with an illegal memory access" in printed
+    assert main(["predict", *request, "--optimizer", "adamw_8bit", "--strategy", "fsdp2"]) in (0, 1)
+    assert "bitsandbytes issue 1633" in capsys.readouterr().out
+
+
+def test_an_offload_that_is_as_fast_is_not_said_to_keep_state_in_faster_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    adapters = ["--peft", "lora", "--lora_rank", "64", "--lora_targets", "all-linear"]
+    request = ["llama-3.3-70b", "--hardware", "2x8xH100", "--seq_length", "32768", "--loss_kernel", "liger", *adapters]
+    assert main(["advise", *request]) == 0
+    printed = capsys.readouterr().out
+    assert "Use zero3_cpu," in printed
+    assert "but zero3_cpu has a smaller 90 % bound (" in printed
