@@ -80,11 +80,6 @@ def interval(values: Iterable[float]) -> Interval:
     return Interval(center, center * math.exp(-reach), center * math.exp(reach), points)
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean of positive values."""
-    return float(np.exp(np.log(np.asarray(values, dtype=float)).mean()))
-
-
 def t_quantile(probability: float, df: float) -> float:
     """Return the quantile of Student's t distribution."""
     return float(special.stdtrit(df, probability))
