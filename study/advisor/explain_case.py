@@ -9,7 +9,7 @@ from typing import Any
 
 from study.advisor.fitted import loads_16_bits, usual_weights
 from study.advisor.user_settings import NOT_MODELLED, OFFLOADS, ZERO, Finding, UserFile, known_settings
-from study.config.errors import UserError, clip
+from study.config.errors import UserError, WrongFile, clip
 from study.config.flags import Precision
 from study.config.strategies import ModelParallelGroup, Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
@@ -141,8 +141,9 @@ def _box(file: UserFile, ranks: int, hardware: Hardware | None) -> Hardware:
     if (ranks, nodes) == (hardware.ranks, hardware.nodes):
         return hardware
     if ranks > hardware.ranks or ranks % nodes:
-        problem = f"{file.name} runs {ranks} ranks, and {hardware.name} has {hardware.ranks} GPUs"
-        raise UserError(problem, "change --hardware, or the number of ranks with --world_size")
+        problem = f"runs {ranks} ranks, and {hardware.name} has {hardware.ranks} GPUs"
+        fix = "change --hardware, or the number of ranks with --world_size"
+        raise WrongFile(file.name, problem, fix, key="num_processes")
     return dataclasses.replace(hardware, gpus_per_node=ranks // nodes, nodes=nodes)
 
 
@@ -280,15 +281,15 @@ def _rank_count(file: UserFile, ranks: int | None, hardware: Hardware | None, fi
     if file.distributed_type == "NO":
         # simple_launcher of Accelerate's launch.py.
         if ranks is not None and ranks > 1:
-            problem = f"{file.name} sets distributed_type: NO, which starts one process, and --world_size is {ranks}"
-            raise UserError(problem, "leave --world_size out, or set MULTI_GPU in the file")
+            problem = f"sets distributed_type: NO, which starts one process, and --world_size is {ranks}"
+            raise WrongFile(file.name, problem, "leave --world_size out, or set MULTI_GPU in the file")
         ranks = 1
     ranks = ranks or file.num_processes or (hardware.ranks if hardware else None)
     if ranks is None:
-        problem = f"{file.name} does not set the number of ranks"
+        problem = "does not set the number of ranks"
         if any(finding.kind == "refused" for finding in findings):
             problem += f", and has wrong settings, which study explain --strict {file.name} lists"
-        raise UserError(problem, "add --world_size N, or --hardware BOX")
+        raise WrongFile(file.name, problem, "add --world_size N, or --hardware BOX")
     if hardware is not None and file.num_processes == ranks < hardware.ranks:
         message = f"{ranks} of the {hardware.ranks} GPUs are used: --world_size {hardware.ranks} explains all"
         if hardware.nodes > 1:
@@ -374,7 +375,7 @@ def _batch(file: UserFile, ranks: int, work: ProgramSettings) -> tuple[int, int]
     ):
         if None not in (value, number) and value != number:
             fix = f'leave {flag} out, or make {key} "auto"'
-            raise UserError(f"{file.name} makes {key} {number}, and {flag} is {value}", fix)
+            raise WrongFile(file.name, f"makes {key} {number}, and {flag} is {value}", fix, key=key)
     return micro or work.micro_batch or 1, steps or work.accumulation or 1
 
 

@@ -20,7 +20,7 @@ from study.advisor.explain_combinations import WRONG_TRAINING
 from study.advisor.explain_findings import WRONG_BLOCK, findings
 from study.advisor.explain_releases import with_releases
 from study.advisor.user_settings import Finding
-from study.config.errors import UserError
+from study.config.errors import UserError, WrongFile
 from study.config.yaml_sections import Section, read_document
 from study.host.folders import home_folder, resolve_path
 from study.predictor.hardware import MAX_JOB_GPUS
@@ -126,8 +126,8 @@ def check_file(
         file = user_settings.read_user_file(name, early, tree)
         if user_settings.has_no_setting(file):
             early.clear()
-            problem = f"{name} has no setting of DeepSpeed or Accelerate"
-            raise UserError(problem, "name their configuration files alone, or add --skip_others")
+            problem = "has no setting of DeepSpeed or Accelerate"
+            raise WrongFile(name, problem, "name their configuration files alone, or add --skip_others")
         shapes = [model] if model else [model_shape(preset) for preset in _MODELS]
         is_one_process = file.distributed_type == "NO"
         counts = [None] if is_one_process else [ranks] if ranks else _fitting_ranks(file)
@@ -138,11 +138,7 @@ def check_file(
     except UserError as refusal:
         for item in (item for item in early if item.severity != "note"):
             yield replace(_without_texts(item), file=name, line=item.line or find_line(text, item.key) or 1)
-        problem = refusal.problem.removeprefix(name)
-        line = next((line for word in re.findall(r"[\w.]+", problem) if (line := find_line(text, word))), 1)
-        if match := re.search(r"^:(\d+):|\bline (\d+)\b", problem):
-            line = int(match[1] or match[2])
-        yield Finding("refused", "", problem.lstrip(":0123456789 "), refusal.fix, "unreadable", name, line)
+        yield _unreadable(refusal, name, text)
         return
     by_case = [_by_place(findings(case)) for case in cases]
     for place, finding in by_case[0].items():
@@ -153,6 +149,18 @@ def check_file(
             if finding.key == "train_batch_size" and len(counts) > 1:
                 finding = _for_any_ranks(finding, file.deepspeed or {})
             yield in_file(_without_texts(finding), file, text)
+
+
+def _unreadable(refusal: UserError, name: str, text: str) -> Finding:
+    """Return the finding of a file that cannot be read, at the line or the key that the refusal has."""
+    what, line = refusal.problem, None
+    if isinstance(refusal, WrongFile) and resolve_path(refusal.file) == resolve_path(name):
+        what = refusal.what
+        line = find_line(text, refusal.key) if refusal.key else refusal.line
+    elif isinstance(refusal, WrongFile):
+        # The mistake is in the JSON that the file names.
+        line = find_line(text, "deepspeed_config_file")
+    return Finding("refused", "", what, refusal.fix, "unreadable", name, line or 1)
 
 
 def _by_place(listed: Iterable[Finding]) -> dict[tuple[str, str, str, int], Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from study.config.errors import UserError
+from study.config.errors import WrongFile
 
 # Lightning's names of strategies (lightning/pytorch/strategies/deepspeed.py, fsdp.py and ddp.py), and this project's.
 OF_LIGHTNING = {
@@ -51,7 +51,7 @@ def check_program(name: str, document: Mapping[str, Any]) -> None:
     if program == "torchtune" and (adapters := _torchtune_adapters(document)):
         flags = "batch, precision and modules with adapters"
     question = f"study predict MODEL --strategy {strategy}{adapters} --hardware BOX, with its {flags} as flags"
-    raise UserError(f"{name} is a file of {program}, which is not read", question)
+    raise WrongFile(name, f"is a file of {program}, which is not read", question)
 
 
 def _torchtune_adapters(document: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ from study.advisor.user_settings import (
     read_user_file,
     section_entries,
 )
-from study.config.errors import MissingFile, UserError, clip, did_you_mean
+from study.config.errors import MissingFile, UserError, WrongFile, clip, did_you_mean
 from study.config.yaml_sections import load_package_yaml
 from study.host.folders import resolve_path
 from study.predictor.lora_targets import ALL_LINEAR
@@ -258,10 +258,11 @@ def model_error(file: TrainerFile, refusal: UserError) -> UserError:
 
 def values_error(file: TrainerFile, refusal: UserError) -> UserError:
     """Return the refusal of values of flags and a trainer's file, with the keys of the file for the flags."""
-    problem = refusal.problem
+    is_of_file = isinstance(refusal, WrongFile) and refusal.file == file.name
+    problem = refusal.problem if is_of_file else f"{file.name}: {refusal.problem}"
     for name, key in file.keys.items():
         problem = re.sub(rf"--{name}\b", key, problem)
-    return UserError(problem if problem.startswith(file.name) else f"{file.name}: {problem}", refusal.fix)
+    return UserError(problem, refusal.fix)
 
 
 def merge(file: TrainerFile, options: argparse.Namespace) -> tuple[argparse.Namespace, tuple[str, ...]]:
@@ -547,11 +548,11 @@ def _shipped(path_text: str) -> tuple[str, str, Mapping[str, Any], str] | None:
     return None
 
 
-def _no_engine(file: TrainerFile, path_text: str) -> UserError:
-    problem = f"{file.name} sets deepspeed: {clip(path_text)}, and there is no file of that name"
+def _no_engine(file: TrainerFile, path_text: str) -> MissingFile:
+    problem = f"sets deepspeed: {clip(path_text)}, and there is no file of that name"
     places = [place for entry in shipped_engines().values() for place in entry["files"]]
     same = next((f", or write {place}" for place in places if Path(place).name == Path(path_text).name), "")
-    return MissingFile(problem, f"name it with --engine FILE{same}")
+    return MissingFile(file.name, problem, f"name it with --engine FILE{same}", key="deepspeed")
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
@@ -671,8 +672,8 @@ def _fsdp_section(file: TrainerFile) -> tuple[Mapping[str, Any], str]:
     section = file.document.get("fsdp_config")
     if isinstance(section, str):
         if (path := _find(file, section)) is None:
-            problem = f"{file.name} sets fsdp_config: {clip(section)}, and there is no file of that name"
-            raise MissingFile(problem, "write its settings under fsdp_config")
+            problem = f"sets fsdp_config: {clip(section)}, and there is no file of that name"
+            raise MissingFile(file.name, problem, "write its settings under fsdp_config", key="fsdp_config")
         return read_mapping(str(path), [], None), ""
     if section is not None and not isinstance(section, Mapping):
         raise UserError(f"{file.name} sets fsdp_config: {clip(section)}", "write its settings under fsdp_config")

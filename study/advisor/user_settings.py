@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from study.advisor.other_programs import check_program
-from study.config.errors import MissingFile, UserError, clip, did_you_mean, first_line, replace_unprintable
+from study.config.errors import MissingFile, UserError, WrongFile, clip, did_you_mean, first_line, replace_unprintable
 from study.config.registry import REGISTRY
 from study.config.strategies import STRATEGY_DIRECTORY
 from study.config.yaml_sections import Section, load_package_yaml, read_document
@@ -188,22 +188,22 @@ def read_user_file(name: str, findings: list[Finding] | None = None, tree: Path 
     if _is_of_accelerate(document):
         return _accelerate(name, document, findings, tree)
     if is_of_a_trainer(document):
-        raise UserError(f"{name} is the file of a trainer, not of an engine", _engine_of_a_trainer(document))
+        raise WrongFile(name, "is the file of a trainer, not of an engine", _engine_of_a_trainer(document))
     if isinstance(section, dict) and not section_entries("top").keys().isdisjoint(section):
-        problem = f"{name} has its settings under deepspeed_config, where DeepSpeed reads none"
-        raise UserError(problem, "write them at the top level of the file")
+        problem = "has its settings under deepspeed_config, where DeepSpeed reads none"
+        raise WrongFile(name, problem, "write them at the top level of the file", key="deepspeed_config")
     if "peft_type" in document or "model_type" in document:
         kind = "adapters" if "peft_type" in document else "a model"
-        raise UserError(f"{name} is the config of {kind}, not of an engine", f"{_EITHER}, and then the model")
+        raise WrongFile(name, f"is the config of {kind}, not of an engine", f"{_EITHER}, and then the model")
     check_program(name, document)
     if "version" in document and "services" in document:
-        raise UserError(f"{name} has no settings of an engine", _EITHER)
+        raise WrongFile(name, "has no settings of an engine", _EITHER)
     if document and all(f"fsdp_{key}" in section_entries("fsdp") or "xla" in key for key in document):
         fix = "write an Accelerate YAML with distributed_type: FSDP, and these settings under its fsdp_config"
-        raise UserError(f"{name} is an fsdp_config of TrainingArguments, whose other half is --fsdp", fix)
+        raise WrongFile(name, "is an fsdp_config of TrainingArguments, whose other half is --fsdp", fix)
     file = deepspeed_file(name, document, findings)
     if document and tree is None and has_no_setting(file):
-        raise UserError(f"{name} has no setting of DeepSpeed or Accelerate", _EITHER)
+        raise WrongFile(name, "has no setting of DeepSpeed or Accelerate", _EITHER)
     return file
 
 
@@ -265,12 +265,12 @@ def is_json(path: Path, text: str) -> bool:
 def read_mapping(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:
     """Read a JSON or YAML mapping; raise UserError if it is unreadable, or outside of the tree."""
     if tree is not None and not is_inside(name, tree):
-        raise UserError(f"{name} {_IS_OUTSIDE}", _INSIDE)
+        raise WrongFile(name, _IS_OUTSIDE, _INSIDE)
     path = resolve_path(name)
     if path.suffix in _PROGRAMS and path.is_file():
         raise _is_a_program(name)
     if path.suffix == ".toml":
-        raise UserError(f"{name} is TOML, as torchtitan's files are, which are not read", _EITHER)
+        raise WrongFile(name, "is TOML, as torchtitan's files are, which are not read", _EITHER)
     text = _read_text(name, path)
     if text.startswith("#!"):
         raise _is_a_program(name)
@@ -282,25 +282,25 @@ def read_mapping(name: str, findings: list[Finding], tree: Path | None) -> dict[
     else:
         document = _read_yaml(path, findings)
     if not isinstance(document, dict):
-        raise UserError(f"{name} is not a mapping of settings", _EITHER)
+        raise WrongFile(name, "is not a mapping of settings", _EITHER)
     _check_size(name, document)
     return document
 
 
-def _is_a_program(name: str) -> UserError:
+def _is_a_program(name: str) -> WrongFile:
     fix = (
         "give the file that it launches with (--config_file, --deepspeed), the YAML or JSON of its TrainingArguments"
         " (TRL, axolotl, LlamaFactory), or its settings as flags: study predict MODEL --strategy single --hardware BOX;"
         " two lines in it measure its run (docs/receipt.md)"
     )
-    return UserError(f"{name} is a program, and its settings are not read", fix)
+    return WrongFile(name, "is a program, and its settings are not read", fix)
 
 
 def _read_text(name: str, path: Path) -> str:
     """Return the text of a file; raise UserError if there is no such file, or if it is too large or empty."""
     try:
         if path.is_dir():
-            raise UserError(f"{name} is a folder", "name the file in it")
+            raise WrongFile(name, "is a folder", "name the file in it")
         if not path.exists():
             missing = [place for place in (path, *path.parents) if not place.exists()][-1]
             what = f"file {name}" if missing == path else f"folder {missing}"
@@ -312,12 +312,12 @@ def _read_text(name: str, path: Path) -> str:
                 raise UserError(f"there is no {what}", fix)
             raise UserError(f"there is no {what}", did_you_mean(missing.name, siblings) or _EITHER)
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"{name} is larger than 1 MB", _EITHER)
+            raise WrongFile(name, "is larger than 1 MB", _EITHER)
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"{name} is not readable ({first_line(error)})", "name a text file") from None
+        raise WrongFile(name, f"is not readable ({first_line(error)})", "name a text file") from None
     if not text.strip():
-        raise UserError(f"{name} is empty", _EITHER)
+        raise WrongFile(name, "is empty", _EITHER)
     return text
 
 
@@ -331,10 +331,11 @@ def _read_yaml(path: Path, findings: list[Finding]) -> Any:
 
     try:
         return read_document(path, Repeating)
-    except UserError as error:
+    except WrongFile as error:
         if path.suffix in ("", ".yaml", ".yml"):
             raise
-        raise UserError(error.problem, f"{_EITHER}, or fix the file") from None
+        fix = f"{_EITHER}, or fix the file"
+        raise WrongFile(error.file, error.what, fix, line=error.line, place=error.place) from None
 
 
 def _check_size(name: str, document: dict[str, Any]) -> None:
@@ -344,7 +345,7 @@ def _check_size(name: str, document: dict[str, Any]) -> None:
     for _ in range(_MAX_NESTING):
         keys += sum(len(item) for item in level if isinstance(item, Mapping))
         if keys > _MAX_KEYS:
-            raise UserError(f"{name} has more than {_MAX_KEYS:,} keys", _EITHER)
+            raise WrongFile(name, f"has more than {_MAX_KEYS:,} keys", _EITHER)
         values = [item.values() if isinstance(item, Mapping) else item for item in level]
         below = (value for row in values for value in row if isinstance(value, Mapping | list))
         # With aliases one list may be in many places.
@@ -362,8 +363,8 @@ def _json_depth(text: str) -> int:
     return deepest
 
 
-def _too_deep(name: str) -> UserError:
-    return UserError(f"{name} is nested more than {_MAX_NESTING} levels deep", _EITHER)
+def _too_deep(name: str) -> WrongFile:
+    return WrongFile(name, f"is nested more than {_MAX_NESTING} levels deep", _EITHER)
 
 
 _UNCLOSED = "the end of the file before its last bracket is closed"
@@ -429,8 +430,9 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
         raise _too_deep(name) from None
     except json.JSONDecodeError as error:
         mistake, fix, is_hjson = _json_mistake(text, error)
-        problem = f"{name} is not readable as JSON: line {error.lineno} has {mistake}"
-        document = _read_hjson(name, text, to_mapping, None if is_hjson else UserError(problem, fix))
+        problem = f"is not readable as JSON: line {error.lineno} has {mistake}"
+        not_json = None if is_hjson else WrongFile(name, problem, fix, line=error.lineno)
+        document = _read_hjson(name, text, to_mapping, not_json)
         findings += _accelerate_reads_no_hjson(name, document, error.lineno, mistake, fix)
     # A file with "auto" is one of the Trainer's or Accelerate's, whose reader is Python's.
     by_python = '"auto"' in text
@@ -443,7 +445,7 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
     return document
 
 
-def _read_hjson(name: str, text: str, to_mapping: Callable[..., dict[str, Any]], not_json: UserError | None) -> Any:
+def _read_hjson(name: str, text: str, to_mapping: Callable[..., dict[str, Any]], not_json: WrongFile | None) -> Any:
     """Return the document of a text that is not JSON, by DeepSpeed's reader, or raise UserError.
 
     A given error names the mistake.
@@ -456,8 +458,9 @@ def _read_hjson(name: str, text: str, to_mapping: Callable[..., dict[str, Any]],
     # An OverflowError is that of an infinite number.
     except (ValueError, OverflowError) as error:
         line, mistake, fix = _hjson_mistake(text, error)
-        refusal = not_json or UserError(f"{name} is not readable as Hjson: line {line} has {mistake}", fix)
-        raise UserError(f"{refusal.problem}; DeepSpeed ends with an error, too", refusal.fix) from None
+        refusal = not_json or WrongFile(name, f"is not readable as Hjson: line {line} has {mistake}", fix, line=line)
+        problem = f"{refusal.what}; DeepSpeed ends with an error, too"
+        raise WrongFile(name, problem, refusal.fix, line=refusal.line) from None
     except RecursionError:
         raise _too_deep(name) from None
 
@@ -493,7 +496,8 @@ def _explicit_keys(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tree: Path | None) -> UserFile:
     if document.get("compute_environment") == "AMAZON_SAGEMAKER":
-        raise UserError(f"{name} is for SageMaker, which is not modelled", "give the DeepSpeed JSON of its program")
+        fix = "give the DeepSpeed JSON of its program"
+        raise WrongFile(name, "is for SageMaker, which is not modelled", fix, key="compute_environment")
     findings += _unknown_keys("", document, known_settings()["accelerate"], "Accelerate")
     # YAML 1.1 reads a bare `no` as false, which Accelerate takes for one process, but for no precision.
     document |= {"distributed_type": "NO"} if document.get("distributed_type") is False else {}
@@ -550,8 +554,8 @@ def _check_distributed_type(name: str, document: Mapping[str, Any], findings: li
     types = section_entries("accelerate")["distributed_type"]["type"].rstrip("?").split("|")
     kind = document.get("distributed_type")
     if kind in ("XLA", "MEGATRON_LM"):
-        problem = f"{name} has distributed_type: {kind}, which is not modelled"
-        raise UserError(problem, f"modelled are {', '.join(types)}")
+        problem = f"has distributed_type: {kind}, which is not modelled"
+        raise WrongFile(name, problem, f"modelled are {', '.join(types)}", key="distributed_type")
     if kind is None:
         findings.append(_refused("distributed_type", "is missing", f"supported are {', '.join(types)}"))
 
@@ -754,7 +758,8 @@ def _settings_of_plugin(plugin_values: Mapping[str, Any]) -> dict[str, Any]:
 def _inner_name(name: str, inner: Any, tree: Path | None) -> str:
     """Return the value of deepspeed_config_file; raise UserError if it names no file, or one outside of the tree."""
     if isinstance(inner, str) and tree is not None and not is_inside(inner, tree):
-        raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, which {_IS_OUTSIDE}", _INSIDE)
+        problem = f"sets deepspeed_config_file: {clip(inner)}, which {_IS_OUTSIDE}"
+        raise WrongFile(name, problem, _INSIDE, key="deepspeed_config_file")
     if isinstance(inner, str) and resolve_path(inner).exists():
         return inner
     fix = "name a file that exists"
@@ -763,7 +768,8 @@ def _inner_name(name: str, inner: Any, tree: Path | None) -> str:
         searched = (folder for folder in folders if tree is None or is_inside(str(folder / inner), tree))
         start = next((f": {folder}" for folder in searched if (folder / inner).is_file()), "")
         fix = f"run this in the folder at which that path starts{start}"
-    raise MissingFile(f"{name} sets deepspeed_config_file: {clip(inner)}, and there is no file of that name", fix)
+    problem = f"sets deepspeed_config_file: {clip(inner)}, and there is no file of that name"
+    raise MissingFile(name, problem, fix, key="deepspeed_config_file")
 
 
 def _read_inner(name: str, findings: list[Finding], tree: Path | None) -> dict[str, Any]:

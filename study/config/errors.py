@@ -8,7 +8,8 @@ import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from study.config.places import install_command
 
@@ -31,6 +32,9 @@ def clip(value: object) -> str:
 class UserError(Exception):
     """A request that fails, printed without a traceback: the problem with its place, and the fix, a line each."""
 
+    # Arguments of the constructor, for an error that another process raises.
+    in_json: ClassVar[tuple[str, ...]] = ("problem", "fix")
+
     def __init__(self, problem: str, fix: str):
         self.problem = _in_one_line(problem)
         self.fix = _in_one_line(fix)
@@ -43,8 +47,8 @@ class UserError(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that refusal_from_json reads; a class defined elsewhere becomes its nearest base here."""
-        kind = next(base for base in type(self).__mro__ if base.__name__ in _KINDS)
-        return {"kind": kind.__name__, **vars(self)}
+        kind = next(_KINDS[base.__name__] for base in type(self).__mro__ if base.__name__ in _KINDS)
+        return {"kind": kind.__name__, **{name: getattr(self, name) for name in kind.in_json}}
 
 
 def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
@@ -60,7 +64,22 @@ class Unsupported(UserError):
     """A valid request that this machine does not support: a library, a device or NVMe is missing."""
 
 
-class MissingFile(UserError):
+class WrongFile(UserError):
+    """A file with a mistake: the problem without the file's name, and the line or the key of the mistake, if any."""
+
+    def __init__(
+        self, file: str | Path, what: str, fix: str, *, line: int | None = None, key: str = "", place: str = ""
+    ):
+        self.file = str(file)
+        self.what = _in_one_line(what)
+        self.line = line
+        self.key = key
+        # How the problem begins.
+        self.place = place or self.file
+        super().__init__(f"{self.place} {what}", fix)
+
+
+class MissingFile(WrongFile):
     """A file that another file names, and that does not exist."""
 
 
@@ -80,6 +99,8 @@ def require_extra(name: str, reason: str = "") -> Iterator[None]:
 
 class ModelTooLarge(Unsupported):
     """A model that is too large for this machine's memory, and the number of its layers that fit."""
+
+    in_json = ("problem", "fix", "layers_that_fit")
 
     def __init__(self, problem: str, fix: str, layers_that_fit: int):
         self.layers_that_fit = layers_that_fit

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from study.config.errors import UserError
+from study.config.errors import UserError, WrongFile
 
 # Limits of a file's values with expanded aliases, and of its size: reading YAML takes seconds per MB.
 MAX_VALUES, MAX_BYTES = 20_000, 2**20
@@ -51,8 +51,8 @@ class _Sections:
         if node is None:
             return None
         if count_expanded_values(node, {}) > MAX_VALUES:
-            problem = f"{self.file} has more than {MAX_VALUES} values after its aliases are expanded"
-            raise UserError(problem, "fix the file")
+            problem = f"has more than {MAX_VALUES} values after its aliases are expanded"
+            raise WrongFile(self.file, problem, "fix the file")
         return self.construct_document(node)
 
     def section(self: Any, node: yaml.MappingNode) -> Section:
@@ -62,11 +62,13 @@ class _Sections:
         self.flatten_mapping(node)
         names: set[str] = set()
         for index, (key_node, value_node) in enumerate(node.value):
-            key, place = self.construct_object(key_node, deep=True), f"{self.file}:{key_node.start_mark.line + 1}"
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            place = f"{self.file}:{line}"
             if not isinstance(key, str):
-                raise UserError(f"{place}: the key {key!r} is not a string", "quote it, or fix it")
+                problem = f"the key {key!r} is not a string"
+                raise WrongFile(self.file, problem, "quote it, or fix it", line=line, place=f"{place}:")
             if key in names and not section.may_repeat(key):
-                raise UserError(f"{place}: {key} appears twice", "remove one of them")
+                raise WrongFile(self.file, f"{key} appears twice", "remove one of them", line=line, place=f"{place}:")
             if index >= len(node.value) - key_count:
                 names.add(key)
             section[key], section.places[key] = self.construct_object(value_node, deep=True), place
@@ -112,16 +114,18 @@ def read_document(file: Path, kind: type[Section]) -> Any:
     """Read a file with mappings as sections of this kind; raise UserError if it is not readable or too large."""
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise UserError(f"{file} has more than {MAX_BYTES:,} bytes", "name a file of this kind")
+            raise WrongFile(file, f"has more than {MAX_BYTES:,} bytes", "name a file of this kind")
         is_own = file.resolve().is_relative_to(_PACKAGE)
         loader = (_OwnLoader if is_own else _YamlLoader)(file.read_text(encoding="utf-8"))
         loader.file, loader.kind = file, kind
         return loader.checked_data()
     except RecursionError:
-        raise UserError(f"{file} is not readable (nested too deeply)", "fix the file") from None
+        raise WrongFile(file, "is not readable (nested too deeply)", "fix the file") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} is not readable ({error})", "fix the file") from None
+        raise WrongFile(file, f"is not readable ({error})", "fix the file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{file}:{mark.line + 1}" if mark else str(file)
-        raise UserError(f"{where}: not YAML ({getattr(error, 'problem', error)})", "fix the file") from None
+        line = mark.line + 1 if mark else None
+        place = f"{file}:{line}:" if line else f"{file}:"
+        problem = f"not YAML ({getattr(error, 'problem', error)})"
+        raise WrongFile(file, problem, "fix the file", line=line, place=place) from None

@@ -47,16 +47,21 @@ class Interval:
     def n(self) -> int:
         return len(self.points)
 
+    def scaled(self, factor: float) -> Interval:
+        """Return the same interval in another unit."""
+        low, high = (None if bound is None else factor * bound for bound in (self.low, self.high))
+        return Interval(factor * self.center, low, high, tuple(factor * point for point in self.points))
+
     def brief(self, form: Callable[[float], str]) -> str:
         middle = form(self.center)
         return middle if self.low is None or self.high is None else f"{middle} [{form(self.low)}, {form(self.high)}]"
 
-    def text(self, digits: int = 2, unit: float = 1.0) -> str:
+    def text(self, digits: int = 2) -> str:
         if self.n == 0:
             return "-"
 
         def form(value: float) -> str:
-            return f"{unit * value:,.{digits}f}"
+            return f"{value:,.{digits}f}"
 
         points_text = f": {', '.join(map(form, self.points))}" if 1 < self.n < SHOWN_BELOW else ""
         return f"{self.brief(form)} (n = {self.n}{points_text})"
@@ -73,11 +78,6 @@ def interval(values: Iterable[float]) -> Interval:
         return Interval(center, None, None, points)
     reach = float(t_quantile((1 + CONFIDENCE) / 2, len(points) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
     return Interval(center, center * math.exp(-reach), center * math.exp(reach), points)
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean of positive values."""
-    return float(np.exp(np.log(np.asarray(values, dtype=float)).mean()))
 
 
 def t_quantile(probability: float, df: float) -> float:

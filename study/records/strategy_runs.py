@@ -38,6 +38,16 @@ class WorkloadRuns:
         return fairness.baseline_arm(self.runs[self.runs["world_size"] == 1])
 
     @functools.cached_property
+    def baseline_on_fewest_ranks(self) -> str | None:
+        """The reference strategy on the fewest ranks that ended: plain training if it ran."""
+        ended = self.runs[self.runs["status_state"] == "ok"]
+        return fairness.baseline_arm(ended[ended["world_size"] == ended["world_size"].min()])
+
+    def has_ended(self, arm: str) -> bool:
+        """Whether a run of this strategy ended ok."""
+        return bool((self.runs["status_state"] == "ok")[self.runs["arm"] == arm].any())
+
+    @functools.cached_property
     def logs(self) -> Callable[[str], pd.DataFrame]:
         """Function that returns the logs of a figure by seed and strategy."""
         return functools.cache(functools.partial(pivot_by_seed, self.runs))
@@ -303,7 +313,19 @@ class _Subjects:
 
 def parameters(workload_runs: pd.DataFrame) -> float:
     """Number of parameters of a workload's model, from strategies that do not shard them; NaN if none ran."""
+    whole = _bytes_of_whole_parameters(workload_runs)
+    types = workload_runs.loc[whole.index, "param_dtype"]
+    return float((whole / types.map(_BYTES)).max()) if len(whole) else NAN
+
+
+def parameter_mib(workload_runs: pd.DataFrame) -> float:
+    """MiB of all parameters of a workload's model, from strategies that do not shard them; NaN if none ran."""
+    largest = _bytes_of_whole_parameters(workload_runs).max()
+    return NAN if pd.isna(largest) else float(largest) / 2**20
+
+
+def _bytes_of_whole_parameters(workload_runs: pd.DataFrame) -> pd.Series:
+    """Return the bytes of the parameters of a rank in each run that ended and does not shard them."""
     unsharded = workload_runs[(workload_runs["status_state"] == "ok") & (workload_runs["distributed_type"] != "FSDP")]
     unsharded = unsharded[unsharded["zero_stage"].fillna(0) < 3]
-    bytes_per_rank = unsharded[[f"params_bytes_{place}" for place in STATE_PLACES]].sum(axis=1, min_count=1)
-    return float((bytes_per_rank / unsharded["param_dtype"].map(_BYTES)).max()) if len(unsharded) else NAN
+    return unsharded[[f"params_bytes_{place}" for place in STATE_PLACES]].sum(axis=1, min_count=1)

@@ -257,6 +257,14 @@ def arm_strategies(runs: pd.DataFrame) -> dict[str, str]:
     return {str(arm): strategy for _, _, arm, strategy in sorted(places)}
 
 
+def find_rows(table: pd.DataFrame, workload: str, strategies: Iterable[str], columns: Iterable[str]) -> pd.DataFrame:
+    """Return these columns of a question's table by strategy of a workload; NaN if the table lacks one."""
+    # A table has no columns that are empty.
+    rows = table.reindex(columns=["Workload", "Strategy", *columns])
+    rows = rows[rows["Workload"] == workload].drop(columns="Workload")
+    return rows.set_index("Strategy").reindex(index=list(strategies))
+
+
 def find_confounds(runs: pd.DataFrame, column: str = "confounded") -> dict[str, str]:
     """Return the reasons why a strategy's runs are not comparable, by its label; an empty text if they are."""
     return {str(arm): "; ".join(sorted({text for text in group if text})) for arm, group in runs.groupby("arm")[column]}

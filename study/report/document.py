@@ -20,6 +20,7 @@ from markupsafe import Markup
 
 from study.config.text import NOT_MEASURED, format_number, percent
 from study.records.frames import Records
+from study.records.statistics import Interval
 from study.report.canvas import STRATEGIES
 from study.report.facts import Headline
 
@@ -33,6 +34,17 @@ class Link:
 
     text: str
     address: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class IntervalCell:
+    """A table cell with an interval over seeds: a table has its text, and a figure its center and points."""
+
+    interval: Interval
+    text: str
 
     def __str__(self) -> str:
         return self.text

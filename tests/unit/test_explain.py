@@ -29,7 +29,7 @@ from engines import ROOT
 from study.advisor import explain_findings, explain_releases
 from study.advisor.explain import bucket_bytes, costs, find_answers
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
-from study.advisor.explain_check import is_config
+from study.advisor.explain_check import check_file, is_config
 from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT
 from study.advisor.explain_findings import findings
 from study.advisor.explain_releases import read_stack, with_releases
@@ -1054,6 +1054,28 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
     # The quick start installs DeepSpeed's reader without DeepSpeed.
     _, _, project = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")
     assert '"hjson>=' in project.partition("\n]")[0]
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "line", "says"),
+    [
+        # The mistake of the inner file is in its third line.
+        ("{section}:\n  zero3_init_flag: false\n  {named}", '{"a": 1,\n\n "b": True}', 4, "line 3 has True"),
+        ("{section}: {zero_stage: 2}\nis: 1\nnot: 2", "", 1, "has distributed_type: XLA, which is not modelled"),
+        ("compute_environment: AMAZON_SAGEMAKER\nis: 1", "", 2, "is for SageMaker, which is not modelled"),
+        ("{section}: {zero_stage: [}", "", 2, "not YAML (expected the node content"),
+    ],
+)
+def test_a_refusal_is_at_the_line_or_the_key_that_it_has(outer, inner, line, says, tmp_path: Path) -> None:
+    """Words of its message may be keys of the file, too."""
+    kind = "XLA" if "XLA" in says else "DEEPSPEED"
+    named = f"deepspeed_config_file: {tmp_path / 'ds.json'}"
+    body = outer.replace("{section}", "deepspeed_config").replace("{named}", named)
+    (tmp_path / "ds.json").write_text(inner)
+    file = tmp_path / "outer.yaml"
+    file.write_text(f"distributed_type: {kind}\n{body}\n")
+    *_, finding = check_file(str(file), None, None, ProgramSettings())
+    assert (finding.line, says in finding.message, finding.file) == (line, True, str(file))
 
 
 HJSON = """\

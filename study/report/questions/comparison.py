@@ -26,6 +26,7 @@ from study.records.workloads import BASELINES, strategy_order
 from study.report.document import Answer, cell_text, format_names, format_or_dash
 from study.report.facts import Headline, caption, footnotes
 
+STEP = "step_time_s_median"
 # Workloads side by side on the first screen, and notes below them.
 _MAX_WORKLOADS, _MAX_NOTES = 2, 6
 _CONFOUNDED = " †"
@@ -46,6 +47,37 @@ def workloads(records: Records) -> dict[str, list[StrategyRuns]]:
     for arm in real_arms(records):
         grouped.setdefault(arm.workload, []).append(arm)
     return {workload: arms for workload, arms in grouped.items() if any(len(arm.ok_runs) for arm in arms)}
+
+
+def step_s(arm: StrategyRuns) -> float:
+    """Return the geometric mean over seeds of the median step time, in seconds."""
+    return arm.geometric_mean(STEP).center
+
+
+def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str, str]]:
+    """Return the fastest strategy with all that are not significantly slower, and the seeds of those that have too few.
+
+    Without two that have three seeds, none is judged, and none is left out for its seeds.
+    """
+    fair = [arm for arm in strategies if arm.is_fair()]
+    seeds = {arm.name: arm.geometric_mean(STEP).n for arm in fair}
+    judged = [arm for arm in fair if seeds[arm.name] >= MIN_SAMPLE]
+    if len(judged) < 2:
+        return [], {}
+    ranked = [arm.name for arm in sorted(judged, key=step_s)]
+    tests = judged[0].differences(STEP)
+    slower = {name for name in ranked[1:] if tests[ranked[0], name].is_significant}
+    few = {name: f"{n} seed{'s' * (n > 1)}" for name, n in seeds.items() if 0 < n < MIN_SAMPLE}
+    return [arm.name for arm in judged if arm.name not in slower], few
+
+
+def not_judged(by_workload: Workloads) -> dict[tuple[str, str], str]:
+    """Return the seeds of each strategy that has too few of them to be judged, by its workload and name."""
+    return {
+        (workload, name): seeds
+        for workload, strategies in by_workload.items()
+        for name, seeds in judge_speed(strategies)[1].items()
+    }
 
 
 def fair_arms(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> list[StrategyRuns]:

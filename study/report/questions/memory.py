@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -20,36 +21,39 @@ from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import Difference, interval
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, scarce_memory, state_bytes
 from study.records.workloads import BASELINES, strategy_order
-from study.report import document
+from study.report import canvas, document
 from study.report.document import Answer, Question, format_or_dash, span_text, times_text
 from study.report.facts import Headline, caption, footnotes
 from study.report.questions import comparison
 from study.report.questions.comparison import (
+    STEP,
     Comparison,
     answer_by_strategy,
     arm_table,
     find_ends,
     name_with_settings,
+    not_judged,
     real_arms,
+    step_s,
     without_offload,
     workloads,
 )
 from study.virtual.summaries import STAGES, ranks_per_group, read_ring_bytes, with_whole_models
 
-STEP = "step_time_s_median"
 _OPTIMIZER = [f"optimizer_bytes_{place}" for place in STATE_PLACES]
 _KINDS = {"params": "Parameters", "grads": "Gradients", "optimizer": "Optimizer"}
+_PLACES = {"device": "", "host": " (host)", "nvme": " (NVMe)"}
+# Columns of tables: the model state by its kind and place, and sent bytes by their collective.
+STATE_COLUMNS = {
+    (kind, place): f"{_KINDS[kind]}{_PLACES[place]}, MiB" for kind in STATE_KINDS for place in STATE_PLACES
+}
+RING_COLUMNS = {kind: f"Ring bytes of {kind.replace('_', '-')}, MiB" for kind in (*canvas.TRAFFIC, "send", "recv")}
 # A smaller part of the state is padding and bookkeeping.
 _NOTABLE = 0.01
 # Stage 3 sends 1.00 times the bytes of plain training if it gathers each weight once, and 1.50 times if twice.
 _GATHERED_ONCE = 1.25
 # A strategy and its reference in the same workload.
 _Pair = tuple[StrategyRuns, StrategyRuns]
-
-
-def step_s(arm: StrategyRuns) -> float:
-    """Return the geometric mean over seeds of the median step time, in seconds."""
-    return arm.geometric_mean(STEP).center
 
 
 def sent_mib(arm: StrategyRuns) -> float:
@@ -300,13 +304,8 @@ def memory_table(records: Records) -> pd.DataFrame:
     def figures(arm: StrategyRuns) -> Row:
         runs = arm.workload_runs
         base = state_bytes(runs[(runs["arm"] == arm.baseline) & (runs["status_state"] == "ok")], ("device",))
-        places = {"device": "", "host": " (host)", "nvme": " (NVMe)"}
         return {
-            **{
-                f"{_KINDS[kind]}{places[place]}, MiB": arm.median(f"{kind}_bytes_{place}") / MIB
-                for kind in STATE_KINDS
-                for place in STATE_PLACES
-            },
+            **{column: arm.median(f"{kind}_bytes_{place}") / MIB for (kind, place), column in STATE_COLUMNS.items()},
             "Engine buffers, MiB": arm.median("buffer_bytes_device") / MIB,
             "Peak allocated, GiB": arm.median("peak_memory_gib_allocated"),
             "Peak reserved, GiB": arm.median("peak_memory_gib_reserved"),
@@ -375,6 +374,11 @@ def _freed_headline(
     return Headline(ends.text, caption("offload", name), ends.names, scope)
 
 
+def _left_mib(arm: StrategyRuns) -> float:
+    """Return the model state that is left in scarce memory, in MiB."""
+    return arm.state_mib(scarce_memory(arm.workload_runs))
+
+
 def _freed(arm: StrategyRuns) -> float:
     """Return the fraction of the same stage's model state that offload removes from scarce memory."""
     runs = arm.workload_runs
@@ -383,27 +387,48 @@ def _freed(arm: StrategyRuns) -> float:
     return 1 - arm.state_bytes(places) / baseline_bytes if baseline_bytes > 0 else NAN
 
 
-def offload_table(records: Records) -> pd.DataFrame:
-    """Return a row per strategy with offload, and the same stages without it."""
-    times = Comparison(workloads(records), STEP, lambda arm: arm.unoffloaded if arm.is_offloaded else None)
+def offload_table(records: Records, baseline: str = "") -> pd.DataFrame:
+    """Return a row per strategy with offload, and the same stages without it.
+
+    In a workload that ran `baseline`, a strategy on as many ranks is compared with that one.
+    """
+    by_workload = workloads(records)
+    ranks = {(workload, arm.name): arm.ranks for workload, arms in by_workload.items() for arm in arms}
+    few = not_judged(by_workload)
+
+    def without(arm: StrategyRuns) -> str | None:
+        if not arm.is_offloaded:
+            return None
+        is_named = arm.all_strategies.has_ended(baseline) and ranks[arm.workload, baseline] == arm.ranks
+        return baseline if is_named else arm.unoffloaded
+
+    times = Comparison(by_workload, STEP, without)
 
     def figures(arm: StrategyRuns) -> Row:
-        moved, plain, difference = arm.is_offloaded, arm.unoffloaded, times.of(arm)
+        moved, plain, difference = arm.is_offloaded, without(arm), times.of(arm)
         ratio = None if plain is None else interval([]) if difference is None else difference.ratio
         return {
             "Stage": arm.value("zero_stage"),
             "Optimizer on": arm.value("offload_optimizer") or "device",
             "Parameters on": arm.value("offload_param") or "device",
             **{f"State on {place}, MiB": arm.state_mib((place,)) for place in STATE_PLACES},
+            "State left, MiB": _left_mib(arm),
             "Peak memory, GiB": arm.peak_gib[0],
             "Step time, ms": 1e3 * step_s(arm),
             "Without offload": plain or "not run" if moved else "this row",
             "Time, x without": strategy_runs.ratio_text(ratio) if moved else "1",
+            "Not judged": few.get((arm.workload, arm.name)),
         }
 
     strategies = list(real_arms(records))
     stages = {(arm.workload, arm.value("zero_stage")) for arm in strategies if arm.is_offloaded}
-    return arm_table((arm for arm in strategies if (arm.workload, arm.value("zero_stage")) in stages), figures)
+    references = {(arm.workload, without(arm)) for arm in strategies}
+    rows = (
+        arm
+        for arm in strategies
+        if (arm.workload, arm.value("zero_stage")) in stages or (arm.workload, arm.name) in references
+    )
+    return arm_table(rows, figures)
 
 
 OFFLOAD = Question(
@@ -461,23 +486,37 @@ def _micro_batches(arm: StrategyRuns) -> int:
 
 
 def traffic_table(records: Records) -> pd.DataFrame:
-    """Return communication per step, by strategy."""
-    return arm_table(
-        real_arms(records),
-        lambda arm: {
+    """Return communication per step, by strategy; that of a virtual rank is real, too."""
+
+    def figures(arm: StrategyRuns) -> Row:
+        counted = _collectives(arm)
+        return {
             "Ring bytes (NCCL) per step, MiB": sent_mib(arm),
+            **{
+                column: counted[kind]["wire_bytes_per_rank"] / MIB
+                for kind, column in RING_COLUMNS.items()
+                if kind in counted
+            },
             "Gloo bytes per step, MiB": arm.median("gloo_sent_bytes_per_step") / MIB,
             "Payload per step, MiB": arm.median("comm_bytes_per_step") / MIB,
             "Calls per step": arm.median("comm_calls_per_step"),
             "Payload by collective, MiB": _by_collective(arm),
-        },
-    )
+            "All parameters, MiB": strategy_runs.parameter_mib(arm.workload_runs),
+        }
+
+    return arm_table(group_by_strategy(drop_probes(records).runs), figures)
+
+
+def _collectives(arm: StrategyRuns) -> dict[str, dict[str, float]]:
+    """Return the counts of a strategy's watched step by collective; empty if none was watched."""
+    watched = arm.ok_runs["collectives"].dropna()
+    counted: dict[str, dict[str, float]] = json.loads(watched.iloc[0]) if len(watched) else {}
+    return counted
 
 
 def _by_collective(arm: StrategyRuns) -> str:
-    watched = arm.ok_runs["collectives"].dropna()
-    counted = json.loads(watched.iloc[0]) if len(watched) else {}
-    return ", ".join(f"{kind} {counts['payload_bytes'] / MIB:.4g}" for kind, counts in sorted(counted.items())) or "-"
+    counted = sorted(_collectives(arm).items())
+    return ", ".join(f"{kind} {counts['payload_bytes'] / MIB:.4g}" for kind, counts in counted) or "-"
 
 
 TRAFFIC = Question(
@@ -591,20 +630,30 @@ def _known_bytes_first(arm: StrategyRuns) -> tuple[bool, float]:
     return math.isnan(sent_mib(arm)), round(sent_mib(arm), 2)
 
 
-def _neighbours_answer(records: Records) -> Answer | None:
+def _grouped_neighbours(records: Records) -> dict[str, list[StrategyRuns]]:
+    """Return the strategies that ended, by workload."""
     grouped: dict[str, list[StrategyRuns]] = {}
     for arm in _neighbour_arms(records):
         if len(arm.ok_runs):
             grouped.setdefault(arm.workload, []).append(arm)
-    if (compared := _find_neighbours(grouped)) is None:
-        return None
-    # The details have the other numbers of ranks, and parts of a whole model.
+    return grouped
+
+
+def _shown_neighbours(compared: _Neighbours, grouped: dict[str, list[StrategyRuns]]) -> dict[str, list[StrategyRuns]]:
+    """Return the strategies of the answer; the details have the other numbers of ranks, and parts of a whole model."""
     is_part = _is_part_of_model(compared.stage)
-    chosen = {
+    return {
         name: [arm for arm in grouped[name] if arm.ranks in (1, max(arm.ranks for arm in grouped[name]))]
         for name in dict.fromkeys((compared.workload, *grouped))
         if _is_part_of_model(grouped[name][0]) == is_part
     }
+
+
+def _neighbours_answer(records: Records) -> Answer | None:
+    grouped = _grouped_neighbours(records)
+    if (compared := _find_neighbours(grouped)) is None:
+        return None
+    chosen = _shown_neighbours(compared, grouped)
     figures = {
         "State, MiB": StrategyRuns.state_mib,
         "Gathered, MiB": lambda arm: arm.median("forward_gathers_bytes") / MIB,
@@ -704,24 +753,38 @@ def _neighbour_arms(records: Records) -> tuple[StrategyRuns, ...]:
 
 def neighbours_table(records: Records) -> pd.DataFrame:
     """Return memory and communication of ZeRO and its alternatives, by strategy."""
-    return arm_table(
-        _neighbour_arms(records),
-        lambda arm: {
-            "Ranks": arm.ranks,
-            "Ranks per group": ranks_per_group(arm.ok_runs.iloc[0]) if len(arm.ok_runs) else NAN,
-            **{
-                f"{words}, MiB": sum(arm.median(f"{kind}_bytes_{place}") for place in ("device", "host")) / MIB
-                for kind, words in _KINDS.items()
-            },
-            "Buffers, MiB": arm.median("buffer_bytes_device") / MIB,
-            "Kept for backward, MiB": arm.median("forward_holds_bytes") / MIB,
-            "Gathered, MiB": arm.median("forward_gathers_bytes") / MIB,
-            "Ring bytes (NCCL), MiB": sent_mib(arm),
-            "Calls": arm.median("comm_calls_per_step"),
-            "Payload by collective, MiB": _by_collective(arm),
-            "Extrapolated over layers": "yes" if arm.value("extrapolated") else None,
-        },
-    )
+    return arm_table(_neighbour_arms(records), _neighbour_row)
+
+
+def shown_neighbours_table(records: Records) -> pd.DataFrame:
+    """Return the rows of the strategies that the answer has; empty if these records do not answer the question."""
+    grouped = _grouped_neighbours(records)
+    compared = _find_neighbours(grouped)
+    by_workload = _shown_neighbours(compared, grouped) if compared else {}
+    return arm_table(itertools.chain(*by_workload.values()), _neighbour_row)
+
+
+def _neighbour_row(arm: StrategyRuns) -> Row:
+    return {
+        "Ranks": arm.ranks,
+        "Ranks per group": ranks_per_group(arm.ok_runs.iloc[0]) if len(arm.ok_runs) else NAN,
+        **{STATE_COLUMNS[kind, "device"]: _kind_mib(arm, kind) for kind in STATE_KINDS},
+        "State on the device, MiB": arm.state_mib(("device",)),
+        "Buffers, MiB": arm.median("buffer_bytes_device") / MIB,
+        "Kept for backward, MiB": arm.median("forward_holds_bytes") / MIB,
+        "Gathered, MiB": arm.median("forward_gathers_bytes") / MIB,
+        "Ring bytes (NCCL), MiB": sent_mib(arm),
+        "Calls": arm.median("comm_calls_per_step"),
+        "Payload by collective, MiB": _by_collective(arm),
+        "Layers": arm.value("model_layers"),
+        "Extrapolated over layers": "yes" if arm.value("extrapolated") else None,
+    }
+
+
+def _kind_mib(arm: StrategyRuns, kind: str) -> float:
+    """Return one kind of state on device and host, in MiB; records that lack the host's have none there."""
+    host = arm.median(f"{kind}_bytes_host")
+    return (arm.median(f"{kind}_bytes_device") + (0.0 if math.isnan(host) else host)) / MIB
 
 
 NEIGHBOURS = Question(

@@ -13,8 +13,8 @@ from study.records.outcome import SliceProgress
 from study.records.statistics import Noise, estimate_noise, repeat_noise
 from study.report.document import Answer, Question
 from study.report.facts import ClaimRow, Headline, caption, footnotes
-from study.report.questions.comparison import arm_table, real_arms, workloads
-from study.report.questions.memory import STEP, sent_mib, step_s
+from study.report.questions.comparison import STEP, arm_table, real_arms, step_s, workloads
+from study.report.questions.memory import sent_mib
 
 
 def _remaining_answer(records: Records) -> Answer | None:

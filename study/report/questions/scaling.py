@@ -13,19 +13,22 @@ from study.records import strategy_runs
 from study.records.frames import Records, real_runs
 from study.records.statistics import Interval, interval
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, ratio_text, runs_with_several
-from study.report.document import Answer, Question, format_or_dash, span_text, times_text
+from study.report.document import Answer, IntervalCell, Question, format_or_dash, span_text, times_text
 from study.report.facts import Headline, caption, footnotes
 from study.report.questions import comparison
 from study.report.questions.comparison import (
+    STEP,
     Comparison,
     answer_by_strategy,
     arm_table,
     name_with_settings,
+    not_judged,
     real_arms,
+    step_s,
     without_offload,
     workloads,
 )
-from study.report.questions.memory import STEP, describe_scope, held_text, sent_mib, step_s
+from study.report.questions.memory import describe_scope, held_text, sent_mib
 from study.virtual.summaries import STAGES, STRONG, WEAK, over_nodes
 
 # A larger part of the bytes that `fsdp2` sends is padding.
@@ -61,22 +64,37 @@ def _one_device(arm: StrategyRuns) -> str | None:
 
 def _speedup(arm: StrategyRuns, speeds: Comparison) -> Interval:
     difference = speeds.of(arm)
-    return interval([1.0] if arm.name == _one_device(arm) else []) if difference is None else difference.ratio
+    return interval([1.0] if arm.name == speeds.find_base(arm) else []) if difference is None else difference.ratio
 
 
-def single_vs_multi_table(records: Records) -> pd.DataFrame:
-    """Return speed, efficiency and memory by number of ranks."""
-    speeds = Comparison(workloads(records), STEP, _one_device, is_inverse=True)
+def single_vs_multi_table(records: Records, baseline: str = "") -> pd.DataFrame:
+    """Return speed, efficiency and memory by number of ranks.
+
+    Speeds are relative to `baseline` in the workloads that ran it, in others to the reference on the fewest ranks.
+    """
+
+    def reference(arm: StrategyRuns) -> str | None:
+        return baseline if arm.all_strategies.has_ended(baseline) else arm.all_strategies.baseline_on_fewest_ranks
+
+    by_workload = workloads(records)
+    speeds = Comparison(by_workload, STEP, reference, is_inverse=True)
+    ranks = {(workload, arm.name): arm.ranks for workload, arms in by_workload.items() for arm in arms}
+    few = not_judged(by_workload)
 
     def figures(arm: StrategyRuns) -> Row:
-        speedup, count, base = _speedup(arm, speeds), arm.ranks or None, _one_device(arm)
+        base = reference(arm)
+        speedup = _speedup(arm, speeds)
+        fraction = ranks.get((arm.workload, base or ""), NAN) / arm.ranks if arm.ranks else NAN
+        text = "1 (reference)" if arm.name == base else ratio_text(None if base is None else speedup)
         return {
-            "Ranks": count,
+            "Ranks": arm.ranks or None,
             "Tokens/s": arm.geometric_mean("tokens_per_s").center,
-            "x one device": "1 (one device)" if arm.name == base else ratio_text(None if base is None else speedup),
-            "Efficiency": speedup.center / count if count else NAN,
+            "Reference": base,
+            "x reference": IntervalCell(speedup, text),
+            "Efficiency": speedup.center * fraction,
             "State per rank, MiB": arm.state_mib(),
             "Peak memory, GiB": arm.peak_gib[0],
+            "Not judged": few.get((arm.workload, arm.name)),
         }
 
     return arm_table(filter(_has_several, real_arms(records)), figures)

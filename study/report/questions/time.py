@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -15,21 +16,25 @@ from study.config.text import NOT_MEASURED, format_number, percent
 from study.predictor.hardware import peak_flops
 from study.records.frames import Records, real_runs
 from study.records.schema import PROFILE_CATEGORIES
-from study.records.statistics import MIN_SAMPLE, estimate_noise, seeds_needed
+from study.records.statistics import estimate_noise, seeds_needed
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, has_no_gpu, scarce_memory, to_table
-from study.report.document import Answer, Question, format_names, span_text, times_text
+from study.report.document import Answer, IntervalCell, Question, format_names, span_text, times_text
 from study.report.facts import Headline, caption, footnotes
 from study.report.questions import comparison
 from study.report.questions.comparison import (
+    STEP,
     Comparison,
     ReferenceComparison,
     answer_by_strategy,
     arm_table,
+    judge_speed,
+    not_judged,
     real_arms,
+    step_s,
     without_offload,
     workloads,
 )
-from study.report.questions.memory import STEP, describe_scope, step_s
+from study.report.questions.memory import describe_scope
 
 
 def _time_answer(records: Records) -> Answer | None:
@@ -95,9 +100,11 @@ def _reference_time(compared: ReferenceComparison) -> Headline:
 
 def runtime_table(records: Records) -> pd.DataFrame:
     """Return step time, throughput and utilization by strategy."""
+    few = not_judged(workloads(records))
 
     def figures(arm: StrategyRuns) -> Row:
         runs = arm.ok_runs
+        step = arm.geometric_mean(STEP).scaled(1e3)
         if arm.baseline is None or arm.is_baseline:
             words = arm.role if arm.is_baseline else "no baseline"
         else:
@@ -106,7 +113,7 @@ def runtime_table(records: Records) -> pd.DataFrame:
         steps_per_s = runs["tokens_per_s"] / (runs["global_batch_size"] * runs["seq_length"]).astype(float)
         flops_per_s = runs["model_flops_per_step"] * steps_per_s / runs["world_size"].astype(float)
         return {
-            "Step time, ms": arm.geometric_mean(STEP).text(1, 1e3),
+            "Step time, ms": IntervalCell(step, step.text(1)),
             "p10, ms": 1e3 * arm.median("step_time_s_p10"),
             "p90, ms": 1e3 * arm.median("step_time_s_p90"),
             "Tokens/s": arm.geometric_mean("tokens_per_s").center,
@@ -120,6 +127,7 @@ def runtime_table(records: Records) -> pd.DataFrame:
             "Energy of the GPUs over counted steps, J": arm.median("energy_j"),
             "Time, x baseline": arm.format_baseline_ratio(STEP),
             "In words": words,
+            "Not judged": few.get((arm.workload, arm.name)),
         }
 
     return arm_table(real_arms(records), figures)
@@ -144,6 +152,8 @@ LABELS = {
     "other": "other",
     "idle": "idle",
 }
+# Columns of the table by kind of work.
+PROFILE_COLUMNS = {kind: f"{label.capitalize()}, ms" for kind, label in LABELS.items()}
 _PRODUCTS = "Share in matrix products and attention"
 
 
@@ -160,7 +170,9 @@ def _profile_answer(records: Records) -> Answer | None:
     if details.empty:
         return None
     step = details["Profiled step, ms"]
-    shares = pd.DataFrame({"Matrix products and attention": details[_PRODUCTS], "Idle": details["Idle, ms"] / step})
+    shares = pd.DataFrame(
+        {"Matrix products and attention": details[_PRODUCTS], "Idle": details[PROFILE_COLUMNS["idle"]] / step}
+    )
     products, idle = (span_text(fractions, percent) for _, fractions in shares.items())
     table = details[["Workload", "Strategy"]].assign(**{"Step, ms": step}).join(shares.map(percent))
     headlines = (
@@ -185,7 +197,7 @@ def step_profile_table(records: Records) -> pd.DataFrame:
         return {
             "Profiled step, ms": 1e3 * profile["wall_s_per_step"],
             "Timed step, ms": 1e3 * step_s(arm),
-            **{f"{LABELS[kind].capitalize()}, ms": 1e3 * parts[kind] for kind in (*PROFILE_CATEGORIES, "idle")},
+            **{PROFILE_COLUMNS[kind]: 1e3 * parts[kind] for kind in (*PROFILE_CATEGORIES, "idle")},
             "Of it counted twice, ms": 1e3 * (profile["summed_s_per_step"] - profile["busy_s_per_step"]),
             "Model FLOP utilization": arm.median("mfu"),
             _PRODUCTS: seconds / profile["wall_s_per_step"],
@@ -223,10 +235,15 @@ PROFILE = Question(
 )
 
 
-def _advice_answer(records: Records) -> Answer | None:
+@functools.lru_cache(maxsize=2)
+def _without_profiles(records: Records) -> comparison.Workloads:
+    """Return the strategies of each workload without profiled runs, which profiling slows down."""
     runs = real_runs(records).runs
-    # Profiling slows a run down, so profiled runs are excluded.
-    by_workload = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
+    return workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
+
+
+def _advice_answer(records: Records) -> Answer | None:
+    by_workload = _without_profiles(records)
     timed = {
         workload: [arm for arm in arms if arm.is_fair() and not math.isnan(step_s(arm))]
         for workload, arms in by_workload.items()
@@ -239,7 +256,7 @@ def _advice_answer(records: Records) -> Answer | None:
     best = {workload: fastest for workload, (fastest, _) in judged.items() if fastest}
     everywhere = [name for name in next(iter(best.values()), []) if all(name in names for names in best.values())]
     arms = list(itertools.chain(*by_workload.values()))
-    few = list(itertools.chain(*(few for fastest, few in judged.values() if fastest)))
+    few = list(itertools.chain(*(few for _, few in judged.values())))
     notes = footnotes(
         "advice",
         {
@@ -292,27 +309,56 @@ def _advice_headlines(timed: Mapping[str, Sequence[StrategyRuns]], everywhere: S
     return [fastest, Headline(" or ".join(leanest), caption("advice", "leanest"))]
 
 
-def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str, str]]:
-    """Return the fastest strategy with all that are not significantly slower, and the seeds of those that have too few.
+def frontier_table(records: Records) -> pd.DataFrame:
+    """Return speed and peak memory by strategy, and which is the fastest in its memory."""
+    by_workload = _without_profiles(records)
+    few = not_judged(by_workload)
+    best = {
+        (workload, name)
+        for workload, strategies in by_workload.items()
+        for name in _fastest_in_memory([arm for arm in strategies if (workload, arm.name) not in few])
+    }
 
-    Without two that have three seeds, none is.
-    """
-    fair = [arm for arm in strategies if arm.is_fair()]
-    seeds = {arm.name: arm.geometric_mean(STEP).n for arm in fair}
-    few = {name: f"{n} seed{'s' * (n > 1)}" for name, n in seeds.items() if 0 < n < MIN_SAMPLE}
-    judged = [arm for arm in fair if seeds[arm.name] >= MIN_SAMPLE]
-    if len(judged) < 2:
-        return [], few
-    ranked = [arm.name for arm in sorted(judged, key=step_s)]
-    tests = judged[0].differences(STEP)
-    slower = {name for name in ranked[1:] if tests[ranked[0], name].is_significant}
-    return [arm.name for arm in judged if arm.name not in slower], few
+    def figures(arm: StrategyRuns) -> Row:
+        peak, place = _tensor_peak_gib(arm)
+        return {
+            "Tokens/s": arm.geometric_mean("tokens_per_s").center,
+            "Peak memory, GiB": peak,
+            "Peak of": place,
+            "Not judged": few.get((arm.workload, arm.name)),
+            "Fastest in its memory": "yes" if (arm.workload, arm.name) in best else None,
+        }
+
+    return arm_table(itertools.chain(*by_workload.values()), figures)
+
+
+def _tensor_peak_gib(arm: StrategyRuns) -> tuple[float, str]:
+    """Return the peak of a rank's tensors, without other processes of the device; without a device its process's."""
+    allocated = arm.median("peak_memory_gib_allocated")
+    if math.isnan(allocated):
+        return arm.median("host_peak_rss_gib"), "resident set"
+    return allocated, "device memory"
+
+
+def _fastest_in_memory(strategies: Sequence[StrategyRuns]) -> list[str]:
+    """Return the comparable strategies that are faster than each with less memory; of all, if none is comparable."""
+    points = [(_tensor_peak_gib(arm)[0], -arm.geometric_mean("tokens_per_s").center, arm) for arm in strategies]
+    measured = [point for point in points if not math.isnan(point[0] + point[1])]
+    fair = [point for point in measured if point[2].is_fair()]
+    best: list[str] = []
+    fastest = 0.0
+    for _, slowness, arm in sorted(fair or measured, key=lambda point: point[:2]):
+        if slowness < fastest:
+            fastest = slowness
+            best.append(arm.name)
+    return best
 
 
 ADVICE = Question(
     "advice",
     "Which configuration should I use on this machine?",
     _advice_answer,
+    tables={"frontier": frontier_table},
     figures=("frontier",),
     notebook="runtime",
 )
