@@ -335,9 +335,11 @@ def test_a_model_of_qwen_s_vision_has_a_verdict_with_its_images(tmp_path, capsys
     layers = 2
     # A trace takes time for each layer, and those of the text have the same activations whatever the image.
     vision["depth"] = text["num_hidden_layers"] = layers
+    # It also takes time for each window of attention. Here one is as wide as a usual image, and at last as on the hub.
+    wide_windows = {"window_size": 32 * 14}
 
     def activations(**changes: int) -> float:
-        shape = live_shape("vl", document | {"vision_config": vision | changes})
+        shape = live_shape("vl", document | {"vision_config": vision | wide_windows | changes})
         memory = predict_memory(dataclasses.replace(make_request(shape, "zero3"), micro_batch=1))
         assert memory.missing is None
         return memory.most_parts["activations"]
