@@ -301,9 +301,9 @@ class _TableLayer:
     def block_saved(self) -> float:
         """Tensors that the feed-forward block saved, half of the layer's hidden ones among them. They are freed before
         the attention's backward pass."""
-        whole = self.gathered_tensors / 2
-        divided = (self.hidden_tensors.in_computing_type / 2 - whole) / self.request.stream_ranks
-        narrow = (whole + divided) * self.shape.hidden
+        gathered = self.gathered_tensors / 2
+        divided = (self.hidden_tensors.in_computing_type / 2 - gathered) / self.request.stream_ranks
+        narrow = (gathered + divided) * self.shape.hidden
         in_computing_type = self.width * (self.inner_tensors * self.shape.inner + narrow)
         in_fp32 = 2 * self.hidden_tensors.in_fp32 * self.shape.hidden / self.request.stream_ranks
         return self.tokens * (in_computing_type + in_fp32) + self.tokens * _adapter_inputs(self.request).block

@@ -53,7 +53,7 @@ ADAPTERS_ON_ROWS = (
 )
 # The output layer: on every rank; divided, and its logits gathered; or divided with the loss.
 Head = Literal["replicated", "gathered", "sharded"]
-# What is divided: the matrices alone, as the engines' plans do, or also norms, residual stream and loss.
+# Matrices alone are divided, as the engines' plans do, or also norms, residual stream and loss.
 TensorPlan = Literal["plain", "sequence"]
 
 
@@ -96,8 +96,8 @@ def _adapter_refusal(shape: ModelShape, plan: _Plan, *, is_deepspeed: bool) -> s
     """Return why a group cannot divide a model with adapters; None if it can, as peft divides those of transformers'
     plans (_create_and_replace in its lora/model.py)."""
     if is_deepspeed:
-        # _replace_module in its auto_tp.py: of "o_proj.base_layer" it compares the last part alone.
-        return "DeepSpeed divides layers by the ends of their names, which are base_layer and default with adapters"
+        # _replace_module in its auto_tp.py takes peft's layer for a linear one: it has the base weight as `weight`.
+        return "DeepSpeed 0.19.8 replaces a layer with adapters by one without them, and ends with a KeyError"
     if not plan.is_published:
         return f"peft divides adapters by transformers' plans, and there is none for {shape.model_type} models"
     if shape.lora_saved:

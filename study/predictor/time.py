@@ -452,11 +452,11 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
 
 
 # Of the rows of tests/data/tensor_steps.yaml.
-_SEQUENCE_STEPS = "20 published steps of two pages took 0.90 to 1.63 times the prediction"
+_SEQUENCE_STEPS = "20 published steps of two pages took 0.89 to 1.63 times the prediction"
 
 
 def _tensor_notes(request: Request, group: TensorGroup) -> Iterator[str]:
-    """Yield what a tensor-parallel group has in common, how sure its figures are, and what does not run."""
+    """Yield notes on a tensor-parallel group: its samples, its published steps, and errors of installed releases."""
     published = f"{_SEQUENCE_STEPS} (docs/advice.md)"
     if not group.divides_stream:
         published = f"none with the matrices alone divided is published. With --tensor_plan sequence {published}"

@@ -1,4 +1,4 @@
-"""Print what rank 0 of two has of a tensor-parallel model, saves, allocates and sends, of each case, and the loss.
+"""Write the parts, saved bytes, peak and collectives of rank 0 of two, and the loss, of tensor-parallel models.
 
 A case has `config`, `dtype`, `batch`, `tokens`, `checkpoints`, and `targets`: those of peft's adapters on a model that
 transformers divides, or null for a model that torch divides, with norms, residual stream and loss.
@@ -69,11 +69,12 @@ def build(case: dict[str, Any], mesh: DeviceMesh, folder: Path) -> torch.nn.Modu
     )
     settings = peft.LoraConfig(r=case["rank"], target_modules=case["targets"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(divided, settings, autocast_adapter_dtype=False)
-    set_whole_widths(adapted)
+    if not case.get("unmended"):
+        set_full_widths(adapted)
     return adapted
 
 
-def set_whole_widths(model: torch.nn.Module) -> None:
+def set_full_widths(model: torch.nn.Module) -> None:
     """Set the width of each divided matrix A to that of all ranks, which RowwiseParallel of transformers 5.23.0 reads:
     peft 0.21.2 sets that of one rank (_get_in_out_features in its tuners_utils.py), and the product fails."""
     for name, module in model.named_modules():
@@ -120,7 +121,10 @@ def measure(case: dict[str, Any], mesh: DeviceMesh, folder: Path) -> dict[str, A
         forward().backward()
 
     with loss_parallel():
-        step()
+        try:
+            step()
+        except RuntimeError as error:
+            return {"error": f"RuntimeError: {error}"}
         model.zero_grad()
         losses.clear()
         with TrafficWatch(1) as watch:
@@ -147,9 +151,9 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     folder = Path(sys.argv[2])
     cases = enumerate(json.loads(sys.argv[1]))
-    said = [measure(case, mesh, folder / f"model_{place}") for place, case in cases]
+    output = [measure(case, mesh, folder / f"model_{place}") for place, case in cases]
     if dist.get_rank() == 0:
-        (folder / "said.json").write_text(json.dumps(said), encoding="utf-8")
+        (folder / "output.json").write_text(json.dumps(output), encoding="utf-8")
     dist.destroy_process_group()
 
 

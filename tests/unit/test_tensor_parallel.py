@@ -264,12 +264,12 @@ def test_published_steps_with_a_sequence_plan_took_as_many_times_the_prediction_
         milliseconds / 1000 / megatron_step_s(megatron["sizes"][model], ranks, accumulation)
         for model, ranks, accumulation, milliseconds in megatron["rows"]
     ]
-    of_torchtitan = [
+    torchtitan_shares = [
         row[2] * 8192 / 8 / tokens_per_s / torchtitan_step_s(*row) for *row, tokens_per_s in torchtitan["rows"]
     ]
     # Rows of the same program on the same machines without tensor parallelism took 1.02 to 1.19.
-    assert of_torchtitan == pytest.approx([1.21, 1.25], abs=0.005)
-    shares += of_torchtitan
+    assert torchtitan_shares == pytest.approx([1.21, 1.25], abs=0.005)
+    shares += torchtitan_shares
     request = parse_request("llama-3.1-8b", "fsdp2", "2x8xH100", 8, tensor_plan="sequence")
     says = f"{len(shares)} published steps of two pages took {min(shares):.2f} to {max(shares):.2f} times"
     assert any(says in note for note in predict_time(request).notes)
@@ -325,8 +325,8 @@ def test_a_sequence_plan_is_in_the_document_and_on_the_page(capsys: pytest.Captu
 def test_adapters_are_divided_as_the_matrix_that_they_change(capsys: pytest.CaptureFixture[str]) -> None:
     flags: dict[str, Any] = {"peft": "lora", "lora_rank": 16}
     usual = parse_request("llama-3.1-8b", "fsdp2", "2x8xH100", 8, **flags)
-    every = parse_request("llama-3.1-8b", "fsdp2", "2x8xH100", 8, lora_targets=("all-linear",), **flags)
-    elements = {param.name: param.elements for param in every.shape.params if ".lora_" in param.name}
+    linear = parse_request("llama-3.1-8b", "fsdp2", "2x8xH100", 8, lora_targets=("all-linear",), **flags)
+    elements = {param.name: param.elements for param in linear.shape.params if ".lora_" in param.name}
     by_columns = {"q_proj": (4096, 4096), "gate_proj": (4096, 14336)}
     by_rows = {"o_proj": (4096, 4096), "down_proj": (14336, 4096)}
     for module, (inner, out) in (by_columns | by_rows).items():
@@ -334,7 +334,7 @@ def test_adapters_are_divided_as_the_matrix_that_they_change(capsys: pytest.Capt
         assert elements[f"{module}.lora_A.weight"] == 16 * inner // parts[0]
         assert elements[f"{module}.lora_B.weight"] == 16 * out // parts[1]
     # Only those of o_proj and down_proj end with an error of the installed releases.
-    for request, is_named in ((usual, False), (every, True)):
+    for request, is_named in ((usual, False), (linear, True)):
         assert (ADAPTERS_ON_ROWS in predict_time(request).notes) == is_named
     command = ["predict", "llama-3.1-8b", "--strategy", "fsdp2", "--hardware", "2x8xH100", "--tensor_parallel", "8"]
     assert main([*command, "--peft", "lora", "--json"]) == 0
@@ -378,7 +378,7 @@ def test_a_strategy_with_groups_takes_the_size_of_its_file_or_of_the_flag() -> N
         ("llama-3.1-8b", "tp", "8xH100", None, {"precision": "fp16"}, "torch cannot unscale"),
         ("llama-3.1-8b", "zero3", "8xH100", 3, {}, "8 ranks do not make groups of 3"),
         ("llama-3.1-8b", "zero3", "2x8xH100", 16, {}, "8 heads of keys and values"),
-        ("llama-3.1-8b", "zero3", "8xH100", 2, {"peft": "lora"}, "DeepSpeed divides layers by .* names"),
+        ("llama-3.1-8b", "zero3", "8xH100", 2, {"peft": "lora"}, "replaces a layer with adapters by one without them"),
         ("gpt2", "fsdp2", "8xH100", 2, {"peft": "lora"}, "there is none for gpt2 models"),
         ("llama-3.1-8b", "fsdp2", "8xH100", 2, {"peft": "lora", "quantization": "4bit"}, "quantized weights"),
         (
@@ -544,7 +544,12 @@ def test_advice_with_groups_ranks_the_stages_and_names_the_best_without(
 
 @pytest.mark.parametrize(
     ("hardware", "ranks", "more"),
-    [("8xA100", 4, "4 more GPUs, 96"), ("2x8xA100", 8, "one more node, 72"), ("2x4xA100", 8, "2 more nodes, 64")],
+    [
+        ("8xA100", 4, "4 more GPUs, 72 samples per step"),
+        ("2x8xA100", 8, "one more node, 72 samples per step"),
+        # Their ranks share the 64 samples.
+        ("2x4xA100", 8, "2 more nodes"),
+    ],
 )
 def test_the_calculator_has_the_answer_of_the_command(
     hardware: str, ranks: int, more: str, capsys: pytest.CaptureFixture[str]
@@ -560,7 +565,7 @@ def test_the_calculator_has_the_answer_of_the_command(
     for row in document["strategies"]:
         assert {name: rows[row["strategy"]][name] for name in row} == row
     assert json.loads(calculator.changes())["changes"] == document["changes"]
-    assert json.loads(calculator.what_ifs())["lines"][0].startswith(f"with {more} samples per step: ")
+    assert json.loads(calculator.what_ifs())["lines"][0].startswith(f"with {more}: ")
     files = json.loads(calculator.files(ranking["recommended"]))
     assert f"--tensor_parallel {ranks}" in files["predict"]
 
@@ -578,7 +583,7 @@ def test_the_calculator_refuses_a_group_as_the_command_does(value: str, capsys: 
     [
         (("--tensor_parallel", "3"), "--tensor_parallel 3 does not divide 16 ranks"),
         (("--tensor_parallel", "16"), "8 heads of keys and values"),
-        (("--tensor_parallel", "8", "--peft", "lora"), "DeepSpeed divides layers by the ends of their names"),
+        (("--tensor_parallel", "8", "--peft", "lora"), "replaces a layer with adapters by one without them"),
         (("--tensor_parallel", "8", "--with_reference"), "a reference model is not predicted with --tensor_parallel"),
         (("--tensor_parallel", "8", "--global_batch_size", "3"), "--global_batch_size 3 is not a multiple of 2 ranks"),
     ],
