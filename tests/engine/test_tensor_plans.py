@@ -19,7 +19,7 @@ from study.predictor.hardware import CPU_CORE, box_of_ranks
 from study.predictor.memory import device_snapshots
 from study.predictor.micro_batch import predict_activations
 from study.predictor.request import Request, with_tensor_group
-from study.predictor.shape import with_adapters
+from study.predictor.shape import ModelShape, with_adapters
 from study.predictor.table_shape import shape_of_architecture
 from study.predictor.tensor_group import ADAPTERS_ON_ROWS
 
@@ -80,7 +80,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def make_request(case: dict[str, Any], ranks: int = 2) -> Request:
     config, targets = case["config"], case["targets"]
-    shape = shape_of_architecture(config["model_type"], config["model_type"], config)
+    shape: ModelShape = shape_of_architecture(config["model_type"], config["model_type"], config)
     if targets is not None:
         shape = with_adapters(shape, case["rank"], () if targets == ALL else tuple(targets))
     is_half = case["dtype"] == "bfloat16"
@@ -131,7 +131,7 @@ def test_a_step_sends_the_predicted_bytes(measured: list[dict[str, Any]], place:
 def test_a_rank_saves_and_allocates_the_predicted_bytes(
     measured: list[dict[str, Any]], place: int, case: dict[str, Any]
 ) -> None:
-    """Without gate_proj alone: the first layer's attention has no gradient then, and a prediction saves its tensors."""
+    # Attention of the first layer has no gradient then, and a prediction has its tensors.
     if case["targets"] == ["gate_proj"]:
         return
     rank, request = measured[place], make_request(case)

@@ -17,7 +17,7 @@ import peft
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -37,7 +37,8 @@ RANKS = 2
 
 def divide_by_torch(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Divide a Llama by the plan of torchtitan's parallelize_llama."""
-    states, gathered = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
+    states: dict[str, Placement] = {"hidden_states": Shard(1)}
+    gathered: dict[str, Placement] = {"hidden_states": Replicate()}
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
     plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("self_attn.o_proj", "mlp.down_proj")}
@@ -45,7 +46,7 @@ def divide_by_torch(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     plan["self_attn"] = PrepareModuleInput(input_kwarg_layouts=states, desired_input_kwarg_layouts=gathered)
     plan["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     for layer in model.model.layers:  # type: ignore[union-attr]
-        parallelize_module(layer, mesh, plan)  # type: ignore[arg-type]
+        parallelize_module(layer, mesh, plan)
     ends: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "model.norm": SequenceParallel(),

@@ -959,7 +959,7 @@ def test_tensor_parallel_ranks_are_those_of_the_command(page: Page, capsys: pyte
         visit(page, f"#model=llama-3.1-8b&gpus=8&device=A100-40&tensor_parallel={value}")
         assert says in page.inner_text("#status")
         assert page.is_hidden("#result")
-    # One GPU has no group, and a text that is no number is none of the field.
+    # One GPU has no group, and the field has numbers alone.
     for address in ("#model=gpt2&gpus=1&device=4090&tensor_parallel=2", "#model=gpt2&gpus=2&tensor_parallel=<b>"):
         visit(page, address)
         assert "tensor_parallel" not in page.inner_text("#command")
