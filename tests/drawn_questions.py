@@ -34,6 +34,7 @@ FLAGS = {
     "--price_per_gpu_hour": ("0.4", "2.5"),
     "--with_reference": ("",),
     "--compile": ("",),
+    "--tensor_parallel": ("2", "8"),
     "--peft lora --lora_rank": ("8", "16"),
     "--peft lora --lora_targets": ("all-linear", "q_proj,v_proj"),
     "--peft lora --quantization": ("4bit", "8bit"),

@@ -1105,12 +1105,15 @@ def adapters_lines(advice: Advice) -> Iterator[str]:
 
 
 def what_if_lines(question: AdviceRequest) -> Iterator[str]:
-    """Yield the recommendation, its peak and its speed with one more GPU or node, and with half the tokens."""
+    """Yield the recommendation, its peak and its speed with one more GPU or node, or with those of one more
+    tensor-parallel group, and with half the tokens."""
     box, scenarios = question.box, dict[str, AdviceRequest]()
     if box.nodes > 1:
-        scenarios["one more node"] = _resized(question, nodes=box.nodes + 1)
+        more = max(1, question.tensor_ranks // box.gpus_per_node)
+        scenarios[_more(more, "node")] = _resized(question, nodes=box.nodes + more)
     else:
-        scenarios["one more GPU"] = _resized(question, gpus_per_node=box.gpus_per_node + 1)
+        more = question.tensor_ranks
+        scenarios[_more(more, "GPU")] = _resized(question, gpus_per_node=box.gpus_per_node + more)
     if (half := question.sequence_length // 2) >= _FEWEST_TOKENS:
         scenarios[f"{half} tokens per sample"] = dataclasses.replace(question, sequence_length=half)
     for label, scenario in scenarios.items():
@@ -1122,6 +1125,10 @@ def what_if_lines(question: AdviceRequest) -> Iterator[str]:
             samples = f", {scenario.global_batch} samples per step" * (scenario.global_batch != question.global_batch)
             figures = f"{peak} GiB, 90 % bound {_bound_text(best)}, {speed} tokens/s{speed_range(best)}"
             yield f"with {label}{samples}: {_name_with_loading(best)} ({workload_text(best.request)}), {figures}"
+
+
+def _more(count: int, unit: str) -> str:
+    return f"one more {unit}" if count == 1 else f"{count} more {unit}s"
 
 
 def offload_line(advice: Advice) -> str | None:

@@ -154,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = "default: bf16, else fp16, with 16-bit weights under DeepSpeed (--autocast: fp32 weights); fp32 on a CPU"
     add("--precision", choices=get_args(Precision), help=default)
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
-    Workload.add_arguments(parser, "optimizer", "tensor_parallel")
+    Workload.add_arguments(parser, "optimizer", "tensor_parallel", "tensor_plan")
     add("--autocast", action="store_true", help="fp32 weights under autocast, as study/train.py has them")
     add("--dropout", action="store_true", help="the model's dropout is on")
     pure = "without DeepSpeed: weights, gradients and moments in bf16, no masters; by default with --peft lora in bf16"
@@ -234,6 +234,7 @@ def strategy_text(request: Request) -> str:
     group."""
     name, version = request.strategy.name, request.fsdp_version
     groups = f" in tensor-parallel groups of {request.tensor_ranks}" * (request.tensor_group is not None)
+    groups += ", by a sequence plan" * (request.stream_ranks > 1)
     return f"{name} as FSDP{version}" if version != Request.fsdp_version else f"{name}{groups}"
 
 
@@ -341,6 +342,9 @@ def make_request(flags: PredictFlags) -> Request:
     workload = flags.workload
     box = flags.hardware.box()
     strategy = _with_tensor_ranks(flags.strategy, workload, box)
+    if workload.tensor_plan != "plain" and strategy.group is None:
+        problem = f"--tensor_plan {workload.tensor_plan} has no effect without tensor-parallel groups"
+        raise UserError(problem, "add --tensor_parallel")
     shape = workload.adapt(
         model_shape(workload.model_name_or_path, ask_hub=workload.hub, check_traced=workload.check_traced)
     )
@@ -383,7 +387,7 @@ def make_request(flags: PredictFlags) -> Request:
         fsdp_version=version,
         **vars(workload.trainer),
     )
-    request = with_tensor_group(request)
+    request = with_tensor_group(request, workload.tensor_plan)
     if flags.fitted:
         stock = dataclasses.replace(request, strategy=strategy)
         fitted = fit_settings(stock)
@@ -457,6 +461,7 @@ def _document(
         "hardware": request.box.name,
         "ranks": request.box.ranks,
         "tensor_parallel": request.tensor_ranks,
+        "tensor_plan": None if request.tensor_group is None else "sequence" if request.stream_ranks > 1 else "plain",
         "precision": precision_name(request),
         "sequence_length": request.sequence_length,
         "micro_batch": request.micro_batch,

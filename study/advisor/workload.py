@@ -13,6 +13,7 @@ from study.predictor.lora_targets import ALL_LINEAR, DEFAULT_TARGETS, is_pattern
 from study.predictor.losses import WITHOUT_LOGITS, LossKernel
 from study.predictor.request import Attention, OptimizerName, Request, TrainerSettings
 from study.predictor.shape import USUAL_LENGTH, ModelShape, with_adapters
+from study.predictor.tensor_group import TensorPlan
 from study.workloads.presets import split_4_bits
 
 Quantization = Literal["none", "4bit", "8bit"]
@@ -129,6 +130,11 @@ class Workload:
         "ranks that divide the tensors of each layer, and process the same samples: with fsdp2, zero0 to zero3 or tp",
         type=parse_int,
         metavar="N",
+    )
+    tensor_plan: TensorPlan = flag(
+        "what such ranks divide. plain: matrices, as AutoTP and transformers do; sequence: norms, residual stream and"
+        " loss, too, as torchtitan's programs do",
+        "plain",
     )
     optimizer: OptimizerName = flag(None, "adamw", type=known_optimizer)
     quantization: Quantization = flag("of the frozen weights under adapters; 4bit: QLoRA; 8bit: LLM.int8", "none")
@@ -266,5 +272,5 @@ class Workload:
         return changed_flags(self, model_name_or_path=self.model_name_or_path, **defaults)
 
 
-_ELSEWHERE = ("hub", "optimizer", "tensor_parallel")
+_ELSEWHERE = ("hub", "optimizer", "tensor_parallel", "tensor_plan")
 _SAME_PLACE = [field.name for field in dataclasses.fields(Workload) if field.metadata and field.name not in _ELSEWHERE]

@@ -45,6 +45,8 @@ FLAGS = _by_name(
         "--gradient_checkpointing": "activation_checkpointing recompute",
         "--compile": "torch_compile",
         "--attn_implementation sdpa": "attention attn attn_impl",
+        "--tensor_parallel": "tp tp_size autotp_size tensor_parallel_size tensor_model_parallel_size",
+        "--tensor_plan sequence": "sequence_parallel sequence_parallelism",
     }
 )
 VALUES = {
@@ -103,7 +105,7 @@ NOT_MODELLED = _by_name(
     {
         "fp8": "fp8",
         "DoRA": "dora use_dora",
-        "tensor parallelism": "tp",
+        "context parallelism": "cp cp_size context_parallel_size",
         "pipeline parallelism": "pp pipeline",
         "expert parallelism": "ep",
     }

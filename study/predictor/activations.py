@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from study.predictor.losses import LogitBytes, bytes_without_logits, logit_bytes
-from study.predictor.request import Request
+from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import trains_head
 
 
@@ -76,8 +76,11 @@ def loss_bytes(request: Request, logits: float, width: int) -> LogitBytes:
     # The tanh that caps the logits saves its output (Gemma2ForCausalLM.forward).
     has_cap = request.loss_kernel == "transformers" and request.shape.caps_logits
     capped = width if has_cap else 0
+    # Zeros, exponentials, their sum and its product are not fused (_nll_loss_and_log_softmax_backward in loss.py of
+    # torch.distributed.tensor.parallel).
+    divided = FP32_BYTES if request.stream_ranks > 1 else 0
     return LogitBytes(
         saved=logits * (per_logit.saved + capped),
         forward=logits * (per_logit.forward + capped),
-        backward=logits * per_logit.backward,
+        backward=logits * (per_logit.backward + divided),
     )

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from study.config.yaml_sections import load_package_yaml
+from study.predictor.adapters import computes_adapters_in_fp32
 from study.predictor.hardware import Hardware
 from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import BEFORE
 from study.predictor.state import adapter_units, flat_elements, flat_units, persistent_params, shard_elements
+from study.predictor.tensor_group import GroupAdapters, TensorGroup, group_adapters
 from study.predictor.zero3_gathers import reference_gathers, simulate_gathers
 
 # Time of a collective, interpolated in measured tables: no single latency and bandwidth fits them.
@@ -160,13 +162,25 @@ def tensor_parts(request: Request) -> list[TensorPart]:
     group, shape = request.tensor_group, request.shape
     if group is None:
         return []
+    if group.divides_stream:
+        return _sequence_parts(request, group)
     tokens, width = request.micro_batch * request.sequence_length, request.computing_bytes
     hidden = tokens * shape.hidden
     stream_bytes = float(hidden * request.loose_bytes)
-    recomputed = (group.rows - 1) / request.checkpoint_every if request.gradient_checkpointing else 0.0
-    parts = [
-        TensorPart("all_reduce", shape.layers * (group.rows + recomputed), float(hidden * width)),
-        TensorPart("all_reduce", shape.layers * group.columns, stream_bytes),
+    repeated = 1 / request.checkpoint_every if request.gradient_checkpointing else 0.0
+    outputs, gradients = group.rows + (group.rows - 1) * repeated, float(shape.layers * group.columns)
+    parts = []
+    if shape.lora_rank is not None:
+        adapters = group_adapters(group)
+        # The last matrix's adapter saves a tensor after that matrix's output.
+        outputs += repeated * adapters.on_last
+        gradients -= _without_gradient(request, adapters, group)
+        exchanged = adapters.columns + adapters.rows * (1 + repeated)
+        inner_bytes = tokens * shape.lora_rank * (FP32_BYTES if computes_adapters_in_fp32(request) else width)
+        parts.append(TensorPart("all_reduce", shape.layers * exchanged, float(inner_bytes)))
+    parts += [
+        TensorPart("all_reduce", shape.layers * outputs, float(hidden * width)),
+        TensorPart("all_reduce", gradients, stream_bytes),
     ]
     if group.divides_embedding:
         parts.append(TensorPart("all_reduce", 1, float(hidden * request.gathered_bytes)))
@@ -175,9 +189,47 @@ def tensor_parts(request: Request) -> list[TensorPart]:
     if group.head == "gathered":
         parts.append(TensorPart("all_gather", 1, float(tokens * shape.vocabulary * width)))
     if group.head == "sharded":
-        # Largest logit, the target's logit and the sum of exponentials of each token.
-        parts.append(TensorPart("all_reduce", 3, float(tokens * FP32_BYTES)))
+        parts.append(_loss_part(tokens))
     return parts
+
+
+def _without_gradient(request: Request, adapters: GroupAdapters, group: TensorGroup) -> int:
+    """Return the matrices by columns of the first layer whose input has no gradient, as the embedding is frozen;
+    recomputation makes its output require one (enable_input_require_grads in transformers' modeling_utils.py)."""
+    if request.gradient_checkpointing:
+        return 0
+    return adapters.attention_columns if adapters.in_attention else group.columns
+
+
+def _sequence_parts(request: Request, group: TensorGroup) -> list[TensorPart]:
+    """Return the collectives of a group that divides the residual stream. Gradients of norms are left out.
+
+    A layer gathers the input of attention and that of the feed-forward block, and scatters the sums of both outputs; a
+    gradient goes the other way, once for all matrices that read the same input (PrepareModuleInput and RowwiseParallel
+    in torch's parallel/style.py). So do the embedding, which scatters, and the output layer, which gathers.
+    """
+    shape, layers, pairs = request.shape, request.shape.layers, group.rows
+    tokens, width = request.micro_batch * request.sequence_length, request.computing_bytes
+    hidden = tokens * shape.hidden
+    stream_bytes, output_bytes = float(hidden * request.loose_bytes), float(hidden * width)
+    repeated = 1 / request.checkpoint_every if request.gradient_checkpointing else 0.0
+    return [
+        # Inputs, and their gradients.
+        TensorPart("all_gather", layers * pairs * (1 + repeated) + 1, stream_bytes),
+        TensorPart("reduce_scatter", layers * pairs + 1, stream_bytes),
+        # Outputs, without the last of a recomputed layer, and their gradients.
+        TensorPart("reduce_scatter", layers * (pairs + (pairs - 1) * repeated), output_bytes),
+        TensorPart("all_gather", layers * pairs, output_bytes),
+        # The embedding's.
+        TensorPart("reduce_scatter", 1, float(hidden * request.gathered_bytes)),
+        TensorPart("all_gather", 1, float(hidden * request.gathered_bytes)),
+        _loss_part(tokens),
+    ]
+
+
+def _loss_part(tokens: int) -> TensorPart:
+    """Return the largest logit, the target's logit and the sum of exponentials of each token, of a divided loss."""
+    return TensorPart("all_reduce", 3, float(tokens * FP32_BYTES))
 
 
 def _data_time(request: Request, forward: float, backward: float) -> CommunicationTime:

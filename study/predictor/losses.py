@@ -51,5 +51,7 @@ def bytes_without_logits(kernel: LossKernel, tokens: int, stream: int, matrix: i
 
 # Fused with the output layer: the model returns no logits.
 WITHOUT_LOGITS: tuple[LossKernel, ...] = ("liger", "cut")
+# torch's cross_entropy, of which each rank of a tensor-parallel group can have a part of the vocabulary.
+DIVIDED_LOSSES: tuple[LossKernel, ...] = ("transformers", "same_type")
 # Kernels whose backward pass writes over the logits: fewer passes over them.
 IN_PLACE = ("flash", "unsloth", "fast", "cut")

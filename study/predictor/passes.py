@@ -175,9 +175,11 @@ def _elementwise_s(request: Request, constants: Constants, rates: _Rates) -> flo
     hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
     inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
     factor = constants.compiled_traffic if request.compiled else constants.eager_traffic
-    traffic = factor * (shape.layers * (hidden * shape.hidden + inner * shape.inner))
+    # Norms and residuals of a rank's own tokens, and its own heads.
+    width = shape.hidden / request.stream_ranks
+    traffic = factor * (shape.layers * (hidden * width + inner * shape.inner))
     if request.compiled and request.torch_gate:
-        unfused_width = _HIDDEN_PASSES_OF_TORCH * shape.hidden + inner * shape.inner
+        unfused_width = _HIDDEN_PASSES_OF_TORCH * width + inner * shape.inner
         traffic += (constants.eager_traffic - factor) * shape.layers * unfused_width
     return tokens * request.loose_bytes * traffic / rates.memory
 

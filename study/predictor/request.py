@@ -15,10 +15,17 @@ from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import DEFAULT_RANKS_PER_NODE, WITH_GROUPS, Strategy, read_strategy
 from study.predictor.hardware import Hardware
-from study.predictor.losses import LossKernel
+from study.predictor.losses import DIVIDED_LOSSES, LossKernel
 from study.predictor.models import model_shape
 from study.predictor.shape import ModelShape, Parameter, in_4_bits, in_8_bits, is_saved_copy, with_adapters
-from study.predictor.tensor_group import TensorGroup, part_of_model, tensor_group, tensor_refusal
+from study.predictor.tensor_group import (
+    TensorGroup,
+    TensorPlan,
+    part_of_model,
+    sequence_refusal,
+    tensor_group,
+    tensor_refusal,
+)
 
 Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion", "adafactor"]
@@ -314,6 +321,11 @@ class Request:
         return 1 if self.tensor_group is None else self.tensor_group.ranks
 
     @property
+    def stream_ranks(self) -> int:
+        """Ranks that divide the residual stream, and the norms with it, by tokens."""
+        return self.tensor_ranks if self.tensor_group is not None and self.tensor_group.divides_stream else 1
+
+    @property
     def data_ranks(self) -> int:
         """Ranks with different samples, over which ZeRO and FSDP shard."""
         return self.box.ranks // self.tensor_ranks
@@ -571,7 +583,7 @@ def tensor_request_for(strategy: str, config: RunConfig, box: Hardware, micro_ba
     return with_tensor_group(request_of_flags(config, shape, launched, box, micro_batch, accumulation))
 
 
-def with_tensor_group(request: Request) -> Request:
+def with_tensor_group(request: Request, plan: TensorPlan = "plain") -> Request:
     """Return the request of a rank with its part of each layer, or the same request if the strategy's ranks do not
     divide tensors; UserError if they cannot divide this model, or do not make whole groups."""
     strategy, box = request.strategy, request.box
@@ -582,12 +594,35 @@ def with_tensor_group(request: Request) -> Request:
         where = f"{box.ranks} ranks, {per_node} of a machine," if box.nodes > 1 else f"{box.ranks} ranks"
         raise UserError(f"{where} do not make groups of {ranks}", fix)
     is_deepspeed = strategy.deepspeed is not None
-    if refusal := tensor_refusal(request.shape, ranks, is_deepspeed=is_deepspeed):
+    refusal = tensor_refusal(request.shape, ranks, is_deepspeed=is_deepspeed)
+    if refusal is None and (request.quantized or request.in_8_bits):
+        refusal = "quantized weights are not predicted with it"
+    if refusal is not None:
         raise UserError(f"tensor parallelism over {ranks} ranks: {refusal}", f"{fix}, or none")
+    divides_stream = plan == "sequence"
+    if divides_stream:
+        _check_sequence_plan(request, ranks)
     section = (strategy.deepspeed or {}).get("tensor_parallel") or {}
-    vocab_parallel = section.get("vocab_parallel_lm_head")
-    group = tensor_group(request.shape, ranks, is_deepspeed=is_deepspeed, vocab_parallel=vocab_parallel)
+    group = tensor_group(
+        request.shape,
+        ranks,
+        is_deepspeed=is_deepspeed,
+        vocab_parallel=section.get("vocab_parallel_lm_head"),
+        divides_stream=divides_stream,
+    )
     return dataclasses.replace(request, shape=part_of_model(group), tensor_group=group)
+
+
+def _check_sequence_plan(request: Request, ranks: int) -> None:
+    """Raise UserError if a group cannot divide the residual stream and the loss of a request."""
+    is_deepspeed = request.strategy.deepspeed is not None
+    refusal = sequence_refusal(request.shape, ranks, request.sequence_length, is_deepspeed=is_deepspeed)
+    if refusal is None and request.loss_kernel not in DIVIDED_LOSSES:
+        refusal = f"torch's loss_parallel divides cross_entropy, not the loss {request.loss_kernel}"
+    if refusal is None and request.keeps_outputs:
+        refusal = "kept outputs are not predicted with it"
+    if refusal is not None:
+        raise UserError(f"--tensor_plan sequence over {ranks} ranks: {refusal}", "use --tensor_plan plain")
 
 
 def request_of_flags(

@@ -18,6 +18,8 @@ from study.predictor.table_shape import find_family
 # Tensors of the hidden width that are queries, keys, values and the attention's output, in families that count none of
 # the width of the query heads.
 _ATTENTION_TENSORS = 4
+# Inputs of attention and of the feed-forward block, which a group that divides the residual stream gathers.
+_GATHERED_INPUTS = 2
 # Tensors of the hidden width that a norm's backward pass has at once.
 _NORM_GRADIENTS = 5
 
@@ -122,13 +124,22 @@ class _TableLayer:
     @property
     def fp32_hidden_per_token(self) -> float:
         """Inputs of the norms in fp32, and the tensors that they multiply (LlamaRMSNorm.forward)."""
-        return 4 * self.hidden_tensors.in_fp32 * self.shape.hidden
+        return 4 * self.hidden_tensors.in_fp32 * self.shape.hidden / self.request.stream_ranks
 
     @property
     def hidden_per_token(self) -> float:
         """Inputs of the matrix products and outputs of the norms (LlamaDecoderLayer.forward; torch: linear). Each rank
         of a tensor-parallel group has all of them, and of the attention's tensors those of its heads."""
-        return self.width * (self.hidden_tensors.in_computing_type - self.other_ranks_tensors) * self.shape.hidden
+        divided = self.hidden_tensors.in_computing_type - self.other_ranks_tensors - self.gathered_tensors
+        return self.width * (self.gathered_tensors + divided / self.request.stream_ranks) * self.shape.hidden
+
+    @property
+    def gathered_tensors(self) -> float:
+        """Tensors of all tokens in a group that divides the residual stream: inputs of matrices. Under autocast all
+        tensors in 16 bits are copies of such inputs."""
+        if self.request.stream_ranks == 1:
+            return 0.0
+        return self.hidden_tensors.in_computing_type if self.mode == "autocast" else _GATHERED_INPUTS
 
     @property
     def other_ranks_tensors(self) -> float:
@@ -242,7 +253,7 @@ class _TableLayer:
     @property
     def checkpoint(self) -> float:
         """A recomputed layer saves its input (GradientCheckpointingLayer in modeling_layers.py)."""
-        return self.tokens * self.shape.hidden * self.stream + self.kept_products
+        return self.tokens * self.shape.hidden * self.stream / self.request.stream_ranks + self.kept_products
 
     @property
     def widened(self) -> int:
@@ -284,15 +295,17 @@ class _TableLayer:
     def norm(self) -> float:
         """Temporaries of a norm (torch: native_layer_norm_backward; LlamaRMSNorm's operations one by one)."""
         per_element = 4 if self.hidden_tensors.in_fp32 else self.width
-        return self.tokens * _NORM_GRADIENTS * per_element * self.shape.hidden
+        return self.tokens * _NORM_GRADIENTS * per_element * self.shape.hidden / self.request.stream_ranks
 
     @functools.cached_property
     def block_saved(self) -> float:
         """Tensors that the feed-forward block saved, half of the layer's hidden ones among them. They are freed before
         the attention's backward pass."""
-        narrow = self.hidden_tensors.in_computing_type / 2 * self.shape.hidden
+        gathered = self.gathered_tensors / 2
+        divided = (self.hidden_tensors.in_computing_type / 2 - gathered) / self.request.stream_ranks
+        narrow = (gathered + divided) * self.shape.hidden
         in_computing_type = self.width * (self.inner_tensors * self.shape.inner + narrow)
-        in_fp32 = 2 * self.hidden_tensors.in_fp32 * self.shape.hidden
+        in_fp32 = 2 * self.hidden_tensors.in_fp32 * self.shape.hidden / self.request.stream_ranks
         return self.tokens * (in_computing_type + in_fp32) + self.tokens * _adapter_inputs(self.request).block
 
     @functools.cached_property
@@ -313,7 +326,7 @@ class _TableLayer:
         after = {
             block[-1]: self.in_block,
             "": self.in_attention - block_casts,
-            "reads": _NORM_GRADIENTS * 2 * self.hidden_gradient - self.saved,
+            "reads": _NORM_GRADIENTS * 2 * self.hidden_gradient / self.request.stream_ranks - self.saved,
         }
         if self.family.gated:
             # The activation, the product and a gradient are freed before the gate's matrix.
@@ -363,9 +376,14 @@ class _TableEnds:
         return 4 * self.shape.gated + product
 
     @property
-    def bytes_per_element(self) -> int:
+    def bytes_per_element(self) -> float:
         """Bytes of the first layer's input, or of the last output if that input is a checkpoint; and of the head."""
-        return self.layer.stream + self.head_input + self.last_norm
+        return self.stream + self.head_input + self.last_norm / self.request.stream_ranks
+
+    @property
+    def stream(self) -> float:
+        """Bytes per element of the residual stream, of which each rank of a group may have a part."""
+        return self.layer.stream / self.request.stream_ranks
 
     @property
     def masks(self) -> float:
@@ -389,9 +407,9 @@ class _TableEnds:
         layer's output, which is not a checkpoint. A classifier's head reads a part of that output."""
         per_element = self.bytes_per_element
         if not self.request.gradient_checkpointing:
-            per_element = 0 if self.is_classifier else per_element - self.layer.stream
+            per_element = 0 if self.is_classifier else per_element - self.stream
         elif self.is_classifier:
-            per_element -= self.layer.stream
+            per_element -= self.stream
         return self.layer.tokens * (self.shape.hidden * per_element + self.layer.adapters.tail)
 
     @property

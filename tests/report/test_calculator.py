@@ -54,7 +54,7 @@ FORM_ORDER = (
     *("model", "seq_length", "nodes", "gpus", "device"),
     *("host_memory", "host_gb_per_s", "nvme_gb_per_s", "nvme_path"),
     *("bus_gb_per_s", "network_gb_per_s", "price_per_gpu_hour"),
-    *("global_batch_size", "micro_batch", "accumulation", "optimizer", "precision"),
+    *("global_batch_size", "micro_batch", "accumulation", "tensor_parallel", "optimizer", "precision"),
     *("peft", "lora_rank", "lora_targets", "with_reference"),
     *("gradient_checkpointing", "attn_implementation", "compile", "loss_kernel"),
 )
@@ -902,7 +902,7 @@ def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytes
         "compile": "yes",
     }
     visit(page, f"#{urllib.parse.urlencode(fields)}")
-    assert page.evaluate("[...document.querySelector('#form').elements].filter((field) => field.name).length") == 26
+    assert page.evaluate("[...document.querySelector('#form').elements].filter((field) => field.name).length") == 27
     command = page.inner_text("#command").split()[2:]
     document = advised(capsys, command)
     # The micro-batch and the accumulation are those that were asked for.
@@ -940,6 +940,30 @@ def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytes
     visit(page, "#model=gpt2&gpus=1&device=4090&optimizer=lion&with_reference=yes&version=0123abcd")
     assert "the link is of version 0123abcd, these figures of " in page.inner_text("#status")
     assert page.inner_text("#command") == "study advise gpt2 --hardware 1x4090 --optimizer lion --with_reference"
+
+
+def test_tensor_parallel_ranks_are_those_of_the_command(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    visit(page, "#model=llama-3.1-8b&gpus=8&device=A100-40&tensor_parallel=4")
+    words = ["llama-3.1-8b", "--hardware", "8xA100-40", "--tensor_parallel", "4"]
+    assert page.inner_text("#command") == f"study advise {' '.join(words)}"
+    document = advised(capsys, words)
+    assert document["tensor_parallel"] == 4
+    assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
+    entries = page.evaluate("import('./page.js').then((module) => module.answer())")
+    for ours, theirs in zip(entries, document["strategies"], strict=True):
+        assert_same({name: ours[name] for name in theirs}, theirs)
+    # A file has its own groups.
+    assert "tensor_parallel" not in page.inner_text("#explain-command")
+    refusals = {"3": "--tensor_parallel 3 does not divide 8 ranks", "0": "'0' is not a whole number from 1"}
+    for value, says in refusals.items():
+        visit(page, f"#model=llama-3.1-8b&gpus=8&device=A100-40&tensor_parallel={value}")
+        assert says in page.inner_text("#status")
+        assert page.is_hidden("#result")
+    # One GPU has no group, and the field has numbers alone.
+    for address in ("#model=gpt2&gpus=1&device=4090&tensor_parallel=2", "#model=gpt2&gpus=2&tensor_parallel=<b>"):
+        visit(page, address)
+        assert "tensor_parallel" not in page.inner_text("#command")
+    assert page.is_visible("[name=tensor_parallel]")
 
 
 COST_COLUMNS = ("cost of 1 M tokens", "range of the cost", "80 % of runs, ~ by host")

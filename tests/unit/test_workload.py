@@ -48,6 +48,7 @@ CHANGES = {
     "lora_targets": "q_proj,v_proj",
     "lora_modules_to_save": "lm_head",
     "tensor_parallel": "2",
+    "tensor_plan": "sequence",
     "optimizer": "lion",
     "quantization": "4bit",
     "double_quant": None,
@@ -111,7 +112,7 @@ def test_the_words_of_hardware_are_read_as_the_same_hardware(count: int) -> None
 
 def test_each_command_has_a_flag_for_each_field_of_a_workload() -> None:
     fields = {field.name for field in dataclasses.fields(Workload)}
-    only_predict = {"pure_bf16", "autocast", "dropout"}
+    only_predict = {"pure_bf16", "autocast", "dropout", "tensor_plan"}
     assert fields - vars(parse(predict_command, PREDICT)).keys() == set()
     assert fields - vars(parse(advise_command, ["gpt2"])).keys() == only_predict
     assert fields - vars(parse(explain, ["zero3.json", "gpt2"])).keys() == {
