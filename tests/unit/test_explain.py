@@ -1069,8 +1069,8 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
 def test_a_refusal_is_at_the_line_or_the_key_that_it_has(outer, inner, line, says, tmp_path: Path) -> None:
     """Words of its message may be keys of the file, too."""
     kind = "XLA" if "XLA" in says else "DEEPSPEED"
-    named = f"deepspeed_config_file: {tmp_path / 'ds.json'}"
-    body = outer.replace("{section}", "deepspeed_config").replace("{named}", named)
+    inner_line = f"deepspeed_config_file: {tmp_path / 'ds.json'}"
+    body = outer.replace("{section}", "deepspeed_config").replace("{named}", inner_line)
     (tmp_path / "ds.json").write_text(inner)
     file = tmp_path / "outer.yaml"
     file.write_text(f"distributed_type: {kind}\n{body}\n")
