@@ -122,9 +122,10 @@ def test_the_fastest_in_its_memory_is_beaten_by_no_strategy_with_as_little() -> 
     marked = 0
     for _, rows in compared.groupby("Workload"):
         for _, row in rows.iterrows():
-            rivals = rows[rows["Strategy"] != row["Strategy"]]
+            competitors = rows[rows["Strategy"] != row["Strategy"]]
             is_beaten = (
-                (rivals["Peak memory, GiB"] <= row["Peak memory, GiB"]) & (others["Tokens/s"] >= row["Tokens/s"])
+                (competitors["Peak memory, GiB"] <= row["Peak memory, GiB"])
+                & (competitors["Tokens/s"] >= row["Tokens/s"])
             ).any()
             assert (row["Fastest in its memory"] == "yes") == (not is_beaten), row["Strategy"]
             marked += not is_beaten

@@ -1060,7 +1060,7 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
     ("outer", "inner", "line", "says"),
     [
         # The mistake of the inner file is in its third line.
-        ("{section}:\n  zero3_init_flag: false\n  {file_line}", '{"a": 1,\n\n "b": True}', 4, "line 3 has True"),
+        ("{section}:\n  zero3_init_flag: false\n  {named}", '{"a": 1,\n\n "b": True}', 4, "line 3 has True"),
         ("{section}: {zero_stage: 2}\nis: 1\nnot: 2", "", 1, "has distributed_type: XLA, which is not modelled"),
         ("compute_environment: AMAZON_SAGEMAKER\nis: 1", "", 2, "is for SageMaker, which is not modelled"),
         ("{section}: {zero_stage: [}", "", 2, "not YAML (expected the node content"),
@@ -1069,8 +1069,8 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
 def test_a_refusal_is_at_the_line_or_the_key_that_it_has(outer, inner, line, says, tmp_path: Path) -> None:
     """Words of its message may be keys of the file, too."""
     kind = "XLA" if "XLA" in says else "DEEPSPEED"
-    file_line = f"deepspeed_config_file: {tmp_path / 'ds.json'}"
-    body = outer.replace("{section}", "deepspeed_config").replace("{file_line}", file_line)
+    inner_line = f"deepspeed_config_file: {tmp_path / 'ds.json'}"
+    body = outer.replace("{section}", "deepspeed_config").replace("{named}", inner_line)
     (tmp_path / "ds.json").write_text(inner)
     file = tmp_path / "outer.yaml"
     file.write_text(f"distributed_type: {kind}\n{body}\n")
