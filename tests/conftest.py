@@ -22,6 +22,7 @@ from study.host.operators import configure_build_environment
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+    from study.claims.evidence import Evidence
     from study.claims.scoreboard import Scoreboard
 
 __all__ = ["get_run", "one_server"]
@@ -93,11 +94,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 @pytest.fixture(scope="session")
-def full_board() -> Scoreboard:
+def committed_evidence() -> Evidence:
+    """Return the committed records, of which each report is read once."""
+    from study.claims.evidence import Evidence
+    from study.claims.scoreboard import REPORTS
+
+    return Evidence(REPORTS)
+
+
+@pytest.fixture(scope="session")
+def full_board(committed_evidence: Evidence) -> Scoreboard:
     """Return the claims judged by the committed records."""
     from study.claims.scoreboard import build_scoreboard
 
-    return build_scoreboard()
+    return build_scoreboard(evidence=committed_evidence)
 
 
 @pytest.fixture(scope="module")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from study.claims.command import dependent_claims
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
-from study.records.frames import read_parquet
 from study.report.document import PageSection, markdown_text, page_html
 from study.report.facts import Headline
-from study.report.questions import answers
 from study.report.site.publishing import READING
-from study.report.site.reading import fill, read_reading
+from study.report.site.reading import fill
 
 FOLDERS = sorted(file.parent for file in REPOSITORY.glob(f"reports/*/{READING}"))
 LOSS = {"loss": [Headline("0.1 %", "largest difference", strategy="zero3", n=3)]}
@@ -27,14 +25,17 @@ def test_the_largest_reports_have_a_reading() -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_reading_is_short_and_the_summary_has_it_with_the_numbers_of_the_records(folder: Path) -> None:
-    records = read_parquet(folder)
-    reading = read_reading(folder, answers(records, dependent_claims(records, folder.name, folder), folder.name))
-    assert reading is not None
-    assert len((folder / READING).read_text(encoding="utf-8").splitlines()) <= 15
+def test_a_reading_is_short_and_the_summary_has_it(folder: Path) -> None:
+    """test_report_build.py rebuilds the summaries, with the numbers of the records."""
+    text = (folder / READING).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 15
     summary = (folder / "summary.md").read_text(encoding="utf-8")
-    section = summary.partition(f"## {reading.title}\n")[2].partition("\n## ")[0]
-    assert section.split("\n\n")[1].splitlines() == [f"- {markdown_text(sentence)}" for sentence in reading.notes]
+    sentences = summary.partition("## Reading\n")[2].partition("\n## ")[0].split("\n\n")[1].splitlines()
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]
+    assert len(sentences) == len(paragraphs)
+    for sentence, paragraph in zip(sentences, paragraphs, strict=True):
+        pattern = re.escape(markdown_text(re.sub(r"\{[\w.]+\}", "NUMBER", paragraph)))
+        assert re.fullmatch(f"\\- {pattern.replace('NUMBER', '.+')}", sentence), sentence
 
 
 def test_a_number_comes_from_a_headline() -> None:
