@@ -250,7 +250,7 @@ def test_a_watched_step_that_was_skipped_leaves_the_watch_to_the_next_and_its_ne
 def test_the_memory_of_a_forward_pass_is_that_saved_for_its_backward_pass() -> None:
     # The first layer's output is larger than the 32 MiB from which glibc maps a block separately, and counts it in
     # hblkhd (mallinfo(3)).
-    wide, narrow, samples = 4096, 1024, 2304
+    wide, narrow, samples = 4096, 512, 2304
     model = torch.nn.Sequential(torch.nn.Linear(narrow, wide), torch.nn.ReLU(), torch.nn.Linear(wide, narrow))
     inputs = torch.randn(samples, narrow)
 
