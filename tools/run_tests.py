@@ -1,4 +1,4 @@
-"""Runs the tests in two passes: two files at a time, then those marked `alone` with nothing beside them.
+"""Runs the tests in two passes: three files at a time, then those marked `alone` with nothing beside them.
 
     python tools/run_tests.py [--retry] [PYTEST FLAG ...]
 
@@ -65,8 +65,9 @@ def main() -> int:
     if sys.argv[1:2] == ["--pass"]:
         return int(pytest.main(sys.argv[3:], plugins=[FailureRecorder(Path(sys.argv[2]))]))
     flags = [flag for flag in sys.argv[1:] if flag != "--retry"]
-    # In the order of their folders, so that files with few and long tests are not the last ones.
-    workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    # Two files of tests with ranks leave a quarter of two cores idle: they wait for each other, a launcher or a time
+    # limit. In the order of their folders, so that files with few and long tests are not the last ones.
+    workers = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
     passes = [run_pass(*workers, "-m", f"{QUICK} and not alone", *flags)]
     # Each file is imported once more for it: only those that have such a test.
     alone = [str(file) for file in sorted(Path("tests").rglob("test_*.py")) if "mark.alone" in file.read_text("utf-8")]
