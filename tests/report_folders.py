@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 
 
 @functools.cache
+def read_committed(folder: Path) -> Records:
+    """Return the records of a committed report, which no caller changes."""
+    return read_parquet(folder)
+
+
 def laptop() -> Records:
     """Return the committed records of the laptop suite."""
-    return read_parquet(REPOSITORY / "reports" / "laptop")
+    return read_committed(REPOSITORY / "reports" / "laptop")
 
 
 @functools.cache

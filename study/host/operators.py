@@ -51,9 +51,12 @@ constexpr auto kFloat16 = at::kHalf, kFloat32 = at::kFloat;
     **dict.fromkeys((f"ATen/{name}.h" for name in ("Context", "DeviceGuard", "TensorUtils", "TracerMode")), ""),
 }
 _print = functools.partial(print, flush=True)
+_LAST_FIRST = "--last_first"
 
 
-def build_operators(strategy: strategies.Strategy, cache: Path, say: Callable[[str], None] = _print) -> float:
+def build_operators(
+    strategy: strategies.Strategy, cache: Path, say: Callable[[str], None] = _print, last_first: bool = False
+) -> float:
     """Build and load a strategy's operators; return the seconds (near 0 if they were built)."""
     if strategy.deepspeed is None:
         return 0.0
@@ -72,7 +75,7 @@ def build_operators(strategy: strategies.Strategy, cache: Path, say: Callable[[s
         if lacks_toolkit(builder, torch.cuda.is_available()):
             problem = f"DeepSpeed links its operator {builder.name} with CUDA: there is no toolkit"
             raise errors.Unsupported(problem, toolkit_fix())
-    for builder in needed:
+    for builder in reversed(needed) if last_first else needed:
         try:
             load_operator(builder, say)
         except Exception as error:  # of the compiler, the linker or ninja
@@ -166,12 +169,16 @@ def _short_torch_header(folder: Path) -> Iterator[None]:
 
     An operator that uses more fails, and is compiled with torch's headers. DeepSpeed's flags do not change.
     """
+    from filelock import FileLock
+
     headers = folder.parent / "headers"
-    for name, text in _SHORT_HEADERS.items():
-        (headers / name).parent.mkdir(parents=True, exist_ok=True)
-        # A new header would make every operator that was compiled with it out of date.
-        if not (headers / name).exists() or (headers / name).read_text() != text:
-            (headers / name).write_text(text)
+    # The compiler of another operator may read them.
+    with FileLock(headers.with_suffix(".lock")):
+        for name, text in _SHORT_HEADERS.items():
+            (headers / name).parent.mkdir(parents=True, exist_ok=True)
+            # A new header would make every operator that was compiled with it out of date.
+            if not (headers / name).exists() or (headers / name).read_text() != text:
+                (headers / name).write_text(text)
     before = os.environ.get("CPATH")
     os.environ["CPATH"] = os.pathsep.join(filter(None, [str(headers), before]))
     try:
@@ -296,13 +303,17 @@ def _clear_dead_build(folder: Path) -> None:
     lock.unlink(missing_ok=True)
 
 
-def main(names: Sequence[str] = strategies.STRATEGY_NAMES) -> None:
-    """Build all operators of the strategies, so that no run's start-up includes it."""
+def main(names: Sequence[str] = strategies.STRATEGY_NAMES, last_first: bool = False) -> None:
+    """Build all operators of the strategies, so that no run's start-up includes it.
+
+    Most have one source that takes most of the time of a compiler, on one core. A second process that begins with the
+    last operator uses another core: each is built by the process that comes to it first.
+    """
     for name in names:
         if strategies.read_strategy(name).uses_nvme and not is_libaio_installed():
             continue
         try:
-            seconds = build_operators(strategies.read_strategy(name), cache_directory())
+            seconds = build_operators(strategies.read_strategy(name), cache_directory(), last_first=last_first)
         except errors.Unsupported as refusal:
             print(f"{name} will not run here: {refusal.problem}. To fix it: {refusal.fix}.")
             if refusal.__cause__ is not None:
@@ -320,7 +331,9 @@ def is_libaio_installed() -> bool:
 
 
 if __name__ == "__main__":
+    words = sys.argv[1:]
+    chosen = [word for word in words if word != _LAST_FIRST]
     try:
-        main(sys.argv[1:] or strategies.STRATEGY_NAMES)
+        main(chosen or strategies.STRATEGY_NAMES, last_first=_LAST_FIRST in words)
     except errors.UserError as refusal:
         sys.exit(f"error: {refusal.problem}. To fix it: {refusal.fix}.")

@@ -35,6 +35,19 @@ def test_a_lock_of_a_killed_run_delays_no_other_run(strategy, operator, tmp_path
     assert (loaded.returncode, "will not run" in loaded.stdout, lock.exists()) == (0, False, False)
 
 
+def test_the_installation_compiles_the_last_operator_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = subprocess.run(["make", "-nB", "install"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "-m study.host.operators --last_first zero3_nvme &" in recipe
+    if not operators.is_libaio_installed():
+        pytest.skip("libaio is not installed")
+    loaded: list[str] = []
+    monkeypatch.setattr(operators, "load_operator", lambda builder, _: loaded.append(builder.name))
+    operators.main(["zero3_nvme"])
+    operators.main(["zero3_nvme"], last_first=True)
+    first, last = loaded[: len(loaded) // 2], loaded[len(loaded) // 2 :]
+    assert (first[0], first[-1], last) == ("deepspeed_shm_comm", "async_io", first[::-1])
+
+
 def test_machines_that_share_a_cache_build_for_the_cpu_that_each_has(tmp_path, monkeypatch):
     folder, older_folder = operator_build_folder(tmp_path), operator_build_folder(tmp_path, "deepspeed-0.16.9")
     assert operator_build_folder(tmp_path) == folder != older_folder
