@@ -282,8 +282,8 @@ class _Subjects:
         first = arm.runs.iloc[0]
         rest, ranks = self.rests[first["workload_key"]], int(first["world_size"])
         baseline = self.baselines[rest, ranks]
-        workload_runs = arm.workload_runs[arm.workload_runs["world_size"] == ranks]
-        if baseline not in set(workload_runs["arm"]) or not len(arm.ok_runs) or workload_runs["arm"].nunique() < 2:
+        names = set(arm.workload_runs.loc[arm.workload_runs["world_size"] == ranks, "arm"])
+        if baseline not in names or not len(arm.ok_runs) or len(names) < 2:
             return None
         # The speed is the baseline's step time over a strategy's, as in all questions about time.
         difference = arm.differences("step_time_s_median").get((baseline, arm.name), Difference(interval([1.0]), None))

@@ -299,7 +299,8 @@ def memory_table(records: Records) -> pd.DataFrame:
 
     def figures(arm: StrategyRuns) -> Row:
         runs = arm.workload_runs
-        base = state_bytes(runs[(runs["arm"] == arm.baseline) & (runs["status_state"] == "ok")], ("device",))
+        is_base = (runs["arm"] == arm.baseline) & (runs["status_state"] == "ok")
+        base = state_bytes(runs.loc[is_base, [f"{kind}_bytes_device" for kind in STATE_KINDS]], ("device",))
         places = {"device": "", "host": " (host)", "nvme": " (NVMe)"}
         return {
             **{
