@@ -19,7 +19,13 @@ _IMPORTED = (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "study.host.environment",
+    "study.metrics.flops",
     "study.receipt.session",
+    "study.records.models",
+    "study.run.resume",
+    "torch.profiler._cupti_monitor",
 )
 
 

@@ -89,6 +89,8 @@ def _import_engines(strategies: Sequence[str], imported: Sequence[str]) -> None:
             # Older releases lack some; a combination that needs one fails with the message of its import.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+    # As in study/sweep/fork_server.py: otherwise each rank calls the compiler.
+    getattr(sys.modules.get("deepspeed.ops"), "__compatible_ops__", None)
     for name in strategies:
         # In this process, so that no fork compiles or waits for another's compilation.
         with contextlib.suppress(Unsupported, ImportError):

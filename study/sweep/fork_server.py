@@ -183,6 +183,9 @@ def preload() -> None:
         # Compiles the patterns of all architectures, which a first model needs. Older releases have none.
         with contextlib.suppress(ImportError):
             importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("gpt2")
+        # The operators that compile here: otherwise each rank calls the compiler when it starts DeepSpeed.
+        with contextlib.suppress(ImportError):
+            getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", None)
 
 
 def serve(address: str, preload: Callable[[], None] = preload) -> None:
