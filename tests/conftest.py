@@ -94,7 +94,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 @pytest.fixture(scope="session")
-def evidence() -> Evidence:
+def committed_evidence() -> Evidence:
     """Return the committed records, of which each report is read once."""
     from study.claims.evidence import Evidence
     from study.claims.scoreboard import REPORTS
@@ -103,11 +103,11 @@ def evidence() -> Evidence:
 
 
 @pytest.fixture(scope="session")
-def full_board(evidence: Evidence) -> Scoreboard:
+def full_board(committed_evidence: Evidence) -> Scoreboard:
     """Return the claims judged by the committed records."""
     from study.claims.scoreboard import build_scoreboard
 
-    return build_scoreboard(evidence=evidence)
+    return build_scoreboard(evidence=committed_evidence)
 
 
 @pytest.fixture(scope="module")

@@ -115,11 +115,13 @@ def test_an_interval_that_spans_the_bound_of_a_claim_decides_nothing() -> None:
     assert Region(high=1).judge(Figure(math.nan)) == "not judged"
 
 
-def test_timed_and_trained_checks_are_corrected_as_one_family(full_board: Scoreboard, evidence: Evidence) -> None:
+def test_timed_and_trained_checks_are_corrected_as_one_family(
+    full_board: Scoreboard, committed_evidence: Evidence
+) -> None:
     answers = set()
     for judged in full_board.judged:
         for check, result in zip(judged.claim.checks, judged.results, strict=True):
-            if result.p is not None and (alone := check.find(evidence)).p is not None:
+            if result.p is not None and (alone := check.find(committed_evidence)).p is not None:
                 # The p value and the 95 % interval of one check give the same answer.
                 assert (alone.answer == "inside noise") == (alone.p > 0.05), check.shows
                 assert (result.answer == "inside noise") == (result.p > 0.05), check.shows
@@ -128,7 +130,7 @@ def test_timed_and_trained_checks_are_corrected_as_one_family(full_board: Scoreb
 
 
 def test_the_same_runs_are_not_significant_in_a_report_and_inside_noise_here(
-    full_board: Scoreboard, evidence: Evidence
+    full_board: Scoreboard, committed_evidence: Evidence
 ) -> None:
     """A report asks whether two strategies differ, so these are the checks whose limit is an equal figure."""
     compared = set()
@@ -139,7 +141,7 @@ def test_the_same_runs_are_not_significant_in_a_report_and_inside_noise_here(
             if result.p is None or not is_of_equality or "over_where" in numbers:
                 continue
             report, task, strategy, over = (str(numbers[name]) for name in ("report", "task", "strategy", "over"))
-            pair = evidence.pair(report, task, strategy, over, str(numbers.get("where", "")))
+            pair = committed_evidence.pair(report, task, strategy, over, str(numbers.get("where", "")))
             assert pair.workload is not None
             arms = (pair.treatment["arm"].iloc[0], pair.control["arm"].iloc[0])
             difference = all_differences(pair.workload, str(numbers["figure"]))[arms]
@@ -154,14 +156,14 @@ def test_a_minimum_and_a_maximum_are_not_printed_as_an_interval() -> None:
     assert Figure(1, 1, 1, is_range=True).spread == ""
 
 
-def test_a_test_that_two_claims_share_counts_once_in_the_family(evidence: Evidence) -> None:
+def test_a_test_that_two_claims_share_counts_once_in_the_family(committed_evidence: Evidence) -> None:
     ledger = read_ledger()
     (claim,) = [claim for claim in ledger.claims if claim.id == "S3-04"]
     (check,) = [check for check in claim.checks if check.form == "paired"]
-    alone = build_scoreboard(ledger=dataclasses.replace(ledger, claims=(claim,)), evidence=evidence)
-    both = build_scoreboard(ledger=dataclasses.replace(ledger, claims=(claim, claim)), evidence=evidence)
+    alone = build_scoreboard(ledger=dataclasses.replace(ledger, claims=(claim,)), evidence=committed_evidence)
+    both = build_scoreboard(ledger=dataclasses.replace(ledger, claims=(claim, claim)), evidence=committed_evidence)
     ps = [result.p for judged in (*alone.judged, *both.judged) for result in judged.results if result.check == check]
-    assert ps == [check.find(evidence).p] * 3
+    assert ps == [check.find(committed_evidence).p] * 3
 
 
 def test_a_rejected_reading_judges_nothing_and_names_one_of_the_rules(full_board: Scoreboard) -> None:
@@ -194,21 +196,23 @@ def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
 
 
 @pytest.mark.parametrize("report", ["claims", "virtual_claims"])
-def test_removing_a_record_never_strengthens_a_finding(full_board: Scoreboard, evidence: Evidence, report: str) -> None:
-    records = evidence.records(report)
+def test_removing_a_record_never_strengthens_a_finding(
+    full_board: Scoreboard, committed_evidence: Evidence, report: str
+) -> None:
+    records = committed_evidence.records(report)
     resting: dict[str, list[JudgedClaim]] = {}
     for on_board in full_board.judged:
         figures = [finding.figure for finding in on_board.results if finding.figure]
         names = {run for figure in figures for run in figure.records if run.startswith(f"{report}/")}
         # Without the correction of all checks as one family, as it is judged below.
-        judged = judge(on_board.claim, evidence) if names else on_board
+        judged = judge(on_board.claim, committed_evidence) if names else on_board
         for run in names:
             resting.setdefault(run.removeprefix(f"{report}/"), []).append(judged)
     assert resting
     # Each depth of a virtual rank is needed for its extrapolation; a sample of the runs is enough.
     for run in random.Random(0).sample(sorted(resting), min(8, len(resting))):
         less = Records(records.runs[records.runs["run"] != run].reset_index(drop=True), records.steps)
-        without = evidence.with_records(report, less)
+        without = committed_evidence.with_records(report, less)
         for before in resting[run]:
             after = judge(before.claim, without)
             assert list_facts(after.finding) <= list_facts(before.finding), (run, before.claim.id)
@@ -385,10 +389,10 @@ def test_a_malformed_ledger_is_refused_with_its_line(tmp_path: Path, says: str, 
 Change = Callable[[pd.DataFrame], pd.DataFrame]
 
 
-def changed(evidence: Evidence, report: str, change: Change, records: Records | None = None) -> Evidence:
-    before = records or evidence.records(report)
+def changed(committed_evidence: Evidence, report: str, change: Change, records: Records | None = None) -> Evidence:
+    before = records or committed_evidence.records(report)
     runs = change(before.runs.copy()).reset_index(drop=True).astype(before.runs.dtypes)
-    return evidence.with_records(report, Records(runs, before.steps))
+    return committed_evidence.with_records(report, Records(runs, before.steps))
 
 
 def column(name: str, value: Callable[[pd.Series], object]) -> Change:
@@ -403,9 +407,9 @@ def where(strategy: str, name: str, value: object) -> Change:
     return column(name, lambda run: value if run["strategy"].startswith(strategy) else run[name])
 
 
-def seeded(evidence: Evidence) -> Records:
+def seeded(committed_evidence: Evidence) -> Records:
     """Return the committed laptop records with three seeds per strategy and a little noise in times and losses."""
-    records = evidence.records("laptop")
+    records = committed_evidence.records("laptop")
     first_runs = records.runs.sort_values(["seed", "repeat"]).groupby(["workload_key", "arm"], sort=False).head(1)
     draw = np.random.default_rng(0)
     copies = []
@@ -430,9 +434,9 @@ def seeded(evidence: Evidence) -> Records:
     ],
 )
 def test_a_finding_follows_the_runs(
-    full_board: Scoreboard, evidence: Evidence, change: Change, labels: dict[str, str]
+    full_board: Scoreboard, committed_evidence: Evidence, change: Change, labels: dict[str, str]
 ) -> None:
-    edited = changed(evidence, "laptop", change, seeded(evidence))
+    edited = changed(committed_evidence, "laptop", change, seeded(committed_evidence))
     claims = [find_claim(full_board, name).claim for name in labels]
     laptop_results = [[check for check in claim.checks if check.numbers.get("report") == "laptop"] for claim in claims]
     findings = {
@@ -442,16 +446,20 @@ def test_a_finding_follows_the_runs(
     assert {claim: finding.parts[0].proxy for claim, finding in findings.items()} == labels
 
 
-def test_fewer_pairs_than_the_ledger_asks_for_decide_nothing(full_board: Scoreboard, evidence: Evidence) -> None:
+def test_fewer_pairs_than_the_ledger_asks_for_decide_nothing(
+    full_board: Scoreboard, committed_evidence: Evidence
+) -> None:
     checks = find_claim(full_board, "S1-19").claim.checks
     (check,) = [check for check in checks if check.numbers.get("least_pairs") == 10]
-    nine = changed(evidence, "claims", lambda runs: runs[runs["seed"] < 51])
+    nine = changed(committed_evidence, "claims", lambda runs: runs[runs["seed"] < 51])
     assert check.find(nine).sentence.endswith(f"are needed, and claims has 9: {check.shows}")
-    assert check.find(evidence).answer == "fails"
+    assert check.find(committed_evidence).answer == "fails"
 
 
-def test_a_reason_that_begins_with_a_report_names_its_folder(full_board: Scoreboard, evidence: Evidence) -> None:
-    other_rates = changed(evidence, "claims", smallest_micro_batch("learning_rate", lambda _: 0.5))
+def test_a_reason_that_begins_with_a_report_names_its_folder(
+    full_board: Scoreboard, committed_evidence: Evidence
+) -> None:
+    other_rates = changed(committed_evidence, "claims", smallest_micro_batch("learning_rate", lambda _: 0.5))
     checks = [check for check in find_claim(full_board, "S3-07").claim.checks if check.form == "paired"]
     sentences = {check.find(other_rates).sentence.partition(" of ")[0] for check in checks}
     assert sentences == {"reports/claims has no fair pair"}
@@ -490,8 +498,8 @@ def smallest_micro_batch(name: str, value: Callable[[pd.Series], object]) -> Cha
         ("S2-02", "ratio_slope", lambda runs: runs[(runs["model_layers"] != 14) | (runs["seed"] != 43)], "not judged"),
     ],
 )
-def test_an_answer_follows_the_runs(full_board, evidence, claim, form, change, answer):
-    judged = judge(find_claim(full_board, claim).claim, changed(evidence, "claims", change))
+def test_an_answer_follows_the_runs(full_board, committed_evidence, claim, form, change, answer):
+    judged = judge(find_claim(full_board, claim).claim, changed(committed_evidence, "claims", change))
     pairs = zip(judged.claim.checks, judged.results, strict=True)
     matches = [finding for check, finding in pairs if check.form == form]
     assert {finding.answer for finding in (matches[-1:] if claim == "S3-05" else matches)} == {answer}
