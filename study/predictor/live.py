@@ -16,7 +16,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from study.config.errors import UserError, describe_cause, first_line, require_extra
+from study.config.errors import UserError, clip, describe_cause, first_line, require_extra
+from study.config.printing import progress_line
 from study.host.folders import cache_directory
 from study.predictor.lora_targets import peft_targets
 from study.predictor.shape import BEFORE, Call, ModelShape, Parameter, can_adapt
@@ -269,7 +270,9 @@ def _trace(kind: str, document: str, rank: int | None, options: str) -> dict[str
     """Trace a model in this process."""
     config = json.loads(document)
     reason = f"{config.get('model_type')} is not in the table of families, so transformers' code is traced: "
-    with require_extra("train", reason):
+    # Of a first trace torch and transformers are imported, too.
+    doing = f"tracing transformers' code of {clip(config.get('model_type'))} on tensors without data ..."
+    with require_extra("train", reason), progress_line(doing, in_logs=True):
         from study.predictor import live_trace
 
         run = live_trace.survey if kind == "survey" else live_trace.measure
