@@ -288,6 +288,11 @@ def merge(file: TrainerFile, options: argparse.Namespace) -> tuple[argparse.Name
     return merged, tuple(replaced)
 
 
+def without_value(file: TrainerFile, field: str) -> TrainerFile:
+    """Return the file without a field."""
+    return dataclasses.replace(file, values={name: value for name, value in file.values.items() if name != field})
+
+
 def loads_16_bits(file: TrainerFile, engine: UserFile, precision: str) -> bool:
     """Whether a program without DeepSpeed trains the 16-bit weights that it loads: Accelerate makes those of FSDP fp32
     in mixed precision (fsdp2_prepare_model)."""
@@ -315,6 +320,7 @@ def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, r
     batch = f"micro-batch {values['micro_batch']}{' pairs' if pairs else ''} x accumulation {values['accumulation']}"
     parts = [model if file_model in (None, model) else f"{file_model} as {model}"]
     parts += [f"{values['seq_length']} tokens"] if "seq_length" in values else []
+    parts += [f"{values['target_length']} in the decoder"] if "target_length" in values else []
     parts += [batch, _adapters_text(values), values.get("precision", "fp32").replace("no", "fp32")]
     parts += ["gradient checkpointing"] if values.get("gradient_checkpointing") else []
     parts += [values[name] for name in ("optimizer", "attn_implementation") if name in values]

@@ -596,9 +596,10 @@ TRAINING_ARGUMENTS = Trainer(
 )
 
 
-def _example(script: str, length: int, *marks: str) -> Trainer:
+def _example(script: str, length: int, *marks: str, target: int | None = None) -> Trainer:
     """Return the reader of the file of an example script of transformers, whose samples have `length` tokens by default
-    (examples/pytorch at 00d481d1)."""
+    and `target` in a decoder (examples/pytorch at 00d481d1)."""
+    decoder_default = {} if target is None else {"target_length": target}
     return dataclasses.replace(
         TRAINING_ARGUMENTS,
         name=f"transformers' {script}",
@@ -606,9 +607,9 @@ def _example(script: str, length: int, *marks: str) -> Trainer:
         keys=(
             *_HF_KEYS,
             *(Key(name, "seq_length", to_count) for name in ("block_size", "max_seq_length", "max_source_length")),
-            Key("max_target_length", "", lambda _: Counted(None, "the decoder is counted with the encoder's tokens")),
+            Key("max_target_length", "target_length", to_count),
         ),
-        defaults={**TRAINING_ARGUMENTS.defaults, "seq_length": length},
+        defaults={**TRAINING_ARGUMENTS.defaults, "seq_length": length, **decoder_default},
         similar=TRAINING_ARGUMENTS.similar | {"val_max_target_length", "max_answer_length"},
     )
 
@@ -621,6 +622,7 @@ _EXAMPLES = (
         "run_translation.py",
         1024,
         *("max_source_length", "max_target_length", "source_prefix", "source_lang", "target_lang", "summary_column"),
+        target=128,
     ),
     _example("run_mlm.py", 1024, "mlm_probability", "line_by_line"),
     _example(

@@ -64,6 +64,11 @@ class Workload:
     seq_length: int | None = flag(
         f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum", type=parse_tokens, metavar="T"
     )
+    target_length: int | None = flag(
+        "tokens of the decoder of an encoder-decoder model (T5, BART); by default as many as --seq_length",
+        type=parse_tokens,
+        metavar="T",
+    )
     precision: str | None = None
     attn_implementation: Attention = flag(None, "sdpa")
     chunked_loss: bool = flag(

@@ -21,7 +21,9 @@ FLAGS = _by_name(
         "--micro_batch": "per_device_train_batch_size train_micro_batch_size_per_gpu batch_size",
         "--accumulation": "gradient_accumulation_steps grad_accum",
         "--global_batch_size | --accumulation": "train_batch_size global_batch global_batch_size",
-        "--seq_length": "max_seq_length max_length context context_length block_size model_max_length cutoff_len",
+        "--seq_length": "max_seq_length max_length context context_length block_size model_max_length cutoff_len"
+        " max_source_length",
+        "--target_length": "max_target_length target_max_length decoder_length max_decoder_length",
         "--hardware 8xH100": "num_processes num_gpus gpus gpu ngpus nproc_per_node world_size",
         "--hardware 4x8xH100": "nodes num_nodes nnodes num_machines",
         "--strategy zero3 | --features zero3": "zero_stage stage zero zero3",

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -41,6 +42,12 @@ class LiveShape(ModelShape):
     @property
     def has_fused_attention(self) -> bool:
         return bool(self.survey["fused"])
+
+    @functools.cached_property
+    def stack_sizes(self) -> tuple[int, ...]:
+        # Layers of a list of modules follow each other.
+        lists = itertools.groupby(self.survey["units"], key=lambda unit: unit.rpartition(".")[0])
+        return tuple(len(list(units)) for _, units in lists)
 
     @property
     def caps_logits(self) -> bool:
@@ -229,7 +236,7 @@ def _with_modules(options: Mapping[str, Any], targets: tuple[str, ...], saved: t
 def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | str:
     """Return the answer of a trace, or why there is none."""
     # A loop over the tokens is one in every precision.
-    work = shape.document, options["length"]
+    work = shape.document, options["length"], options.get("target")
     if work in _loops:
         return _loops[work]
     try:
@@ -246,7 +253,7 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
         return f"transformers' {shape.built_class} does not run on tokens without data ({cause}); {TEXT_MODEL_SIZES}"
 
 
-_loops: dict[tuple[str, bool | int | str], str] = {}
+_loops: dict[tuple[str, bool | int | str, bool | int | str | None], str] = {}
 
 
 @functools.lru_cache(maxsize=64)

@@ -109,6 +109,9 @@ class ModelShape(abc.ABC):
     active_experts: int = 0
     # Parts into which a tensor-parallel group divides the output layer, whose logits it gathers.
     head_parts: int = 1
+    # Labels are the tokens of a decoder, whose encoder reads tokens, too, or sounds and images of a fixed size.
+    has_decoder: bool = False
+    encoder_reads_tokens: bool = True
 
     @property
     @abc.abstractmethod
@@ -119,6 +122,16 @@ class ModelShape(abc.ABC):
     @abc.abstractmethod
     def caps_logits(self) -> bool:
         """Whether a tanh caps the logits, whose bytes a count adds and a trace includes."""
+
+    @property
+    def stack_sizes(self) -> tuple[int, ...]:
+        """Numbers of similar layers that follow each other: one of all layers, or those of an encoder and a decoder."""
+        return (self.layers,)
+
+    @functools.cached_property
+    def stack_numbers(self) -> tuple[int, ...]:
+        """The stack of each layer, by its number."""
+        return tuple(number for number, size in enumerate(self.stack_sizes) for _ in range(size))
 
     @abc.abstractmethod
     def part_of_backward(self, param: Parameter) -> str:
@@ -341,3 +354,22 @@ def resolve_length(shape: ModelShape, requested: int | None, default: int = USUA
             f"use {shape.positions} or less",
         )
     return requested or min(default, shape.positions)
+
+
+def resolve_lengths(shape: ModelShape, requested: int | None, target: int | None) -> tuple[int, int | None]:
+    """Return the sequence length, and that of a decoder if it has another one; UserError if a model has no decoder, or
+    if a length is too long."""
+    if target is None:
+        return resolve_length(shape, requested), None
+    if not shape.has_decoder:
+        problem = f"{shape.name[:80]} has no encoder next to a decoder, whose tokens --target_length sets"
+        raise UserError(problem, "leave it out")
+    if shape.encoder_reads_tokens:
+        length, decoder_length = resolve_length(shape, requested), resolve_length(shape, target)
+        return length, None if decoder_length == length else decoder_length
+    if requested is not None and requested != target:
+        problem = (
+            f"the encoder of {shape.name[:80]} reads no tokens: --seq_length and --target_length set the decoder's"
+        )
+        raise UserError(problem, "leave one of them out")
+    return resolve_length(shape, target), None
