@@ -331,6 +331,7 @@ def _document(
         "lora_rank": question.shape.lora_rank,
         "lora_targets": question.shape.lora_targets,
         "lora_modules_to_save": question.shape.lora_saved,
+        "lora_dora": question.shape.lora_dora,
         "hardware": question.box.name,
         "ranks": question.box.ranks,
         "tensor_parallel": question.tensor_ranks,
@@ -844,7 +845,8 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     fp32 weights under FSDP, whose gradients it reduces once a step. It keeps fp32 weights without DeepSpeed, and adds
     adapters to all linear layers, without dropout.
     """
-    if request.shape.lora_targets or request.shape.lora_saved or request.lora_dropout or request.shape.has_decoder:
+    shape = request.shape
+    if shape.lora_targets or shape.lora_saved or shape.lora_dora or request.lora_dropout or shape.has_decoder:
         return None
     if request.loss_kernel != "transformers":
         return None

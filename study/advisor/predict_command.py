@@ -465,6 +465,7 @@ def _document(
         "lora_rank": request.shape.lora_rank,
         "lora_targets": request.shape.lora_targets,
         "lora_modules_to_save": request.shape.lora_saved,
+        "lora_dora": request.shape.lora_dora,
         "strategy": request.strategy.name,
         "fsdp_version": request.fsdp_version if request.strategy.is_fsdp else None,
         "hardware": request.box.name,

@@ -56,7 +56,10 @@ _MISSPELLED = 0.8
 # Rule of the findings that are errors of the trainer, not of the engine.
 BY_TRAINER = "trainer"
 # Fields of adapters alone.
-_OF_LORA = ("lora_rank", "lora_targets", "lora_modules_to_save", "lora_dropout", "quantization", "double_quant")
+_OF_LORA = (
+    *("lora_rank", "lora_targets", "lora_modules_to_save", "lora_dropout", "lora_dora", "quantization"),
+    "double_quant",
+)
 # Keys of TrainingArguments' fsdp_config that Accelerate has under no name, or that change no byte of a rank.
 _OTHER_FSDP_KEYS = {
     *("version", "limit_all_gathers", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "cpu_offload"),
@@ -341,6 +344,7 @@ def _adapters_text(values: Mapping[str, Any]) -> str:
     if values.get("peft") != "lora":
         return "all weights trained"
     kind = {"4bit": "QLoRA", "8bit": "LoRA on 8-bit weights"}.get(values.get("quantization", ""), "LoRA")
+    kind = kind.replace("LoRA", "DoRA") if values.get("lora_dora") else kind
     targets = values.get("lora_targets")
     where = "peft's default modules" if targets is None else ", ".join(targets)
     where = "all linear layers" if targets is not None and ALL_LINEAR in targets else where

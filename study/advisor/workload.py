@@ -130,6 +130,11 @@ class Workload:
         type=parse_targets,
         metavar="NAMES",
     )
+    lora_dora: bool = flag(
+        "the adapters are DoRA's (peft's use_dora): trained magnitudes, and the norm of each weight in every pass",
+        False,
+        action="store_true",
+    )
     tensor_parallel: int | None = flag(
         "ranks that divide the tensors of each layer, and process the same samples: with fsdp2, zero0 to zero3 or tp",
         type=parse_int,
@@ -177,6 +182,8 @@ class Workload:
             raise UserError(problem, "add --peft lora")
         if self.adapters_in_16_bits and self.peft != "lora":
             raise UserError("--adapters_in_16_bits has no effect without adapters", "add --peft lora")
+        if self.lora_dora and self.peft != "lora":
+            raise UserError("--lora_dora has no effect without adapters", "add --peft lora")
         for name in ("lora_rank", "lora_targets", "lora_modules_to_save", "lora_dropout"):
             if self.peft != "lora" and (value := getattr(self, name)) is not None:
                 text = ",".join(value) if isinstance(value, tuple) else value
@@ -246,7 +253,8 @@ class Workload:
         if shape.is_traced:
             self.check_traced(shape.name, shape.model_type)
         rank = RunConfig.lora_rank if self.lora_rank is None else self.lora_rank
-        return with_adapters(shape, rank, self._find_targets(shape.model_type), self.lora_modules_to_save or ())
+        targets, saved = self._find_targets(shape.model_type), self.lora_modules_to_save or ()
+        return with_adapters(shape, rank, targets, saved, dora=self.lora_dora)
 
     def check_traced(self, name: str, model_type: str) -> None:
         """Raise WorkloadError if a model outside the table of families cannot be trained so: a trace takes seconds."""

@@ -38,6 +38,7 @@ FLAGS = _by_name(
         "--peft lora": "lora use_peft use_lora",
         "--lora_targets": "target_modules lora_target_modules",
         "--lora_modules_to_save": "modules_to_save additional_target",
+        "--peft lora --lora_dora": "dora use_dora",
         "--peft lora --quantization 4bit": "qlora load_in_4bit",
         "--peft lora --quantization 8bit": "load_in_8bit",
         "--host_memory 512GB": "ram cpu_memory host_ram memory",
@@ -50,7 +51,9 @@ FLAGS = _by_name(
     }
 )
 VALUES = {
-    "--peft": _by_name({"lora --quantization 4bit": "qlora"}, "dora", "adalora", "ia3", "prefix", "prompt"),
+    "--peft": _by_name(
+        {"lora --quantization 4bit": "qlora", "lora --lora_dora": "dora"}, "adalora", "ia3", "prefix", "prompt"
+    ),
     "--quantization": _by_name({"4bit": "4 nf4 fp4 int4 bnb qlora", "8bit": "8 int8 llm.int8"}, "fp8", "gptq", "awq"),
     "--precision": _by_name(
         {"bf16": "bf16 bfloat16 mixed", "fp16": "fp16 float16 half", "fp32 | no": "fp32 float32 full no none 32"},
@@ -104,7 +107,6 @@ _FILES = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config",
 NOT_MODELLED = _by_name(
     {
         "fp8": "fp8",
-        "DoRA": "dora use_dora",
         "tensor parallelism": "tp",
         "pipeline parallelism": "pp pipeline",
         "expert parallelism": "ep",

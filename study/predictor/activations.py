@@ -60,6 +60,8 @@ class Activations:
     cast_cached: float = 0.0
     # Bytes of a layer's saved and temporary tensors that are freed once a gradient has arrived, by `phase`.
     freed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # Temporary bytes of DoRA's norm of a weight in a forward pass, which do not grow with the micro-batch.
+    weight_norm: float = 0.0
     # Layers of an encoder and a decoder, whose means or largest sizes are above; empty: all layers are equal.
     unequal_stacks: tuple[LayerStack, ...] = ()
 

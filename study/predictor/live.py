@@ -70,8 +70,10 @@ class LiveShape(ModelShape):
         matrices = (param for param in self.params if param.elements > param.rows and not can_adapt(self, param))
         return tuple(map(self.module_path, matrices))
 
-    def add_adapters(self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = ()) -> LiveShape:
-        adapted = live_shape(self.name, json.loads(self.document), rank, targets, saved)
+    def add_adapters(
+        self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = (), *, dora: bool = False
+    ) -> LiveShape:
+        adapted = live_shape(self.name, json.loads(self.document), rank, targets, saved, dora=dora)
         return dataclasses.replace(adapted, quantized_by=self.quantized_by, has_usual_images=self.has_usual_images)
 
     def notes(self) -> Iterator[str]:
@@ -183,6 +185,8 @@ def live_shape(
     rank: int | None = None,
     targets: tuple[str, ...] = (),
     saved: tuple[str, ...] = (),
+    *,
+    dora: bool = False,
 ) -> LiveShape:
     """Return the shape of the model that a config.json describes; UserError if transformers does not build it."""
     document = trained_part(document)
@@ -195,7 +199,7 @@ def live_shape(
         for key in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):
             if isinstance(part.get(key), int):
                 check_depth(part[key], name)
-    survey = answer("survey", text, rank, _with_modules({}, targets, saved))
+    survey = answer("survey", text, rank, _with_modules({}, targets, saved, dora))
     return LiveShape(
         name=name,
         model_type=str(document["model_type"]),
@@ -204,6 +208,7 @@ def live_shape(
         lora_rank=rank,
         lora_targets=targets,
         lora_saved=saved,
+        lora_dora=dora,
         document=text,
         built_class=survey["class"],
         is_stand_in=survey["is_stand_in"],
@@ -225,10 +230,11 @@ def takes_images_of_any_size(document: Mapping[str, Any]) -> bool:
     return "num_channels" in document and "image_size" not in document
 
 
-def _with_modules(options: Mapping[str, Any], targets: tuple[str, ...], saved: tuple[str, ...]) -> str:
-    """Return the options of an answer as JSON, with the modules that have adapters unless all linear layers have, and
-    those with a trained copy."""
-    modules = {name: names for name, names in (("targets", peft_targets(targets)), ("saved", saved)) if names}
+def _with_modules(options: Mapping[str, Any], targets: tuple[str, ...], saved: tuple[str, ...], dora: bool) -> str:
+    """Return the options of an answer as JSON, with the modules that have adapters unless all linear layers have,
+    those with a trained copy, and whether the adapters are DoRA's."""
+    adapters = {"targets": peft_targets(targets), "saved": saved, "dora": dora}
+    modules = {name: value for name, value in adapters.items() if value}
     return json.dumps({**options, **modules}, sort_keys=True)
 
 
@@ -240,9 +246,8 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
     if work in _loops:
         return _loops[work]
     try:
-        return answer(
-            "measure", shape.document, shape.lora_rank, _with_modules(options, shape.lora_targets, shape.lora_saved)
-        )
+        text = _with_modules(options, shape.lora_targets, shape.lora_saved, shape.lora_dora)
+        return answer("measure", shape.document, shape.lora_rank, text)
     except UserError:
         raise
     except Exception as error:  # Any class of transformers, on tensors without data.

@@ -64,11 +64,15 @@ _SIZES = {
 
 
 def survey(
-    document: Mapping[str, Any], rank: int | None, targets: Sequence[str] = (), saved: Sequence[str] = ()
+    document: Mapping[str, Any],
+    rank: int | None,
+    targets: Sequence[str] = (),
+    saved: Sequence[str] = (),
+    dora: bool = False,
 ) -> dict[str, Any]:
     """Return layers, owners, parameters and shape of the model that a config.json describes, with LoRA of a rank."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build_model(document, rank, "eager", dropout=True, targets=targets, saved=saved)
+        model = build_model(document, rank, "eager", dropout=True, targets=targets, saved=saved, dora=dora)
     structure = _Structure(model)
     text = model.config.get_text_config()
     sizes = _read_sizes(text)
@@ -227,13 +231,21 @@ def measure(
     saved: Sequence[str] = (),
     lora_dropout: float = 0.0,
     target: int | None = None,
+    dora: bool = False,
 ) -> dict[str, Any]:
     """Return bytes and FLOPs of a forward and backward pass of few and of twice as many samples, by kind of layer, and
     the module calls; raise the class's own error if it cannot be traced. `target`: the length of a decoder."""
     with fake_tensors(torch.bfloat16 if mode == "engine" else torch.float32):
         attention = register_fused() if fused else "eager"
         model = build_model(
-            document, rank, attention, dropout=dropout, targets=targets, saved=saved, lora_dropout=lora_dropout
+            document,
+            rank,
+            attention,
+            dropout=dropout,
+            targets=targets,
+            saved=saved,
+            lora_dropout=lora_dropout,
+            dora=dora,
         )
         names = {module: name for name, module in model.named_modules()}
         kinds, counts = _prune(model, _units(model))
@@ -318,6 +330,7 @@ def build_model(
     targets: Sequence[str] = (),
     saved: Sequence[str] = (),
     lora_dropout: float = 0.0,
+    dora: bool = False,
 ) -> Any:
     """Create the model; UserError if transformers does not support the config. No code of the model runs."""
     try:
@@ -344,7 +357,7 @@ def build_model(
     if rank is not None:
         # The head of a classifier is new, and that of any other model is frozen, as peft leaves it.
         has_new_head = model_class.__name__.endswith("Classification")
-        add_fake_adapters(model, rank, has_new_head, targets, saved, lora_dropout)
+        add_fake_adapters(model, rank, has_new_head, targets, saved, lora_dropout, dora=dora)
     return model
 
 
@@ -384,6 +397,8 @@ def add_fake_adapters(
     targets: Sequence[str] = (),
     saved: Sequence[str] = (),
     dropout: float = 0.0,
+    *,
+    dora: bool = False,
 ) -> None:
     """Add LoRA's adapters. peft moves them to the device of the model and copies the saved modules, but fake tensors
     can neither move nor be copied."""
@@ -393,7 +408,7 @@ def add_fake_adapters(
         _replaced(torch.nn.Module, "to", lambda module, *_, **__: module),
         _replaced(copy, "deepcopy", _copy_with_new_tensors),
     ):
-        add_adapters(model, config, targets, saved, dropout)
+        add_adapters(model, config, targets, saved, dropout, dora=dora)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from study.config.text import format_number
 from study.host.memory import GIB, MALLOC_MMAP_THRESHOLD_MAX_BYTES, libraries_bytes
 from study.predictor import state as model_state
 from study.predictor.activations import Activations, computing_mode
+from study.predictor.adapters import dora_saved_weights, dora_temporaries
 from study.predictor.allocator import cublas_workspace_bytes, unsplit_bytes
 from study.predictor.buckets import Snapshot, gradient_snapshots, has_tied_gradients, standing_bucket
 from study.predictor.losses import WITHOUT_LOGITS
@@ -523,6 +524,7 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     yield from shape.notes()
     if shape.has_decoder:
         yield _lengths_note(request)
+    yield from _dora_notes(request)
     if request.has_reference_copy:
         live = reference_gathers(request).max_live_elements * request.gathered_bytes / GIB
         unsharded = f", and {format_number(live)} unsharded in its forward pass, before the loss" * (live > 0)
@@ -558,6 +560,16 @@ def _lengths_note(request: Request) -> str:
     if request.target_length is None:
         return f"encoder and decoder have {request.sequence_length:,} tokens each; --target_length sets the decoder's"
     return f"tokens/s counts the {request.sequence_length:,} tokens of the encoder"
+
+
+def _dora_notes(request: Request) -> Iterator[str]:
+    """Yield what DoRA takes besides its parameters."""
+    if request.shape.lora_dora:
+        size = format_number(dora_temporaries(request) / GIB)
+        yield f"DoRA: the norm of a weight takes up to {size} GiB in a forward pass; no published run validates it"
+    if copies := dora_saved_weights(request):
+        size = format_number(copies * (1 if request.gradient_checkpointing else request.shape.layers) / GIB)
+        yield f"DoRA keeps copies of weights for the backward pass, {size} GiB: not with a lora_dropout of 0"
 
 
 def _static_buffer_bytes(request: Request) -> float:
@@ -670,9 +682,9 @@ class _DeviceStep:
         for place, live in (self.gathers.live_forward or dict.fromkeys(ends, 0)).items():
             so_far = min(self.layers, place + 1)
             before = _stored(self.request, self.saved, so_far)
-            working = 0.0
+            working = self.saved.weight_norm
             if self.request.gradient_checkpointing and so_far:
-                working = self.saved.find_stack(so_far - 1).forward
+                working = max(working, self.saved.find_stack(so_far - 1).forward)
             before["activations"] = before["activations"] + self.cached * so_far + working
             yield self._point("in the forward pass", live, **before)
 
@@ -700,6 +712,9 @@ class _DeviceStep:
         is_in_layer = 0 <= place < self.layers
         stored = _stored(request, saved, min(self.layers, place + 1), is_in_layer and not snapshot.between)
         stored["activations"] += _kept_inputs_bytes(request, saved, place)
+        if snapshot.param is None and is_in_layer and not snapshot.between and request.gradient_checkpointing:
+            # Before its first gradient a layer is recomputed.
+            stored["activations"] += max(0.0, saved.weight_norm - saved.find_stack(place).working)
         if snapshot.param is not None and is_in_layer:
             stored["activations"] -= saved.freed.get(request.shape.part_of_backward(snapshot.param), 0.0)
         if is_in_layer:
@@ -726,6 +741,8 @@ def _kept_inputs_bytes(request: Request, saved: Activations, place: int) -> floa
 # Sum, gradients and buffers, which are the criteria of the largest, and the snapshot that they belong to.
 _Candidate = tuple[tuple[float, float, float], Snapshot]
 _CRITERIA = 3
+# Of a layer's backward pass before its first gradient.
+_BEGIN = "begin"
 # Layer, None for the optimizer step; whether it is before the layer's backward pass; and the part of the layer.
 _Part = tuple[int | None, bool, str]
 
@@ -774,7 +791,7 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
     for snapshot in gradient_snapshots(request):
         param, at, buffers = snapshot.param, snapshot.place, max(standing, snapshot.buffers)
         live = 0 if snapshot.step else gathers.live_backward.get(at, 0)
-        name = ""
+        name = _BEGIN
         if param is not None:
             live = gathers.live_at.get(param.index, live)
             name = phases[param.index] if 0 <= at < shape.layers else ""

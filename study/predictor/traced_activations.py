@@ -13,6 +13,7 @@ from typing import Any, Literal
 from study.config.strategies import Strategy
 from study.predictor import live
 from study.predictor.activations import Activations, LayerStack, computing_mode, is_fused, loss_bytes, saves_parameters
+from study.predictor.adapters import dora_temporaries
 from study.predictor.hardware import Hardware
 from study.predictor.losses import LogitBytes
 from study.predictor.request import Request
@@ -85,6 +86,7 @@ def _traced(request: Request, has_casts: bool) -> Trace:
         tail=last.tail,
         layer_working=max(stack.working for stack in layers.stacks),
         freed=layers.freed,
+        weight_norm=dora_temporaries(request),
         unequal_stacks=(*lower, last),
         cast_layer=layers.casts,
         logits=logits.saved,

@@ -72,4 +72,5 @@ def build_meta_model(request: Request) -> Any:
         targets=peft_targets(shape.lora_targets),
         saved=shape.lora_saved,
         lora_dropout=request.lora_dropout,
+        dora=shape.lora_dora,
     )
