@@ -304,7 +304,7 @@ def measure(kind: str, launch: Launch, virtual: bool) -> dict[str, Any]:
         gc.collect()
         between = model_state_bytes(model, optimizer, accelerator.device, scan=False)
         standing = sum(place["device"] for place in between["state_bytes"].values())
-        peaks = [_measure_peak(step) for _ in range(PROFILED_STEPS)]
+        peaks = [measure_peak(step) for _ in range(PROFILED_STEPS)]
         assert watch.report is not None
         return {
             "state": {name: watch.report["state_bytes"][name]["device"] for name in STATE_KINDS},
@@ -317,7 +317,7 @@ def measure(kind: str, launch: Launch, virtual: bool) -> dict[str, Any]:
         accelerator.free_memory()
 
 
-def _measure_peak(step: Any) -> int:
+def measure_peak(step: Any) -> int:
     """Return the most bytes that a step has allocated at once, including the copies in gloo's threads."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         step()

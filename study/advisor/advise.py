@@ -126,6 +126,8 @@ class AdviceRequest:
     plain_in_16_bits: bool = False
     # Ranks that divide the tensors of each layer, and process the same samples.
     tensor_ranks: int = 1
+    # Tokens of an encoder-decoder model's decoder; None: as many as `sequence_length`.
+    target_length: int | None = None
 
     @property
     def data_ranks(self) -> int:
@@ -147,6 +149,7 @@ class AdviceRequest:
             strategy=strategy,
             box=self.box,
             sequence_length=self.sequence_length,
+            target_length=self.target_length,
             micro_batch=micro_batch,
             accumulation=accumulation,
             precision=precision,

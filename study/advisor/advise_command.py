@@ -42,7 +42,7 @@ from study.predictor.communication import ASSUMED_OF_LINE, bus_bandwidth_gb_per_
 from study.predictor.hardware import Hardware, HardwareFlags, pair_notes, parse_int, real
 from study.predictor.models import model_shape
 from study.predictor.request import Request
-from study.predictor.shape import lora_text, resolve_length
+from study.predictor.shape import lora_text, resolve_lengths
 from study.predictor.state import REPLACED, accumulated_bytes, unswapped_kind
 from study.predictor.time import (
     device_bytes,
@@ -259,10 +259,12 @@ def build_advice_request(flags: AdviseFlags) -> advise.AdviceRequest:
     shape = workload.adapt(
         model_shape(workload.model_name_or_path, ask_hub=workload.hub, check_traced=workload.check_traced)
     )
+    length, target = resolve_lengths(shape, workload.seq_length, workload.target_length)
     question = advise.AdviceRequest(
         shape=shape,
         box=box,
-        sequence_length=resolve_length(shape, workload.seq_length),
+        sequence_length=length,
+        target_length=target,
         precision=precision,
         gradient_checkpointing=workload.gradient_checkpointing,
         attention=workload.attn_implementation,
@@ -329,10 +331,12 @@ def _document(
         "lora_rank": question.shape.lora_rank,
         "lora_targets": question.shape.lora_targets,
         "lora_modules_to_save": question.shape.lora_saved,
+        "lora_dora": question.shape.lora_dora,
         "hardware": question.box.name,
         "ranks": question.box.ranks,
         "tensor_parallel": question.tensor_ranks,
         "sequence_length": question.sequence_length,
+        "target_length": question.target_length,
         "precision": question.precision,
         "chunked_loss": question.trainer.loss_kernel == "liger",
         "compiled": question.trainer.compiled,
@@ -404,7 +408,7 @@ def _page(
     yield (
         f"{shape.name} ({count} parameters{lora_text(shape)}) on {box.name}:"
         f" {box.ranks} x {box.device.name}{_groups_text(question)}, global batch {question.global_batch},"
-        f" {question.sequence_length} tokens per sample, {question.precision}{program}"
+        f" {predict_command.tokens_text(question)}, {question.precision}{program}"
         f"{predict_command.optimizer_text(question.optimizer)}\n"
     )
     listed = [option for option in advice.options if option.fits or details or best is None]
@@ -844,7 +848,8 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     fp32 weights under FSDP, whose gradients it reduces once a step. It keeps fp32 weights without DeepSpeed, and adds
     adapters to all linear layers, without dropout.
     """
-    if request.shape.lora_targets or request.shape.lora_saved or request.lora_dropout:
+    shape = request.shape
+    if shape.lora_targets or shape.lora_saved or shape.lora_dora or request.lora_dropout or shape.has_decoder:
         return None
     if request.loss_kernel != "transformers":
         return None

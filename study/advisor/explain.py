@@ -39,7 +39,7 @@ from study.predictor.hardware import ANY_DEVICE, Hardware, HardwareFlags, parse_
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
-from study.predictor.shape import USUAL_LENGTH, ModelShape, lora_text, resolve_length
+from study.predictor.shape import USUAL_LENGTH, ModelShape, lora_text, resolve_lengths
 from study.predictor.state import persistent_params, sub_groups
 from study.predictor.time import device_bytes, excess_on_host, fits, predict_time, usable_bytes, why
 from study.predictor.zero3_gathers import simulate_gathers
@@ -253,6 +253,9 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         if name != trainer.values.get("model_name_or_path"):
             raise
         raise trainer_files.model_error(trainer, refusal) from None
+    if not model.has_decoder:
+        trainer = trainer_files.without_value(trainer, "target_length")
+        workload = dataclasses.replace(workload, target_length=line_options.target_length)
     try:
         shape = workload.adapt(model)
         work = dataclasses.replace(
@@ -310,9 +313,12 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 def program_settings(workload: Workload, shape: ModelShape | None) -> ProgramSettings:
     """Return the settings of the training script; the sequence length is checked only with a shape."""
-    length = resolve_length(shape, workload.seq_length) if shape else workload.seq_length or USUAL_LENGTH
+    length, target = workload.seq_length or USUAL_LENGTH, workload.target_length
+    if shape is not None:
+        length, target = resolve_lengths(shape, workload.seq_length, target)
     return ProgramSettings(
         sequence_length=length,
+        target_length=target,
         micro_batch=workload.micro_batch,
         accumulation=workload.accumulation,
         gradient_checkpointing=bool(workload.gradient_checkpointing),
@@ -374,6 +380,7 @@ def _document(case: ConfigCase) -> dict[str, Any]:
         "precision": predict_command.precision_name(case.request),
         "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "sequence_length": case.request.sequence_length,
+        "target_length": case.request.target_length,
         "micro_batch": case.request.micro_batch,
         "accumulation": case.request.accumulation,
         "gradient_checkpointing": case.request.gradient_checkpointing,
@@ -498,7 +505,7 @@ def subject_lines(case: ConfigCase) -> Iterator[str]:
     yield f"{case.file.name}: {engine}, {predict_command.precision_name(request)}{unset}, {ranks}"
     yield (
         f"{case.shape.name}: {request.full_shape.parameters:,} parameters{lora_text(case.shape)}, micro-batch"
-        f" {request.micro_batch} x accumulation {request.accumulation}, {request.sequence_length} tokens per sample"
+        f" {request.micro_batch} x accumulation {request.accumulation}, {predict_command.tokens_text(request)}"
         f"{predict_command.program_text(request)}"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )

@@ -36,6 +36,8 @@ class ProgramSettings:
     """Sizes and precision that the training script sets, not the config."""
 
     sequence_length: int = USUAL_LENGTH
+    # Of a decoder, if it has another length than its encoder.
+    target_length: int | None = None
     # Used if the config leaves them to the script; None: 1.
     micro_batch: int | None = None
     accumulation: int | None = None
@@ -194,6 +196,7 @@ def resolve(
         strategy=strategy,
         box=box,
         sequence_length=work.sequence_length,
+        target_length=work.target_length,
         micro_batch=micro_batch,
         accumulation=accumulation,
         precision=precision,

@@ -36,7 +36,7 @@ from study.predictor.request import (
     TrainerSettings,
     with_tensor_group,
 )
-from study.predictor.shape import ModelShape, lora_text, resolve_length
+from study.predictor.shape import ModelShape, lora_text, resolve_lengths
 from study.predictor.state import checkpoint_bytes, engine_refusal, quantization_refusal
 from study.predictor.time import (
     device_bytes,
@@ -256,6 +256,12 @@ def optimizer_text(optimizer: OptimizerName) -> str:
     return "" if optimizer == "adamw" else f", optimizer: {optimizer}"
 
 
+def tokens_text(lengths: Request | AdviceRequest) -> str:
+    """Return the tokens of a sample, and those of a decoder if they are others."""
+    in_decoder = f" and {lengths.target_length} in the decoder" if lengths.target_length else ""
+    return f"{lengths.sequence_length} tokens per sample{in_decoder}"
+
+
 def workload_text(request: Request) -> str:
     """Return micro-batch, accumulation, checkpointing and sync_each_batch of a rank as text."""
     checkpointing = "gradient checkpointing" if request.gradient_checkpointing else "no gradient checkpointing"
@@ -355,10 +361,7 @@ def make_request(flags: PredictFlags) -> Request:
     check_precision(box, half)
     if strategy.name == "single":
         box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
-    least = strategies.MIN_RANKS_WITH_REPLICAS
-    if strategy.name in strategies.WITH_REPLICAS and (box.ranks < least or box.ranks % 2):
-        problem = f"{strategy.name} needs an even number of ranks from {least} up, not {box.ranks}"
-        raise UserError(problem, f"use {'fsdp2' if strategy.is_fsdp else 'zero3'}, which has one replica")
+    _check_replicas(strategy, box)
     if is_pure and strategy.deepspeed is not None:
         raise UserError(
             f"--pure_bf16 is for strategies without DeepSpeed, and {strategy.name} has it",
@@ -367,11 +370,13 @@ def make_request(flags: PredictFlags) -> Request:
     version = _fsdp_version(workload, strategy)
     if strategy.is_fsdp and (refusal := shape.fsdp1_refusal if version == 1 else shape.fsdp_refusal):
         raise UserError(f"FSDP{version} does not train {shape.name}: {refusal}", "use zero3")
+    length, target = resolve_lengths(shape, workload.seq_length, workload.target_length)
     request = Request(
         shape=shape,
         strategy=_overridden(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box),
         box=box,
-        sequence_length=resolve_length(shape, workload.seq_length),
+        sequence_length=length,
+        target_length=target,
         micro_batch=workload.micro_batch or 1,
         accumulation=workload.accumulation or 1,
         precision=cast(Precision, f"{half}-engine") if is_pure else precision,
@@ -399,6 +404,14 @@ def make_request(flags: PredictFlags) -> Request:
         fix = "use --optimizer adamw, or another strategy" if reasons[0] == "optimizer" else "leave it out"
         raise UserError(f"{reasons[0]}: {reasons[1]}", fix)
     return request
+
+
+def _check_replicas(strategy: strategies.Strategy, box: Hardware) -> None:
+    """Raise UserError if the ranks do not make replica groups."""
+    least = strategies.MIN_RANKS_WITH_REPLICAS
+    if strategy.name in strategies.WITH_REPLICAS and (box.ranks < least or box.ranks % 2):
+        problem = f"{strategy.name} needs an even number of ranks from {least} up, not {box.ranks}"
+        raise UserError(problem, f"use {'fsdp2' if strategy.is_fsdp else 'zero3'}, which has one replica")
 
 
 def _fsdp_version(workload: Workload, strategy: strategies.Strategy) -> int:
@@ -456,6 +469,7 @@ def _document(
         "lora_rank": request.shape.lora_rank,
         "lora_targets": request.shape.lora_targets,
         "lora_modules_to_save": request.shape.lora_saved,
+        "lora_dora": request.shape.lora_dora,
         "strategy": request.strategy.name,
         "fsdp_version": request.fsdp_version if request.strategy.is_fsdp else None,
         "hardware": request.box.name,
@@ -464,6 +478,7 @@ def _document(
         "tensor_plan": None if request.tensor_group is None else "sequence" if request.stream_ranks > 1 else "plain",
         "precision": precision_name(request),
         "sequence_length": request.sequence_length,
+        "target_length": request.target_length,
         "micro_batch": request.micro_batch,
         "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing,
@@ -591,7 +606,7 @@ def _page(
     yield (
         f"{shape.name} ({format_parameters(request.full_shape.parameters)}{lora_text(shape)}),"
         f" {strategy_text(request)} on {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
-        f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
+        f" {precision_name(request)}{state},\n{workload_text(request)}, {tokens_text(request)}"
         f"{program}{', resharded after forward' * request.strategy.is_fsdp}"
     )
     kind = "rank" if request.box.is_cpu_only else "GPU"

@@ -56,7 +56,10 @@ _MISSPELLED = 0.8
 # Rule of the findings that are errors of the trainer, not of the engine.
 BY_TRAINER = "trainer"
 # Fields of adapters alone.
-_OF_LORA = ("lora_rank", "lora_targets", "lora_modules_to_save", "lora_dropout", "quantization", "double_quant")
+_OF_LORA = (
+    *("lora_rank", "lora_targets", "lora_modules_to_save", "lora_dropout", "lora_dora", "quantization"),
+    "double_quant",
+)
 # Keys of TrainingArguments' fsdp_config that Accelerate has under no name, or that change no byte of a rank.
 _OTHER_FSDP_KEYS = {
     *("version", "limit_all_gathers", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "cpu_offload"),
@@ -289,6 +292,11 @@ def merge(file: TrainerFile, options: argparse.Namespace) -> tuple[argparse.Name
     return merged, tuple(replaced)
 
 
+def without_value(file: TrainerFile, field: str) -> TrainerFile:
+    """Return the file without a field."""
+    return dataclasses.replace(file, values={name: value for name, value in file.values.items() if name != field})
+
+
 def loads_16_bits(file: TrainerFile, engine: UserFile, precision: str) -> bool:
     """Whether a program without DeepSpeed trains the 16-bit weights that it loads: Accelerate makes those of FSDP fp32
     in mixed precision (fsdp2_prepare_model)."""
@@ -316,6 +324,7 @@ def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, r
     batch = f"micro-batch {values['micro_batch']}{' pairs' if pairs else ''} x accumulation {values['accumulation']}"
     parts = [model if file_model in (None, model) else f"{file_model} as {model}"]
     parts += [f"{values['seq_length']} tokens"] if "seq_length" in values else []
+    parts += [f"{values['target_length']} in the decoder"] if "target_length" in values else []
     parts += [batch, _adapters_text(values), values.get("precision", "fp32").replace("no", "fp32")]
     parts += ["gradient checkpointing"] if values.get("gradient_checkpointing") else []
     parts += [values[name] for name in ("optimizer", "attn_implementation") if name in values]
@@ -336,6 +345,7 @@ def _adapters_text(values: Mapping[str, Any]) -> str:
     if values.get("peft") != "lora":
         return "all weights trained"
     kind = {"4bit": "QLoRA", "8bit": "LoRA on 8-bit weights"}.get(values.get("quantization", ""), "LoRA")
+    kind = kind.replace("LoRA", "DoRA") if values.get("lora_dora") else kind
     targets = values.get("lora_targets")
     where = "peft's default modules" if targets is None else ", ".join(targets)
     where = "all linear layers" if targets is not None and ALL_LINEAR in targets else where

@@ -243,7 +243,6 @@ def by_plugins(value: Any) -> str | None:
 
 # Effects that are not predicted. The sentence "not modelled: ..." follows.
 _PACKED = "samples fill the whole length, as they are counted; attention within each sample alone takes less time"
-_DORA = "DoRA's magnitudes, and the norms of its weights"
 _PARALLEL = "ranks share samples"
 _FP8 = "products in fp8"
 _RESUMED = "adapters of an earlier run: rank and targets are those of its adapter_config.json"
@@ -347,6 +346,7 @@ AXOLOTL = Trainer(
         Key("adapter", "peft", lambda value: to_choice({"lora": "lora", "qlora": "lora"})(value) if value else None),
         Key("lora_r", "lora_rank", to_count),
         Key("lora_dropout", "lora_dropout", to_fraction),
+        Key("peft_use_dora", "lora_dora", to_switch),
         Key("lora_target_linear", "lora_targets", when_on((ALL_LINEAR,))),
         Key("lora_target_modules", "lora_targets", to_targets),
         Key("lora_modules_to_save", "lora_modules_to_save", to_saved),
@@ -385,7 +385,6 @@ AXOLOTL = Trainer(
         sample_packing=_PACKED,
         batch_flattening="samples of a micro-batch are one row, without padding",
         gptq="weights in 4 bits of GPTQ",
-        peft_use_dora=_DORA,
         lora_target_parameters="adapters of these parameters",
         lora_model_dir=_RESUMED,
         peft_layers_to_transform="adapters of these layers alone; here all have them",
@@ -454,6 +453,7 @@ LLAMA_FACTORY = Trainer(
         ),
         Key("lora_rank", "lora_rank", to_count),
         Key("lora_dropout", "lora_dropout", to_fraction),
+        Key("use_dora", "lora_dora", to_switch),
         Key("lora_target", "lora_targets", to_targets),
         Key("additional_target", "lora_modules_to_save", to_saved),
         Key("quantization_bit", "quantization", to_bits),
@@ -509,7 +509,6 @@ LLAMA_FACTORY = Trainer(
     not_modelled=_shared(
         packing=_PACKED,
         neat_packing=_PACKED,
-        use_dora=_DORA,
         adapter_name_or_path=_RESUMED,
         use_unsloth=_KERNELS,
         use_unsloth_gc=_OFFLOADED,
@@ -596,9 +595,10 @@ TRAINING_ARGUMENTS = Trainer(
 )
 
 
-def _example(script: str, length: int, *marks: str) -> Trainer:
+def _example(script: str, length: int, *marks: str, target: int | None = None) -> Trainer:
     """Return the reader of the file of an example script of transformers, whose samples have `length` tokens by default
-    (examples/pytorch at 00d481d1)."""
+    and `target` in a decoder (examples/pytorch at 00d481d1)."""
+    decoder_default = {} if target is None else {"target_length": target}
     return dataclasses.replace(
         TRAINING_ARGUMENTS,
         name=f"transformers' {script}",
@@ -606,9 +606,9 @@ def _example(script: str, length: int, *marks: str) -> Trainer:
         keys=(
             *_HF_KEYS,
             *(Key(name, "seq_length", to_count) for name in ("block_size", "max_seq_length", "max_source_length")),
-            Key("max_target_length", "", lambda _: Counted(None, "the decoder is counted with the encoder's tokens")),
+            Key("max_target_length", "target_length", to_count),
         ),
-        defaults={**TRAINING_ARGUMENTS.defaults, "seq_length": length},
+        defaults={**TRAINING_ARGUMENTS.defaults, "seq_length": length, **decoder_default},
         similar=TRAINING_ARGUMENTS.similar | {"val_max_target_length", "max_answer_length"},
     )
 
@@ -621,6 +621,7 @@ _EXAMPLES = (
         "run_translation.py",
         1024,
         *("max_source_length", "max_target_length", "source_prefix", "source_lang", "target_lang", "summary_column"),
+        target=128,
     ),
     _example("run_mlm.py", 1024, "mlm_probability", "line_by_line"),
     _example(
@@ -648,6 +649,7 @@ TRL = Trainer(
         Key("use_peft", "peft", when_on("lora")),
         Key("lora_r", "lora_rank", to_count),
         Key("lora_dropout", "lora_dropout", to_fraction),
+        Key("use_dora", "lora_dora", to_switch),
         Key("lora_target_modules", "lora_targets", to_targets),
         Key("lora_modules_to_save", "lora_modules_to_save", to_saved),
         Key("load_in_4bit", "quantization", when_on("4bit")),
@@ -670,7 +672,6 @@ TRL = Trainer(
         **_HF_NOT_MODELLED,
         "packing": _PACKED,
         "padding_free": "samples of a micro-batch are one row, without padding",
-        "use_dora": _DORA,
         "lora_target_parameters": "adapters of these parameters",
         "activation_offloading": _OFFLOADED,
         "use_vllm": "vLLM's copy of the weights, and its cache",

@@ -65,6 +65,11 @@ class Workload:
     seq_length: int | None = flag(
         f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum", type=parse_tokens, metavar="T"
     )
+    target_length: int | None = flag(
+        "tokens of the decoder of an encoder-decoder model (T5, BART); by default as many as --seq_length",
+        type=parse_tokens,
+        metavar="T",
+    )
     precision: str | None = None
     attn_implementation: Attention = flag(None, "sdpa")
     chunked_loss: bool = flag(
@@ -126,6 +131,11 @@ class Workload:
         type=parse_targets,
         metavar="NAMES",
     )
+    lora_dora: bool = flag(
+        "the adapters are DoRA's (peft's use_dora): trained magnitudes, and the norm of each weight in every pass",
+        False,
+        action="store_true",
+    )
     tensor_parallel: int | None = flag(
         "ranks that divide the tensors of each layer, and process the same samples: with fsdp2, zero0 to zero3 or tp",
         type=parse_int,
@@ -178,6 +188,8 @@ class Workload:
             raise UserError(problem, "add --peft lora")
         if self.adapters_in_16_bits and self.peft != "lora":
             raise UserError("--adapters_in_16_bits has no effect without adapters", "add --peft lora")
+        if self.lora_dora and self.peft != "lora":
+            raise UserError("--lora_dora has no effect without adapters", "add --peft lora")
         for name in ("lora_rank", "lora_targets", "lora_modules_to_save", "lora_dropout"):
             if self.peft != "lora" and (value := getattr(self, name)) is not None:
                 text = ",".join(value) if isinstance(value, tuple) else value
@@ -247,7 +259,8 @@ class Workload:
         if shape.is_traced:
             self.check_traced(shape.name, shape.model_type)
         rank = RunConfig.lora_rank if self.lora_rank is None else self.lora_rank
-        return with_adapters(shape, rank, self._find_targets(shape.model_type), self.lora_modules_to_save or ())
+        targets, saved = self._find_targets(shape.model_type), self.lora_modules_to_save or ()
+        return with_adapters(shape, rank, targets, saved, dora=self.lora_dora)
 
     def check_traced(self, name: str, model_type: str) -> None:
         """Raise WorkloadError if a model outside the table of families cannot be trained so: a trace takes seconds."""

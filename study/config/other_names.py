@@ -21,7 +21,9 @@ FLAGS = _by_name(
         "--micro_batch": "per_device_train_batch_size train_micro_batch_size_per_gpu batch_size",
         "--accumulation": "gradient_accumulation_steps grad_accum",
         "--global_batch_size | --accumulation": "train_batch_size global_batch global_batch_size",
-        "--seq_length": "max_seq_length max_length context context_length block_size model_max_length cutoff_len",
+        "--seq_length": "max_seq_length max_length context context_length block_size model_max_length cutoff_len"
+        " max_source_length",
+        "--target_length": "max_target_length target_max_length decoder_length max_decoder_length",
         "--hardware 8xH100": "num_processes num_gpus gpus gpu ngpus nproc_per_node world_size",
         "--hardware 4x8xH100": "nodes num_nodes nnodes num_machines",
         "--strategy zero3 | --features zero3": "zero_stage stage zero zero3",
@@ -36,6 +38,7 @@ FLAGS = _by_name(
         "--peft lora": "lora use_peft use_lora",
         "--lora_targets": "target_modules lora_target_modules",
         "--lora_modules_to_save": "modules_to_save additional_target",
+        "--peft lora --lora_dora": "dora use_dora",
         "--peft lora --quantization 4bit": "qlora load_in_4bit",
         "--peft lora --quantization 8bit": "load_in_8bit",
         "--host_memory 512GB": "ram cpu_memory host_ram memory",
@@ -50,7 +53,9 @@ FLAGS = _by_name(
     }
 )
 VALUES = {
-    "--peft": _by_name({"lora --quantization 4bit": "qlora"}, "dora", "adalora", "ia3", "prefix", "prompt"),
+    "--peft": _by_name(
+        {"lora --quantization 4bit": "qlora", "lora --lora_dora": "dora"}, "adalora", "ia3", "prefix", "prompt"
+    ),
     "--quantization": _by_name({"4bit": "4 nf4 fp4 int4 bnb qlora", "8bit": "8 int8 llm.int8"}, "fp8", "gptq", "awq"),
     "--precision": _by_name(
         {"bf16": "bf16 bfloat16 mixed", "fp16": "fp16 float16 half", "fp32 | no": "fp32 float32 full no none 32"},
@@ -104,7 +109,6 @@ _FILES = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config",
 NOT_MODELLED = _by_name(
     {
         "fp8": "fp8",
-        "DoRA": "dora use_dora",
         "context parallelism": "cp cp_size context_parallel_size",
         "pipeline parallelism": "pp pipeline",
         "expert parallelism": "ep",

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 from study.config.errors import replace_unprintable
 
@@ -51,18 +51,16 @@ def print_result(
 
 
 @contextlib.contextmanager
-def progress_line(message: str) -> Iterator[None]:
-    """Show a line on a terminal's stderr while the work takes longer than a second."""
-    if not sys.stderr.isatty():
+def progress_line(message: str, *, in_logs: bool = False) -> Iterator[None]:
+    """Show a line on a terminal's stderr while the work takes longer than a second, in the place of an outer one.
+
+    With `in_logs` a file or a pipe has it, too, on a separate line, once in a process.
+    """
+    if not sys.stderr.isatty() and (not in_logs or message in _logged):
         yield
         return
-    is_shown = threading.Event()
-
-    def show() -> None:
-        is_shown.set()
-        print(message, end="", file=sys.stderr, flush=True)
-
-    timer = threading.Timer(_SILENT_S, show)
+    line = _Line(message)
+    timer = threading.Timer(_SILENT_S, line.show)
     timer.daemon = True
     timer.start()
     try:
@@ -70,8 +68,37 @@ def progress_line(message: str) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        if is_shown.is_set():
-            print(f"\r{' ' * len(message)}\r", end="", file=sys.stderr, flush=True)
+        line.clear()
+
+
+# Messages that a file or a pipe has.
+_logged = set[str]()
+
+
+@dataclasses.dataclass
+class _Line:
+    """A line about work in progress."""
+
+    message: str
+    # On the terminal now; the texts of lines are replaced from the first column on.
+    visible_text: ClassVar[str] = ""
+
+    def show(self) -> None:
+        if sys.stderr.isatty():
+            self._replace(self.message)
+        else:
+            _logged.add(self.message)
+            print(self.message, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if _Line.visible_text == self.message:
+            self._replace("")
+
+    @staticmethod
+    def _replace(text: str) -> None:
+        blank = f"\r{' ' * len(_Line.visible_text)}\r" if _Line.visible_text else ""
+        print(f"{blank}{text}", end="", file=sys.stderr, flush=True)
+        _Line.visible_text = text
 
 
 def print_page(page: Iterable[str | TextTable], file: TextIO | None = None) -> None:

@@ -7,11 +7,30 @@ micro_batch.py chooses.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Iterator, Mapping
 
 from study.predictor.losses import LogitBytes, bytes_without_logits, logit_bytes
 from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import trains_head
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStack:
+    """Bytes of one of several similar layers that follow each other, as the fields of Activations."""
+
+    layers: int
+    saved: float
+    checkpoint: float
+    forward: float
+    working: float
+    # Of the stack's last output, which its layers' backward passes no longer need.
+    tail: float
+    # Inputs that all of its recomputed layers have: masks. And the gradients of those that its first layer computes for
+    # the others, from the backward pass of the last one on: T5's position biases.
+    shared: float = 0.0
+    carried: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +60,41 @@ class Activations:
     cast_cached: float = 0.0
     # Bytes of a layer's saved and temporary tensors that are freed once a gradient has arrived, by `phase`.
     freed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # Temporary bytes of DoRA's norm of a weight in a forward pass, which do not grow with the micro-batch.
+    weight_norm: float = 0.0
+    # Layers of an encoder and a decoder, whose means or largest sizes are above; empty: all layers are equal.
+    unequal_stacks: tuple[LayerStack, ...] = ()
+
+    @functools.cached_property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        if self.unequal_stacks:
+            return self.unequal_stacks
+        size = sys.maxsize
+        return (LayerStack(size, self.layer, self.checkpoint, self.layer_forward, self.layer_working, self.tail),)
+
+    def find_stack(self, place: int) -> LayerStack:
+        """Return the stack of a layer."""
+        *_, (stack, _) = self.first_layers(place + 1)
+        return stack
+
+    def first_layers(self, count: int) -> Iterator[tuple[LayerStack, int]]:
+        """Yield the stacks of the first layers, with the number of these in each; at least one stack."""
+        for stack in self.stacks:
+            yield stack, min(count, stack.layers)
+            count -= stack.layers
+            if count <= 0:
+                return
+
+    def carried_at(self, place: int) -> float:
+        """Return the bytes of gradients that layers above in the same stack have left."""
+        stacks = [*self.first_layers(place + 1)]
+        stack, count = stacks[-1]
+        return stack.carried if count < stack.layers else 0.0
+
+    def freed_before(self, place: int) -> float:
+        """Return the bytes of the last outputs of a layer's stack and of those above it."""
+        reached = sum(1 for _ in self.first_layers(place + 1))
+        return sum(stack.tail for stack in self.stacks[reached - 1 :])
 
 
 def is_fused(request: Request) -> bool:

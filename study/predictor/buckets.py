@@ -62,7 +62,8 @@ def gradient_snapshots(request: Request) -> list[Snapshot]:
         snapshots = _with_tied(request, snapshots) if has_tied_gradients(request.shape) else snapshots
     if undivided := undivided_gradient_elements(request):
         snapshots = _with_undivided(request, undivided, snapshots)
-    return list(_before_gradients(snapshots) if request.shape.lora_targets else snapshots)
+    adapts_some = request.shape.lora_targets or request.shape.lora_dora
+    return list(_before_gradients(snapshots) if adapts_some else snapshots)
 
 
 def _with_undivided(request: Request, elements: int, snapshots: Iterator[Snapshot]) -> Iterator[Snapshot]:
@@ -78,7 +79,7 @@ def _with_undivided(request: Request, elements: int, snapshots: Iterator[Snapsho
 
 def _before_gradients(snapshots: Iterator[Snapshot]) -> Iterator[Snapshot]:
     """Add the beginning of each layer's backward pass: with adapters on some modules no gradient arrives until it has
-    passed the others."""
+    passed the others, and DoRA's norms are recomputed before it."""
     reached = None
     for snapshot in snapshots:
         if snapshot.param is not None and snapshot.place != reached:

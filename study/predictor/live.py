@@ -10,13 +10,15 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from study.config.errors import UserError, describe_cause, first_line, require_extra
+from study.config.errors import UserError, clip, describe_cause, first_line, require_extra
+from study.config.printing import progress_line
 from study.host.folders import cache_directory
 from study.predictor.lora_targets import peft_targets
 from study.predictor.shape import BEFORE, Call, ModelShape, Parameter, can_adapt
@@ -41,6 +43,12 @@ class LiveShape(ModelShape):
     def has_fused_attention(self) -> bool:
         return bool(self.survey["fused"])
 
+    @functools.cached_property
+    def stack_sizes(self) -> tuple[int, ...]:
+        # Layers of a list of modules follow each other.
+        lists = itertools.groupby(self.survey["units"], key=lambda unit: unit.rpartition(".")[0])
+        return tuple(len(list(units)) for _, units in lists)
+
     @property
     def caps_logits(self) -> bool:
         # The trace has the product's saved tensors.
@@ -62,8 +70,10 @@ class LiveShape(ModelShape):
         matrices = (param for param in self.params if param.elements > param.rows and not can_adapt(self, param))
         return tuple(map(self.module_path, matrices))
 
-    def add_adapters(self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = ()) -> LiveShape:
-        adapted = live_shape(self.name, json.loads(self.document), rank, targets, saved)
+    def add_adapters(
+        self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = (), *, dora: bool = False
+    ) -> LiveShape:
+        adapted = live_shape(self.name, json.loads(self.document), rank, targets, saved, dora=dora)
         return dataclasses.replace(adapted, quantized_by=self.quantized_by, has_usual_images=self.has_usual_images)
 
     def notes(self) -> Iterator[str]:
@@ -175,6 +185,8 @@ def live_shape(
     rank: int | None = None,
     targets: tuple[str, ...] = (),
     saved: tuple[str, ...] = (),
+    *,
+    dora: bool = False,
 ) -> LiveShape:
     """Return the shape of the model that a config.json describes; UserError if transformers does not build it."""
     document = trained_part(document)
@@ -187,7 +199,7 @@ def live_shape(
         for key in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):
             if isinstance(part.get(key), int):
                 check_depth(part[key], name)
-    survey = answer("survey", text, rank, _with_modules({}, targets, saved))
+    survey = answer("survey", text, rank, _with_modules({}, targets, saved, dora))
     return LiveShape(
         name=name,
         model_type=str(document["model_type"]),
@@ -196,6 +208,7 @@ def live_shape(
         lora_rank=rank,
         lora_targets=targets,
         lora_saved=saved,
+        lora_dora=dora,
         document=text,
         built_class=survey["class"],
         is_stand_in=survey["is_stand_in"],
@@ -217,10 +230,11 @@ def takes_images_of_any_size(document: Mapping[str, Any]) -> bool:
     return "num_channels" in document and "image_size" not in document
 
 
-def _with_modules(options: Mapping[str, Any], targets: tuple[str, ...], saved: tuple[str, ...]) -> str:
-    """Return the options of an answer as JSON, with the modules that have adapters unless all linear layers have, and
-    those with a trained copy."""
-    modules = {name: names for name, names in (("targets", peft_targets(targets)), ("saved", saved)) if names}
+def _with_modules(options: Mapping[str, Any], targets: tuple[str, ...], saved: tuple[str, ...], dora: bool) -> str:
+    """Return the options of an answer as JSON, with the modules that have adapters unless all linear layers have,
+    those with a trained copy, and whether the adapters are DoRA's."""
+    adapters = {"targets": peft_targets(targets), "saved": saved, "dora": dora}
+    modules = {name: value for name, value in adapters.items() if value}
     return json.dumps({**options, **modules}, sort_keys=True)
 
 
@@ -228,13 +242,12 @@ def _with_modules(options: Mapping[str, Any], targets: tuple[str, ...], saved: t
 def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | str:
     """Return the answer of a trace, or why there is none."""
     # A loop over the tokens is one in every precision.
-    work = shape.document, options["length"]
+    work = shape.document, options["length"], options.get("target")
     if work in _loops:
         return _loops[work]
     try:
-        return answer(
-            "measure", shape.document, shape.lora_rank, _with_modules(options, shape.lora_targets, shape.lora_saved)
-        )
+        text = _with_modules(options, shape.lora_targets, shape.lora_saved, shape.lora_dora)
+        return answer("measure", shape.document, shape.lora_rank, text)
     except UserError:
         raise
     except Exception as error:  # Any class of transformers, on tensors without data.
@@ -245,7 +258,7 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
         return f"transformers' {shape.built_class} does not run on tokens without data ({cause}); {TEXT_MODEL_SIZES}"
 
 
-_loops: dict[tuple[str, bool | int | str], str] = {}
+_loops: dict[tuple[str, bool | int | str, bool | int | str | None], str] = {}
 
 
 @functools.lru_cache(maxsize=64)
@@ -269,7 +282,9 @@ def _trace(kind: str, document: str, rank: int | None, options: str) -> dict[str
     """Trace a model in this process."""
     config = json.loads(document)
     reason = f"{config.get('model_type')} is not in the table of families, so transformers' code is traced: "
-    with require_extra("train", reason):
+    # Of a first trace torch and transformers are imported, too.
+    doing = f"tracing transformers' code of {clip(config.get('model_type'))} on tensors without data ..."
+    with require_extra("train", reason), progress_line(doing, in_logs=True):
         from study.predictor import live_trace
 
         run = live_trace.survey if kind == "survey" else live_trace.measure

@@ -64,12 +64,16 @@ _SIZES = {
 
 
 def survey(
-    document: Mapping[str, Any], rank: int | None, targets: Sequence[str] = (), saved: Sequence[str] = ()
+    document: Mapping[str, Any],
+    rank: int | None,
+    targets: Sequence[str] = (),
+    saved: Sequence[str] = (),
+    dora: bool = False,
 ) -> dict[str, Any]:
     """Return layers, owners, parameters and shape of the model that a config.json describes, with LoRA of a rank."""
     # Where from_pretrained creates a model: on fake tensors it takes twice as long.
     with torch.device("meta"):
-        model = build_model(document, rank, "eager", dropout=True, targets=targets, saved=saved)
+        model = build_model(document, rank, "eager", dropout=True, targets=targets, saved=saved, dora=dora)
     structure = _Structure(model)
     text = model.config.get_text_config()
     sizes = _read_sizes(text)
@@ -98,6 +102,8 @@ def survey(
             "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
             "fsdp_refusal": structure.refusal(fsdp2_groups, version=2),
             "fsdp1_refusal": structure.refusal(fsdp1_groups, version=1),
+            "has_decoder": _has_decoder(model),
+            "encoder_reads_tokens": "input_ids" in inspect.signature(model.forward).parameters,
         },
     }
 
@@ -188,6 +194,11 @@ class _Structure:
         ]
 
 
+def _has_decoder(model: Any) -> bool:
+    """Whether labels are the tokens of a decoder besides an encoder."""
+    return bool(model.config.is_encoder_decoder) and "labels" in inspect.signature(model.forward).parameters
+
+
 def _read_sizes(text: Any) -> dict[str, int]:
     """Return the sizes of a config by their names in _SIZES; 1 for one that it does not have."""
     sizes = dict[str, int]()
@@ -220,17 +231,29 @@ def measure(
     targets: Sequence[str] = (),
     saved: Sequence[str] = (),
     lora_dropout: float = 0.0,
+    target: int | None = None,
+    dora: bool = False,
 ) -> dict[str, Any]:
     """Return bytes and FLOPs of a forward and backward pass of few and of twice as many samples, by kind of layer, and
-    the module calls; raise the class's own error if it cannot be traced."""
+    the module calls; raise the class's own error if it cannot be traced. `target`: the length of a decoder."""
     with fake_tensors(torch.bfloat16 if mode == "engine" else torch.float32):
         attention = register_fused() if fused else "eager"
         model = build_model(
-            document, rank, attention, dropout=dropout, targets=targets, saved=saved, lora_dropout=lora_dropout
+            document,
+            rank,
+            attention,
+            dropout=dropout,
+            targets=targets,
+            saved=saved,
+            lora_dropout=lora_dropout,
+            dora=dora,
         )
         names = {module: name for name, module in model.named_modules()}
         kinds, counts = _prune(model, _units(model))
-        passes = [_Pass(model, names, counts, mode, cuda, length, batch) for batch in (SAMPLES, 2 * SAMPLES)]
+        passes = [
+            _Pass(model, names, counts, mode, cuda, make_inputs(model, batch, length, target))
+            for batch in (SAMPLES, 2 * SAMPLES)
+        ]
     return {
         "passes": [item.figures for item in passes],
         "calls": passes[0].calls,
@@ -308,6 +331,7 @@ def build_model(
     targets: Sequence[str] = (),
     saved: Sequence[str] = (),
     lora_dropout: float = 0.0,
+    dora: bool = False,
 ) -> Any:
     """Create the model; UserError if transformers does not support the config. No code of the model runs."""
     try:
@@ -334,7 +358,7 @@ def build_model(
     if rank is not None:
         # The head of a classifier is new, and that of any other model is frozen, as peft leaves it.
         has_new_head = model_class.__name__.endswith("Classification")
-        add_fake_adapters(model, rank, has_new_head, targets, saved, lora_dropout)
+        add_fake_adapters(model, rank, has_new_head, targets, saved, lora_dropout, dora=dora)
     return model
 
 
@@ -374,6 +398,8 @@ def add_fake_adapters(
     targets: Sequence[str] = (),
     saved: Sequence[str] = (),
     dropout: float = 0.0,
+    *,
+    dora: bool = False,
 ) -> None:
     """Add LoRA's adapters. peft moves them to the device of the model and copies the saved modules, but fake tensors
     can neither move nor be copied."""
@@ -383,7 +409,7 @@ def add_fake_adapters(
         _replaced(torch.nn.Module, "to", lambda module, *_, **__: module),
         _replaced(copy, "deepcopy", _copy_with_new_tensors),
     ):
-        add_adapters(model, config, targets, saved, dropout)
+        add_adapters(model, config, targets, saved, dropout, dora=dora)
 
 
 @contextlib.contextmanager
@@ -632,7 +658,13 @@ class _Pass:
     """One forward and backward pass: figures in bytes and FLOPs, by remaining layer, and outside the layers."""
 
     def __init__(
-        self, model: Any, names: dict[Any, str], counts: dict[str, int], mode: str, cuda: bool, length: int, batch: int
+        self,
+        model: Any,
+        names: dict[Any, str],
+        counts: dict[str, int],
+        mode: str,
+        cuda: bool,
+        samples: tuple[dict[str, Any], dict[str, torch.Tensor]],
     ) -> None:
         self.names = names
         self.missing = ""
@@ -641,7 +673,7 @@ class _Pass:
         # of its parameters at once.
         self.calls: list[Any] = ["", [], False]
         self.stack = [self.calls]
-        inputs, media = make_inputs(model, batch, length)
+        inputs, media = samples
         self.meter = meter = Meter([*model.parameters(), *model.buffers(), *inputs.values(), *media.values()])
         # By their names in the whole model: the remaining layers have other numbers.
         parameters = {
@@ -658,6 +690,7 @@ class _Pass:
             handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
             handles.append(module.register_forward_hook(self.leave, with_kwargs=True))
         as_cuda = AsCuda() if mode == "autocast" and cuda else contextlib.nullcontext()
+        self.masks = defaultdict[str, set[int]](set)
         self.now: str | None = None
         self.arrived = ""
         self.exit = self.began = 0
@@ -705,13 +738,15 @@ class _Pass:
         self.stack[-1][1].append([name, [], type(module).__name__ in _LEAVES])
         self.stack.append(self.stack[-1][1][-1])
         if name in self.layers:
-            stream = _floats((*args, *kwargs.values()))[0]
+            stream, *other_inputs = _floats((*args, *kwargs.values()))
             meter.peak = meter.now
             self.layers[name] = {
                 "saved": -meter.now,
                 "forward": -meter.flops,
                 "attention": -meter.attention,
                 "checkpoint": stream.nbytes,
+                "stream": stream.numel(),
+                "masks": self.add_masks(name, other_inputs),
                 "working": {},
                 "backward": 0.0,
                 "recomputed": isinstance(module, GradientCheckpointingLayer),
@@ -719,6 +754,15 @@ class _Pass:
             }
             if stream.requires_grad:
                 stream.register_hook(lambda _: self.boundary(None, ends=name))
+
+    def add_masks(self, name: str, tensors: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of masks and position biases that no earlier layer of the list reads: recomputed layers
+        save them as inputs, and others need not."""
+        known_masks = self.masks[name.rpartition(".")[0]]
+        masks = {id(mask.untyped_storage()): mask.nbytes for mask in tensors if mask.dim() == 4}
+        added = {key: size for key, size in masks.items() if key not in known_masks}
+        known_masks.update(added)
+        return sum(added.values())
 
     def leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         name, meter = self.names[module], self.meter
@@ -731,7 +775,9 @@ class _Pass:
             # Temporaries of the recomputation, and tensors besides the stream for later layers (T5's position biases).
             layer["recomputing"] = meter.peak - meter.now
             storages = {id(tensor.untyped_storage()) for tensor in (*_floats(tree_leaves((args, kwargs))), stream)}
-            layer["checkpoint"] += sum(state.nbytes for state in states if id(state.untyped_storage()) not in storages)
+            states = [state for state in states if id(state.untyped_storage()) not in storages]
+            layer["checkpoint"] += sum(state.nbytes for state in states)
+            layer["carried"] = sum(state.nbytes for state in states if state.requires_grad)
             self.exit = meter.peak = meter.now
             layer["saved"] += meter.now
             layer["forward"] += meter.flops
@@ -841,8 +887,11 @@ def compute_loss(model: Any, inputs: Mapping[str, Any], features: list[Any]) -> 
     return sum((feature.sum() for feature in features), loss)
 
 
-def make_inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the tensors of samples for the model's forward pass, and an image and a sound of each for its towers."""
+def make_inputs(
+    model: Any, batch: int, length: int, target: int | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the tensors of samples for the model's forward pass, and an image and a sound of each for its towers.
+    `target`: tokens of a decoder, which without it has as many as its encoder."""
     config, accepted = model.config, inspect.signature(model.forward).parameters
     vision, audio = (getattr(config, f"{kind}_config", config) for kind in ("vision", "audio"))
     inputs, media = dict[str, Any](), dict[str, torch.Tensor]()
@@ -866,5 +915,6 @@ def make_inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], di
         inputs["return_loss"] = True
     if "labels" in accepted:
         is_classifier = "Classification" in type(model).__name__
-        inputs["labels"] = torch.zeros(*((batch,) if is_classifier else (batch, length)), dtype=torch.long)
+        tokens = target if target is not None and _has_decoder(model) else length
+        inputs["labels"] = torch.zeros(*((batch,) if is_classifier else (batch, tokens)), dtype=torch.long)
     return inputs, media

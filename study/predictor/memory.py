@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from study.config.text import format_number
 from study.host.memory import GIB, MALLOC_MMAP_THRESHOLD_MAX_BYTES, libraries_bytes
 from study.predictor import state as model_state
 from study.predictor.activations import Activations, computing_mode
+from study.predictor.adapters import dora_saved_weights, dora_temporaries
 from study.predictor.allocator import cublas_workspace_bytes, unsplit_bytes
 from study.predictor.buckets import Snapshot, gradient_snapshots, has_tied_gradients, standing_bucket
 from study.predictor.losses import WITHOUT_LOGITS
@@ -244,9 +246,9 @@ def small_blocks(request: Request, points: Sequence[Mapping[str, float]]) -> tup
     widths = {
         "activations": shape.inner,
         "attention": shape.heads * request.sequence_length,
-        "logits": shape.vocabulary,
     }
     blocks = {name: FP32_BYTES * tokens * width for name, width in widths.items()}
+    blocks["logits"] = FP32_BYTES * request.output_tokens * shape.vocabulary
     blocks |= dict.fromkeys(("gradients", "buffers"), shape.largest * request.weight_bytes)
     small = [name for name, size in blocks.items() if size < MALLOC_MMAP_THRESHOLD_MAX_BYTES]
     peak = max(sum(parts.get(name, 0.0) for name in small) for parts in points)
@@ -484,7 +486,7 @@ def _logits_bytes(request: Request, saved: Activations, width: int) -> float:
     """Return the bytes of a micro-batch's logits; 0 of a model, or with a loss, that has none of all tokens."""
     if not saved.logits or request.loss_kernel in WITHOUT_LOGITS:
         return 0.0
-    return float(request.micro_batch * request.sequence_length * request.shape.vocabulary * width)
+    return float(request.output_tokens * request.shape.vocabulary * width)
 
 
 def kept_output_bytes(request: Request) -> float:
@@ -520,13 +522,16 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     """Yield explanations of parts whose size is not obvious."""
     shape, logits = request.shape, peak.parts.get("logits", 0.0)
     yield from shape.notes()
+    if shape.has_decoder:
+        yield _lengths_note(request)
+    yield from _dora_notes(request)
     if request.has_reference_copy:
         live = reference_gathers(request).max_live_elements * request.gathered_bytes / GIB
         unsharded = f", and {format_number(live)} unsharded in its forward pass, before the loss" * (live > 0)
         size = format_number(sum(model_state.frozen_bytes(request)) / GIB)
         yield f"the reference model's weights need {size} GiB a rank{unsharded}"
     if logits > 0.2 * peak.total and request.loss_kernel not in WITHOUT_LOGITS:
-        tokens = request.micro_batch * request.sequence_length
+        tokens = request.output_tokens
         size = format_number(logits / (tokens * shape.vocabulary))
         yield f"logits and their loss: {tokens:,} tokens by {shape.vocabulary:,} words, {size} bytes each"
     if not request.strategy.zero_stage:
@@ -546,6 +551,25 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
         persistent = sum(param.elements for param in model_state.persistent_params(request))
         most = simulate_gathers(request).gathered_at_once + persistent
         yield f"at most {most:,} of {request.stored.parameters:,} parameters are unsharded at once"
+
+
+def _lengths_note(request: Request) -> str:
+    """Return which tokens are those of an encoder-decoder model's sample."""
+    if not request.shape.encoder_reads_tokens:
+        return "the tokens of a sample are the decoder's, and its encoder's input has the size that config.json sets"
+    if request.target_length is None:
+        return f"encoder and decoder have {request.sequence_length:,} tokens each; --target_length sets the decoder's"
+    return f"tokens/s counts the {request.sequence_length:,} tokens of the encoder"
+
+
+def _dora_notes(request: Request) -> Iterator[str]:
+    """Yield what DoRA takes besides its parameters."""
+    if request.shape.lora_dora:
+        size = format_number(dora_temporaries(request) / GIB)
+        yield f"DoRA: the norm of a weight takes up to {size} GiB in a forward pass; no published run validates it"
+    if copies := dora_saved_weights(request):
+        size = format_number(copies * (1 if request.gradient_checkpointing else request.shape.layers) / GIB)
+        yield f"DoRA keeps copies of weights for the backward pass, {size} GiB: not with a lora_dropout of 0"
 
 
 def _static_buffer_bytes(request: Request) -> float:
@@ -654,10 +678,13 @@ class _DeviceStep:
 
     def in_the_forward_pass(self) -> Iterator[DeviceMemory]:
         """Yield the forward pass of each layer, with the temporaries of one whose tensors are not saved."""
-        for place, live in (self.gathers.live_forward or {self.layers - 1: 0}).items():
+        ends = (end - 1 for end in itertools.accumulate(self.request.shape.stack_sizes))
+        for place, live in (self.gathers.live_forward or dict.fromkeys(ends, 0)).items():
             so_far = min(self.layers, place + 1)
             before = _stored(self.request, self.saved, so_far)
-            working = self.saved.layer_forward if self.request.gradient_checkpointing and so_far else 0.0
+            working = self.saved.weight_norm
+            if self.request.gradient_checkpointing and so_far:
+                working = max(working, self.saved.find_stack(so_far - 1).forward)
             before["activations"] = before["activations"] + self.cached * so_far + working
             yield self._point("in the forward pass", live, **before)
 
@@ -685,11 +712,16 @@ class _DeviceStep:
         is_in_layer = 0 <= place < self.layers
         stored = _stored(request, saved, min(self.layers, place + 1), is_in_layer and not snapshot.between)
         stored["activations"] += _kept_inputs_bytes(request, saved, place)
+        if snapshot.param is None and is_in_layer and not snapshot.between and request.gradient_checkpointing:
+            # Before its first gradient a layer is recomputed.
+            stored["activations"] += max(0.0, saved.weight_norm - saved.find_stack(place).working)
         if snapshot.param is not None and is_in_layer:
             stored["activations"] -= saved.freed.get(request.shape.part_of_backward(snapshot.param), 0.0)
+        if is_in_layer:
+            stored["activations"] += saved.carried_at(place)
         if place < self.layers:
             # After the head's backward pass autograd has freed autocast's copy of its weight.
-            stored["activations"] -= saved.cast_head + saved.tail
+            stored["activations"] -= saved.cast_head + saved.freed_before(place)
         return stored
 
 
@@ -709,6 +741,8 @@ def _kept_inputs_bytes(request: Request, saved: Activations, place: int) -> floa
 # Sum, gradients and buffers, which are the criteria of the largest, and the snapshot that they belong to.
 _Candidate = tuple[tuple[float, float, float], Snapshot]
 _CRITERIA = 3
+# Of a layer's backward pass before its first gradient.
+_BEGIN = "begin"
 # Layer, None for the optimizer step; whether it is before the layer's backward pass; and the part of the layer.
 _Part = tuple[int | None, bool, str]
 
@@ -757,7 +791,7 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
     for snapshot in gradient_snapshots(request):
         param, at, buffers = snapshot.param, snapshot.place, max(standing, snapshot.buffers)
         live = 0 if snapshot.step else gathers.live_backward.get(at, 0)
-        name = ""
+        name = _BEGIN
         if param is not None:
             live = gathers.live_at.get(param.index, live)
             name = phases[param.index] if 0 <= at < shape.layers else ""
@@ -769,7 +803,7 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
             grads = snapshot.grads - float(count * param.elements * request.weight_bytes)
             buffers += gathers.live_before[param.index] * request.weight_bytes
             _keep_largest(largest, snapshot, part, (grads, buffers))
-    decisive = _without_inner_layers(largest, shape.layers)
+    decisive = _without_inner_layers(largest, shape)
     return [snapshot._replace(grads=grads, buffers=buffers) for (_, grads, buffers), snapshot in decisive]
 
 
@@ -793,15 +827,16 @@ def _keep_largest(
         rows[2] = ((total, grads, buffers), snapshot)
 
 
-def _without_inner_layers(largest: Mapping[_Part, Sequence[_Candidate]], layers: int) -> list[_Candidate]:
+def _without_inner_layers(largest: Mapping[_Part, Sequence[_Candidate]], shape: ModelShape) -> list[_Candidate]:
     """Return the candidates without those of layers that cannot be the peak, whatever grows or falls by layer."""
+    stacks = shape.stack_numbers
     chosen = [(part, criterion, row) for part, rows in largest.items() for criterion, row in enumerate(rows)]
-    # The same part of all layers.
-    by_part = defaultdict[tuple[bool, str, int], list[tuple[int, float, int]]](list)
+    # The same part of all layers of a stack.
+    by_part = defaultdict[tuple[int, bool, str, int], list[tuple[int, float, int]]](list)
     decisive_indexes = set[int]()
     for index, ((place, between, name), criterion, row) in enumerate(chosen):
-        if place is not None and 0 <= place < layers:
-            by_part[between, name, criterion].append((place, row[0][criterion], index))
+        if place is not None and 0 <= place < shape.layers:
+            by_part[stacks[place], between, name, criterion].append((place, row[0][criterion], index))
         else:
             decisive_indexes.add(index)
     for points in by_part.values():
@@ -843,12 +878,18 @@ def _stored(request: Request, saved: Activations, layers: int, working: bool = F
     recomputed_layers = layers / request.checkpoint_every if recomputed else 0.0
     full_layers = layers - recomputed_layers
     scores = full_layers * saved.scores
-    activations = recomputed_layers * saved.checkpoint + full_layers * (saved.layer - saved.scores) + saved.outside
+    activations = 0.0
+    for stack, count in saved.first_layers(layers):
+        with_checkpoint = count / request.checkpoint_every if recomputed else 0.0
+        activations += with_checkpoint * stack.checkpoint + (count - with_checkpoint) * (stack.saved - saved.scores)
+        activations += stack.shared if with_checkpoint else 0.0
+    activations += saved.outside
     # autocast's copies live as long as the graph; recomputed layers cast again.
     activations += saved.cast_layer * full_layers + saved.cast_head
     if working:
-        activations += saved.layer_working
+        stack = saved.find_stack(layers - 1)
+        activations += stack.working
         if recomputed:
-            activations += saved.layer - saved.scores + saved.cast_layer
+            activations += stack.saved - saved.scores + saved.cast_layer
             scores += saved.scores
     return {"activations": activations, "attention": scores}

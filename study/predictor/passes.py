@@ -171,7 +171,7 @@ def _counted_work(request: Request, rates: _Rates) -> _Work:
 
 def _elementwise_s(request: Request, constants: Constants, rates: _Rates) -> float:
     """Return seconds of a layer's operations other than matrix products and attention, forward and backward."""
-    shape, tokens = request.shape, request.micro_batch * request.sequence_length
+    shape, tokens = request.shape, _tokens_of_a_layer(request)
     hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
     inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
     factor = constants.compiled_traffic if request.compiled else constants.eager_traffic
@@ -184,13 +184,20 @@ def _elementwise_s(request: Request, constants: Constants, rates: _Rates) -> flo
     return tokens * request.loose_bytes * traffic / rates.memory
 
 
+def _tokens_of_a_layer(request: Request) -> float:
+    """Return the tokens of a micro-batch in the mean of all layers, of which an encoder's and a decoder's differ."""
+    shape = request.shape
+    if shape.is_traced and (elements := trace(request).stream):
+        return elements / (shape.hidden * shape.layers)
+    return request.micro_batch * request.sequence_length
+
+
 def _logits_s(request: Request, rates: _Rates) -> float:
     """Return seconds of the loss of a language model, forward and backward, without the product of its head."""
-    if request.shape.family != "causal-lm":
+    if request.shape.family != "causal-lm" and not request.shape.has_decoder:
         return 0.0
     per_logit = 3 * request.computing_bytes if request.loss_kernel in IN_PLACE else _LOGIT_BYTES
-    tokens = request.micro_batch * request.sequence_length
-    return per_logit * tokens * request.shape.vocabulary / rates.memory
+    return per_logit * request.output_tokens * request.shape.vocabulary / rates.memory
 
 
 def _casts_s(request: Request, rates: _Rates) -> float:

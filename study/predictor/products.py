@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 
-from study.predictor.shape import INFIX, ModelShape
+from study.predictor.shape import INFIX, MAGNITUDE, ModelShape
 
 # Matrix-multiply FLOPs by formula, in the convention of study/metrics/flops.py: all products of the model, forward and
 # backward, at the full sequence length. Causal masking does not lower the count and recomputation does not raise it.
@@ -43,7 +43,8 @@ def matmuls(shape: ModelShape) -> tuple[MatMul, ...]:
 @functools.lru_cache(maxsize=64)
 def adapter_products(shape: ModelShape) -> tuple[MatMul, ...]:
     """Return the matrix products of the LoRA adapters: two per adapted product of a layer."""
-    matrices = [param for param in shape.params if param.place == 0 and INFIX in param.name]
+    adapters = [param for param in shape.params if param.place == 0 and INFIX in param.name]
+    matrices = [param for param in adapters if MAGNITUDE not in param.name]
     return tuple(MatMul(matrix.elements // matrix.rows, matrix.rows, shape.layers) for matrix in matrices)
 
 

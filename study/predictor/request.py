@@ -296,6 +296,8 @@ class Request:
     expandable_segments: bool = False
     # The ranks that divide the tensors of each layer: the shape is then the part of one of them. None without division.
     tensor_group: TensorGroup | None = None
+    # Tokens of an encoder-decoder model's decoder; None: as many as `sequence_length`.
+    target_length: int | None = None
     # By measured runs of the same model, hardware and program; None without one.
     correction: SetupCorrection | None = None
 
@@ -314,6 +316,11 @@ class Request:
             self.sequence_length,
             self.gradient_checkpointing,
         )
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of a micro-batch that have logits: a decoder's, or all."""
+        return self.micro_batch * (self.target_length or self.sequence_length)
 
     @property
     def tensor_ranks(self) -> int:
@@ -423,6 +430,7 @@ class Request:
             self,
             micro_batch=1,
             sequence_length=1,
+            target_length=None,
             accumulation=min(2, self.accumulation),
             gradient_checkpointing=False,
             box=self.box.with_any_network,

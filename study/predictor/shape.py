@@ -91,6 +91,8 @@ class ModelShape(abc.ABC):
     lora_targets: tuple[str, ...] = ()
     # Names of the modules that are trained in full next to the adapters, as peft's modules_to_save.
     lora_saved: tuple[str, ...] = ()
+    # The adapters are DoRA's, each with a trained magnitude of every output.
+    lora_dora: bool = False
     # Content of config.json, as JSON.
     document: str = ""
     # Integer buffers, which DDP broadcasts: BERT's positions and types.
@@ -109,6 +111,9 @@ class ModelShape(abc.ABC):
     active_experts: int = 0
     # Parts into which a tensor-parallel group divides the output layer, whose logits it gathers.
     head_parts: int = 1
+    # Labels are the tokens of a decoder, whose encoder reads tokens, too, or sounds and images of a fixed size.
+    has_decoder: bool = False
+    encoder_reads_tokens: bool = True
 
     @property
     @abc.abstractmethod
@@ -119,6 +124,16 @@ class ModelShape(abc.ABC):
     @abc.abstractmethod
     def caps_logits(self) -> bool:
         """Whether a tanh caps the logits, whose bytes a count adds and a trace includes."""
+
+    @property
+    def stack_sizes(self) -> tuple[int, ...]:
+        """Numbers of similar layers that follow each other: one of all layers, or those of an encoder and a decoder."""
+        return (self.layers,)
+
+    @functools.cached_property
+    def stack_numbers(self) -> tuple[int, ...]:
+        """The stack of each layer, by its number."""
+        return tuple(number for number, size in enumerate(self.stack_sizes) for _ in range(size))
 
     @abc.abstractmethod
     def part_of_backward(self, param: Parameter) -> str:
@@ -138,9 +153,11 @@ class ModelShape(abc.ABC):
         """Return the module calls of a forward pass, and the layers among them."""
 
     @abc.abstractmethod
-    def add_adapters(self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = ()) -> ModelShape:
+    def add_adapters(
+        self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = (), *, dora: bool = False
+    ) -> ModelShape:
         """Return the shape with frozen base weights and adapters, without targets on all linear layers; `saved`: names
-        of modules with a trained copy."""
+        of modules with a trained copy; `dora`: the adapters are DoRA's."""
 
     def notes(self) -> Iterator[str]:
         """Yield the assumptions of this kind of shape."""
@@ -206,7 +223,9 @@ class ModelShape(abc.ABC):
 # peft's "all-linear" adds two matrices to every linear layer, A (rank x in) and B (out x rank), in the weights' type.
 # The output layer of a language model has none, and a classifier's new output layer is trained in full.
 # modules_to_save trains a copy of a module, and the frozen original stays (ModulesToSaveWrapper in peft's other.py).
+# DoRA trains a magnitude of each output, too (DoraLinearLayer in peft's dora.py).
 INFIX = ".lora_"
+MAGNITUDE = f"{INFIX}magnitude_vector"
 SAVED = ".modules_to_save"
 OUTPUT_LAYER = "lm_head"
 
@@ -220,15 +239,16 @@ def lora_text(shape: ModelShape) -> str:
     saved = f" and copies of {', '.join(shape.lora_saved)}" if shape.lora_saved else ""
     millions = shape.trained_parameters / 1e6
     trained = f"{millions / 1e3:.2f} B" if millions >= 1000 else f"{millions:,.3g} M"
-    return f", LoRA of rank {shape.lora_rank} on {where}{saved}: {trained} trained"
+    return f", {'DoRA' if shape.lora_dora else 'LoRA'} of rank {shape.lora_rank} on {where}{saved}: {trained} trained"
 
 
 @functools.lru_cache(maxsize=64)
 def with_adapters(
-    shape: ModelShape, rank: int, targets: tuple[str, ...] = (), saved: tuple[str, ...] = ()
+    shape: ModelShape, rank: int, targets: tuple[str, ...] = (), saved: tuple[str, ...] = (), *, dora: bool = False
 ) -> ModelShape:
     """Return the shape with frozen base weights and LoRA adapters of a rank, by default on all linear layers, and with
-    trained copies of the modules `saved`; UserError if the rank is below 1, or if the model has no module of a name."""
+    trained copies of the modules `saved`; UserError if the rank is below 1, or if the model has no module of a name.
+    `dora`: the adapters are DoRA's."""
     if rank < 1:
         raise UserError(f"--lora_rank {rank} is out of range", "use 1 or more")
     paths = dict.fromkeys(shape.module_path(param) for param in shape.params if can_adapt(shape, param))
@@ -239,7 +259,7 @@ def with_adapters(
             fix = f"{did_you_mean(target, names)}its linear layers are {', '.join(names)}; or {ALL_LINEAR}"
             raise UserError(f"{shape.name[:80]} has no layer {clip(target)} for --lora_targets", fix)
     _check_saved(shape, saved)
-    return shape.add_adapters(rank, targets, saved)
+    return shape.add_adapters(rank, targets, saved, dora=dora)
 
 
 def _check_saved(shape: ModelShape, saved: tuple[str, ...]) -> None:
@@ -341,3 +361,22 @@ def resolve_length(shape: ModelShape, requested: int | None, default: int = USUA
             f"use {shape.positions} or less",
         )
     return requested or min(default, shape.positions)
+
+
+def resolve_lengths(shape: ModelShape, requested: int | None, target: int | None) -> tuple[int, int | None]:
+    """Return the sequence length, and that of a decoder if it has another one; UserError if a model has no decoder, or
+    if a length is too long."""
+    if target is None:
+        return resolve_length(shape, requested), None
+    if not shape.has_decoder:
+        problem = f"{shape.name[:80]} has no encoder next to a decoder, whose tokens --target_length sets"
+        raise UserError(problem, "leave it out")
+    if shape.encoder_reads_tokens:
+        length, decoder_length = resolve_length(shape, requested), resolve_length(shape, target)
+        return length, None if decoder_length == length else decoder_length
+    if requested is not None and requested != target:
+        problem = (
+            f"the encoder of {shape.name[:80]} reads no tokens: --seq_length and --target_length set the decoder's"
+        )
+        raise UserError(problem, "leave one of them out")
+    return resolve_length(shape, target), None

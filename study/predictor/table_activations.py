@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from study.predictor.activations import Activations, computing_mode, is_fused, loss_bytes, saves_parameters
+from study.predictor.adapters import dora_saved, dora_saved_weights, dora_temporaries
 from study.predictor.families import READS_INPUT, Kept
 from study.predictor.products import adapter_products
 from study.predictor.request import Request, cache_by_request
@@ -40,9 +41,10 @@ def count_activations(request: Request) -> Activations:
         logits=logits.saved,
         logits_forward=logits.forward,
         logits_backward=logits.backward,
-        cast_layer=layer.cast_bytes(layer.shape.layer_matrices),
+        cast_layer=layer.cast_bytes(layer.shape.layer_matrices) + dora_saved_weights(request),
         cast_head=ends.cast,
         cast_cached=layer.cast_bytes(matrix for matrix in layer.shape.layer_matrices if matrix.trained),
+        weight_norm=dora_temporaries(request),
         freed={name: layer.backward_temporaries - size for name, size in layer.bytes_after().items()},
     )
 
@@ -478,7 +480,8 @@ def _adapts_output(shape: ModelShape) -> bool:
 
 
 class _AdapterInputs(NamedTuple):
-    """Bytes of adapters' inputs per token and layer, in attention and in the feed-forward block."""
+    """Bytes of adapters' inputs, and of DoRA's outputs, per token and layer, in attention and in the feed-forward
+    block."""
 
     attention: float = 0.0
     block: float = 0.0
@@ -503,7 +506,11 @@ def _adapter_inputs(request: Request) -> _AdapterInputs:
     outputs = _shared_input(request, read_output, query, is_kept)
     block_inputs = _shared_input(request, block[:-1], shape.hidden)
     last_inputs = _shared_input(request, block[-1:], shape.inner)
-    return _AdapterInputs(inputs + outputs, block_inputs + last_inputs)
+    in_layer = _AdapterInputs(inputs + outputs, block_inputs + last_inputs)
+    for module, size in dora_saved(request).items():
+        is_in_block = module in block
+        in_layer = _AdapterInputs(in_layer.attention + size * (not is_in_block), in_layer.block + size * is_in_block)
+    return in_layer
 
 
 def _shared_input(request: Request, modules: Iterable[str], size: int, is_saved: bool = False) -> float:

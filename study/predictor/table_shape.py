@@ -14,7 +14,7 @@ from typing import Any
 from study.config.errors import UserError, clip
 from study.predictor.families import FAMILIES, READS_INPUT, ModelFamily, Tree
 from study.predictor.lora_targets import is_target, module_name, module_path, outside_modules
-from study.predictor.shape import BEFORE, INFIX, OUTPUT_LAYER, SAVED, Call, ModelShape, Parameter, can_adapt
+from study.predictor.shape import BEFORE, INFIX, MAGNITUDE, OUTPUT_LAYER, SAVED, Call, ModelShape, Parameter, can_adapt
 from study.workloads.presets import check_depth
 
 # Keys of transformers for each size, the most common one first.
@@ -60,7 +60,9 @@ class TableShape(ModelShape):
     def outside_modules(self) -> tuple[str, ...]:
         return outside_modules(self.model_type)
 
-    def add_adapters(self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = ()) -> TableShape:
+    def add_adapters(
+        self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = (), *, dora: bool = False
+    ) -> TableShape:
         self._check_every_layer(targets)
         params = list[Parameter]()
         # Each module's adapters follow its parameters.
@@ -84,6 +86,9 @@ class TableShape(ModelShape):
             for letter, rows, columns in (("A", rank, columns_in), ("B", out, rank)):
                 name = f"{module}{INFIX}{letter}.weight"
                 params.append(Parameter(len(params), name, rows * columns, rows, place, regathered=matrix.regathered))
+            if dora:
+                name = f"{module}{MAGNITUDE}.weight"
+                params.append(Parameter(len(params), name, out, out, place, regathered=matrix.regathered))
         if self.tied and OUTPUT_LAYER in saved:
             # The copy of a tied output layer is a separate parameter, whose original is the embedding.
             head = dataclasses.replace(
@@ -96,6 +101,7 @@ class TableShape(ModelShape):
             lora_rank=rank,
             lora_targets=targets,
             lora_saved=saved,
+            lora_dora=dora,
             # A copy of either is not tied to the other.
             tied=self.tied and not saved,
         )
@@ -132,8 +138,13 @@ class TableShape(ModelShape):
             adapters = [owned.get((place, f"{tree}{INFIX}{letter}"), ()) for letter in "AB"]
             if not all(adapters):
                 return leaf
+            products = tuple(Call(place, tuple(params)) for params in adapters)
+            if magnitude := owned.get((place, f"{tree}{MAGNITUDE}")):
+                # It reads the weight of the model's layer, and calls both adapters on an identity matrix first.
+                weight = leaf.params[:1]
+                return Call(place, inside=(leaf, Call(place, (*magnitude, *weight), inside=(*products, *products))))
             # peft wraps the model's layer; its dropout is a module, too.
-            return Call(place, inside=(leaf, Call(place), *(Call(place, tuple(params)) for params in adapters)))
+            return Call(place, inside=(leaf, Call(place), *products))
 
         (before, layer, after), end = find_family(self).calls, self.layers
         layers = {number: to_call(layer, number) for number in range(self.layers)}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from study.config.strategies import Strategy
 from study.predictor import live
-from study.predictor.activations import Activations, computing_mode, is_fused, loss_bytes, saves_parameters
+from study.predictor.activations import Activations, LayerStack, computing_mode, is_fused, loss_bytes, saves_parameters
+from study.predictor.adapters import dora_temporaries
 from study.predictor.hardware import Hardware
 from study.predictor.losses import LogitBytes
 from study.predictor.request import Request
@@ -26,6 +29,8 @@ class Trace:
     attention: float = 0.0
     layers_forward: float = 0.0
     backward: float = 0.0
+    # Elements of the residual stream, summed over the layers.
+    stream: float = 0.0
     missing: str | None = None
 
 
@@ -53,6 +58,7 @@ def _traced(request: Request, has_casts: bool) -> Trace:
         cuda=not request.box.is_cpu_only,
         length=request.sequence_length,
         **({"lora_dropout": 0.1} if request.lora_dropout else {}),
+        **({"target": request.target_length} if request.target_length else {}),
     )
     if isinstance(answer, str):
         return Trace(missing=f"activations and FLOPs ({answer})")
@@ -63,26 +69,31 @@ def _traced(request: Request, has_casts: bool) -> Trace:
         counts=answer["counts"],
         batch=request.micro_batch / answer["samples"],
     )
-    layers = _TracedLayers(request, passes, has_casts)
+    layers = _TracedLayers(request, passes, answer["kinds"], has_casts)
     logits = _traced_loss(request, passes)
     first, second = (passes.outside(at) for at in (passes.first, passes.second))
     # The head's logits are apart; if they grow by less than 0, that part is freed among the rest.
     freed_logits = min(0.0, passes.grown("tail"))
+    is_autocast = computing_mode(request) == "autocast"
+    # The loss's part is freed with the output of the last layer.
+    *lower, last = layers.stacks
+    last = dataclasses.replace(last, tail=last.tail + freed_logits * request.gradient_checkpointing)
     activations = Activations(
-        layer=layers.saved,
-        checkpoint=passes.at_batch(*layers.checkpoints),
+        layer=layers.mean("saved"),
+        checkpoint=layers.mean("checkpoint"),
         outside=passes.at_batch(first, second) + freed_logits,
-        layer_forward=max(layers.grown.values()),
-        # The first layer's input is among the checkpoints.
-        tail=(passes.growth(*layers.checkpoints) + freed_logits) * request.gradient_checkpointing,
-        layer_working=layers.peak,
-        freed=layers.freed(answer["kinds"]),
+        layer_forward=max(stack.forward for stack in layers.stacks),
+        tail=last.tail,
+        layer_working=max(stack.working for stack in layers.stacks),
+        freed=layers.freed,
+        weight_norm=dora_temporaries(request),
+        unequal_stacks=(*lower, last),
         cast_layer=layers.casts,
         logits=logits.saved,
         logits_forward=logits.forward,
         logits_backward=logits.backward,
         cast_head=has_casts * (2 * passes.first["tail"] - passes.second["tail"]),
-        cast_cached=layers.casts * shape.trained_parameters / shape.parameters,
+        cast_cached=layers.casts * is_autocast * shape.trained_parameters / shape.parameters,
     )
     return Trace(
         activations,
@@ -90,6 +101,7 @@ def _traced(request: Request, has_casts: bool) -> Trace:
         attention=passes.flops("attention"),
         layers_forward=passes.batch * passes.total("forward", passes.first),
         backward=passes.flops("backward"),
+        stream=passes.batch * passes.total("stream", passes.first, recomputed=False),
         missing=answer["missing"],
     )
 
@@ -141,20 +153,92 @@ class _TwoPasses:
 
 
 class _TracedLayers:
-    """Activations of the layers of a traced model: of their mean, and the largest one's difference to it."""
+    """Activations of the layers of a traced model. A layer of a stack has the mean of the stack."""
 
-    def __init__(self, request: Request, passes: _TwoPasses, has_casts: bool) -> None:
-        self.request, self.passes = request, passes
-        layers = request.shape.layers
+    def __init__(self, request: Request, passes: _TwoPasses, kinds: Mapping[str, str], has_casts: bool) -> None:
+        shape = request.shape
+        self.request = request
+        # By layer, the one that was traced in its place.
+        self.kinds = kinds
         totals = [passes.total("saved", at) for at in (passes.first, passes.second)]
-        self.saved = passes.growth(*totals) / layers
         # autocast's copies do not grow.
-        self.casts = has_casts * (2 * totals[0] - totals[1]) / layers
-        self.checkpoints = [passes.total("checkpoint", at) / layers for at in (passes.first, passes.second)]
-        # By kind of layer, in both passes.
+        self.casts = has_casts * (2 * totals[0] - totals[1]) / shape.layers
+        ends = itertools.accumulate(shape.stack_sizes)
+        layers = list(kinds)
+        self.parts = [
+            _TracedStack(request, passes, [kinds[layer] for layer in layers[end - size : end]])
+            for size, end in zip(shape.stack_sizes, ends, strict=True)
+        ]
+        self.stacks = [part.stack for part in self.parts]
+
+    def mean(self, figure: Literal["saved", "checkpoint"]) -> float:
+        """Return the mean of a figure over all layers."""
+        total = sum(stack.layers * float(getattr(stack, figure)) for stack in self.stacks)
+        return total / self.request.shape.layers
+
+    @property
+    def freed(self) -> dict[str, float]:
+        """Bytes below the peak of a layer's stack after each gradient, by parameter."""
+        params = self.request.shape.params
+        gradients = {param.name: self.request.weight_bytes * param.elements for param in params}
+        by_kind = {kind: part for part in self.parts for kind in part.kinds}
+        freed = dict[str, float]()
+        for layer, kind in self.kinds.items():
+            for at, size in by_kind[kind].freed(kind, gradients):
+                name = layer + at.removeprefix(kind) if at.startswith(kind) else at
+                freed[name] = size
+        return freed
+
+
+class _TracedStack:
+    """Similar layers that follow each other: their mean, and each kind's difference to it."""
+
+    def __init__(self, request: Request, passes: _TwoPasses, kinds: Sequence[str]) -> None:
+        self.request, self.passes = request, passes
+        self.kinds = Counter(kinds)
+        # Both passes of each kind that was called.
         self.pairs = {
-            name: (layer, passes.second["layers"][name]) for name, layer in passes.first["layers"].items() if layer
+            name: (passes.first["layers"][name], passes.second["layers"][name])
+            for name in self.kinds
+            if passes.first["layers"][name]
         }
+
+    def _means(self, figure: str) -> tuple[float, float]:
+        """Return the mean of a figure over the layers in both passes, 0 for those that are never recomputed."""
+        first = second = 0.0
+        for name, (layer, double) in self.pairs.items():
+            if layer["recomputed"]:
+                first += self.kinds[name] * layer[figure]
+                second += self.kinds[name] * double[figure]
+        layers = self.kinds.total()
+        return first / layers, second / layers
+
+    @functools.cached_property
+    def saved(self) -> float:
+        """Bytes that a layer saves, in the mean."""
+        return self.passes.growth(*self._means("saved"))
+
+    @property
+    def stack(self) -> LayerStack:
+        checkpoints = self._means("checkpoint")
+        return LayerStack(
+            layers=self.kinds.total(),
+            saved=self.saved,
+            checkpoint=self.passes.at_batch(*checkpoints),
+            forward=max(self.grown.values(), default=0.0),
+            working=self.peak,
+            # The first layer's input is among the checkpoints.
+            tail=self.passes.growth(*checkpoints) * self.request.gradient_checkpointing,
+            shared=self._total("masks"),
+            carried=self._total("carried"),
+        )
+
+    def _total(self, figure: str) -> float:
+        """Return the sum of a figure over the kinds of layers, of bytes that one layer adds for all."""
+        pairs = self.pairs.values()
+        return self.passes.at_batch(
+            sum(layer[figure] for layer, _ in pairs), sum(double[figure] for _, double in pairs)
+        )
 
     @functools.cached_property
     def grown(self) -> dict[str, float]:
@@ -190,21 +274,15 @@ class _TracedLayers:
         peaks = (self.above[name] + max(sizes.values(), default=0.0) for name, sizes in self.temporaries.items())
         return max(0.0, *peaks)
 
-    def freed(self, kinds: Mapping[str, str]) -> dict[str, float]:
-        """Return the bytes below the peak after each gradient, by parameter; `kinds` has the traced kind of a layer."""
-        freed = dict[str, float]()
-        params = self.request.shape.params
-        gradients = {param.name: self.request.weight_bytes * param.elements for param in params}
-        for layer, kind in kinds.items():
-            temporaries = self.temporaries.get(kind, {})
-            # Those before a layer's first gradient are without it.
-            before = temporaries.get("", -math.inf)
-            for at, size in temporaries.items():
-                if at:
-                    name = layer + at.removeprefix(kind) if at.startswith(kind) else at
-                    freed[name] = self.peak - self.above[kind] - max(size, before - gradients[name])
-                    before = -math.inf
-        return freed
+    def freed(self, kind: str, gradients: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+        """Yield the bytes below the peak after each gradient of a traced layer, by parameter."""
+        temporaries = self.temporaries.get(kind, {})
+        # Those before a layer's first gradient are without it.
+        before = temporaries.get("", -math.inf)
+        for at, size in temporaries.items():
+            if at:
+                yield at, self.peak - self.above[kind] - max(size, before - gradients[at])
+                before = -math.inf
 
 
 def _traced_loss(request: Request, passes: _TwoPasses) -> LogitBytes:

@@ -40,7 +40,7 @@ def trace_activations(request: Request) -> TracedActivations:
     """Trace the activation memory of a request's model, without dropout."""
     with fake_tensors(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32):
         model = build_meta_model(request)
-        inputs, media = make_inputs(model, request.micro_batch, request.sequence_length)
+        inputs, media = make_inputs(model, request.micro_batch, request.sequence_length, request.target_length)
         live = Meter([*model.parameters(), *model.buffers(), *inputs.values(), *media.values()])
         autocasts = request.precision in ("bf16", "fp16")
         as_cuda = AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
@@ -72,4 +72,5 @@ def build_meta_model(request: Request) -> Any:
         targets=peft_targets(shape.lora_targets),
         saved=shape.lora_saved,
         lora_dropout=request.lora_dropout,
+        dora=shape.lora_dora,
     )

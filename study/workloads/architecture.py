@@ -21,6 +21,8 @@ def add_adapters(
     targets: Sequence[str] = (),
     saved: Sequence[str] = (),
     dropout: float = 0.0,
+    *,
+    dora: bool = False,
 ) -> None:
     """Add the adapters in place, to modules with these names or, of one text, to those that it matches as a regular
     expression; by default to all linear layers. They are equal for every strategy: initialized on the host from the
@@ -38,6 +40,7 @@ def add_adapters(
         # peft excludes the output layer: it is a language model's embedding, or a classifier's new layer.
         target_modules=targets if isinstance(targets, str) else list(targets) or "all-linear",
         modules_to_save=list(saved) or None,
+        use_dora=dora,
         task_type=TaskType.SEQ_CLS if is_classifier else TaskType.CAUSAL_LM,
     )
     with torch.random.fork_rng(devices=[]):

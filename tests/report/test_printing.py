@@ -72,6 +72,17 @@ def test_a_command_shows_that_it_works_after_a_second_and_only_on_a_terminal(com
     assert silent == ["", ""]
 
 
+def test_a_line_within_another_one_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", err := Terminal())
+    monkeypatch.setattr(printing, "_SILENT_S", 0.02)
+    with printing.progress_line("comparing"):
+        time.sleep(0.2)
+        with printing.progress_line("tracing", in_logs=True):
+            time.sleep(0.2)
+    blank = {text: f"\r{' ' * len(text)}\r" for text in ("comparing", "tracing")}
+    assert err.getvalue() == f"comparing{blank['comparing']}tracing{blank['tracing']}"
+
+
 @pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("200", 120)])
 def test_on_a_terminal_only_words_wrap(columns: str, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"COLUMNS": columns, "NO_COLOR": "1", "TERM": "dumb"}.items():

@@ -96,6 +96,65 @@ def test_adapters_move_the_bytes_of_peft_s_operators(
     assert adapted[1] - plain[1] == predicted.backward
 
 
+def _adapted_operators(
+    *, dora: bool, weights: torch.dtype, autocast: bool, fp32: bool
+) -> tuple[_Operators, _Operators]:
+    """Return the operators of a layer with an adapter, forward and backward, with the gradients of its weights."""
+    torch.manual_seed(0)
+    layer: Any = torch.nn.Sequential()
+    layer.add_module("k_proj", torch.nn.Linear(HIDDEN, OUT, bias=False, dtype=weights))
+    layer.requires_grad_(requires_grad=False)
+    config = peft.LoraConfig(r=RANK, target_modules=["k_proj"], use_dora=dora)
+    layer = peft.get_peft_model(layer, config, autocast_adapter_dtype=fp32)
+    leaf = torch.randn(4096, HIDDEN, dtype=weights, requires_grad=True)
+    with _recording() as forward, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = layer(leaf)
+    with _recording() as backward:
+        output.backward(torch.ones_like(output))
+    return forward, backward
+
+
+@pytest.mark.parametrize(
+    ("weights", "autocast", "fp32", "changes"),
+    [
+        (torch.float32, False, True, {"precision": "fp32"}),
+        (torch.float32, True, True, {"precision": "bf16"}),
+        (torch.bfloat16, True, True, {"pure": True}),
+        (torch.bfloat16, False, True, {"pure": True, "autocast": False}),
+        (torch.bfloat16, False, False, {}),
+    ],
+    ids=["fp32", "autocast", "pure", "pure in fp32", "16-bit"],
+)
+def test_dora_moves_the_bytes_of_peft_s_norms_and_magnitudes(
+    weights: torch.dtype, autocast: bool, fp32: bool, changes: dict[str, Any]
+) -> None:
+    text = f"layers=1,hidden={HIDDEN},heads=8,vocabulary=64,inner=64,key_value_heads={OUT * 8 // HIDDEN}"
+    plain = with_adapters(model_shape(text), RANK, ("k_proj",))
+    dora = with_adapters(model_shape(text), RANK, ("k_proj",), dora=True)
+    requests = [
+        dataclasses.replace(
+            Request(shape, read_strategy("single"), to_box("A100"), 4096, 1, 1, "bf16-engine", False, "sdpa"), **changes
+        )
+        for shape in (plain, dora)
+    ]
+    before, after = (
+        _adapted_operators(dora=is_dora, weights=weights, autocast=autocast, fp32=fp32) for is_dora in (False, True)
+    )
+    (forward, backward), (passes, more) = (
+        [after[way].moved_bytes() - before[way].moved_bytes() for way in (0, 1)],
+        [adapter_passes(request) for request in requests],
+    )
+    # The identity matrix is read by a product, and the product of the adapters is written by one; a view moves nothing.
+    width = 4 if fp32 and not autocast else 2
+    forward += width * (HIDDEN**2 + HIDDEN * OUT) - 2 * width * HIDDEN * OUT
+    assert more.forward - passes.forward == forward
+    assert more.backward - passes.backward == backward
+    counts = [
+        len([name for name, _ in run[0].seen if name == "mm" or name not in _UNCOUNTED]) for run in (before, after)
+    ]
+    assert counts[1] - counts[0] == adapter_operators(requests[1]) - adapter_operators(requests[0])
+
+
 def _layer_operators(targets: list[str]) -> int:
     """Return the operators in the forward pass of a layer of Llama, from models of one and of two layers."""
     counts = []

@@ -16,6 +16,7 @@ import transformers
 from engines import ROOT
 from study.advisor.request_notes import request_findings
 from study.cli import main
+from study.config import printing
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import read_strategy
 from study.predictor.communication import sent_bytes
@@ -161,6 +162,24 @@ def test_the_page_of_architectures_has_today_s_predictions() -> None:
 def write_config(folder: Path, model_type: str) -> str:
     (folder / "config.json").write_text(json.dumps({**CONFIGS[model_type], "model_type": model_type}))
     return str(folder)
+
+
+def test_a_trace_says_so_on_stderr_after_a_second_and_once_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Sizes that no other test has: nothing is in the cache.
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["bart"], "vocab_size": 271, "model_type": "bart"}))
+    monkeypatch.setattr(printing, "_SILENT_S", 0.01)
+    monkeypatch.setattr(printing, "_logged", set())
+    command = ["predict", str(tmp_path), "--strategy", "zero2", "--hardware", "2xA100", "--seq_length", "32", "--json"]
+    for precision, lines in (
+        ("bf16", ["tracing transformers' code of 'bart' on tensors without data ..."]),
+        ("fp32", []),
+    ):
+        assert main([*command, "--precision", precision]) == 0
+        output = capsys.readouterr()
+        assert json.loads(output.out)["fits"] is True
+        assert output.err.splitlines() == lines
 
 
 def test_what_cannot_be_traced_gets_no_verdict_and_is_named(capsys, tmp_path) -> None:

@@ -90,7 +90,7 @@ def _setup(row: Measurement) -> tuple[object, ...]:
     request, shape = row.request, row.request.shape
     return (
         row.url.partition("#")[0],
-        (shape.name, shape.lora_rank, shape.lora_targets, shape.lora_saved),
+        (shape.name, shape.lora_rank, shape.lora_targets, shape.lora_saved, shape.lora_dora),
         request.box.name,
         request.precision.removesuffix("-engine"),
         (request.attention, request.loss_kernel, request.optimizer),
