@@ -348,9 +348,7 @@ def make_request(flags: PredictFlags) -> Request:
     workload = flags.workload
     box = flags.hardware.box()
     strategy = _with_tensor_ranks(flags.strategy, workload, box)
-    if workload.tensor_plan != "plain" and strategy.group is None:
-        problem = f"--tensor_plan {workload.tensor_plan} has no effect without tensor-parallel groups"
-        raise UserError(problem, "add --tensor_parallel")
+    _check_tensor_plan(workload, strategy)
     shape = workload.adapt(
         model_shape(workload.model_name_or_path, ask_hub=workload.hub, check_traced=workload.check_traced)
     )
@@ -404,6 +402,13 @@ def make_request(flags: PredictFlags) -> Request:
         fix = "use --optimizer adamw, or another strategy" if reasons[0] == "optimizer" else "leave it out"
         raise UserError(f"{reasons[0]}: {reasons[1]}", fix)
     return request
+
+
+def _check_tensor_plan(workload: Workload, strategy: strategies.Strategy) -> None:
+    """Raise UserError for a tensor plan of a strategy without tensor-parallel groups."""
+    if workload.tensor_plan != "plain" and strategy.group is None:
+        problem = f"--tensor_plan {workload.tensor_plan} has no effect without tensor-parallel groups"
+        raise UserError(problem, "add --tensor_parallel")
 
 
 def _check_replicas(strategy: strategies.Strategy, box: Hardware) -> None:
