@@ -38,6 +38,7 @@ from transformers.models.auto import modeling_auto
 
 from study.config.errors import UserError, describe_cause, first_line
 from study.config.flags import RunConfig
+from study.predictor.shape import FUSED_ATTENTIONS
 from study.workloads.architecture import add_adapters
 from study.workloads.presets import TEXT_MODEL_SIZES
 
@@ -81,7 +82,8 @@ def survey(
         "image_patches": _assumed_patches(model),
         "class": type(model).__name__,
         "is_stand_in": document["model_type"] not in transformers.CONFIG_MAPPING,
-        "fused": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
+        "fused": fused_attentions(type(model), text),
+        "flash_kernels": type(model)._compatible_flash_implementations or [],
         "params": structure.rows(fsdp2_groups),
         "shape": {
             "family": "causal-lm" if _head(document)[1] else "sequence-classification",
@@ -99,6 +101,20 @@ def survey(
             "fsdp1_refusal": structure.refusal(fsdp1_groups, version=1),
         },
     }
+
+
+def fused_attentions(model_class: Any, text: Any) -> list[str]:
+    """Return the names of the fused attentions of a class. One that transformers' sdpa does not compute, such as that
+    with sinks, has them if any attention can be registered, as the trace does."""
+    if model_class._supports_sdpa and getattr(text, "attn_logit_softcapping", None) is None:
+        return list(FUSED_ATTENTIONS)
+    if not model_class._supports_attention_backend:
+        return []
+    supported = {
+        "flash_attention_2": model_class._supports_flash_attn,
+        "flex_attention": model_class._supports_flex_attn,
+    }
+    return [name for name, is_there in supported.items() if is_there]
 
 
 class _Structure:

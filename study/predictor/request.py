@@ -20,7 +20,7 @@ from study.predictor.models import model_shape
 from study.predictor.shape import ModelShape, Parameter, in_4_bits, in_8_bits, is_saved_copy, with_adapters
 from study.predictor.tensor_group import TensorGroup, part_of_model, tensor_group, tensor_refusal
 
-Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
+Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2", "flex_attention"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion", "adafactor"]
 FP32_BYTES = 4
 

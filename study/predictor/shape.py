@@ -20,6 +20,8 @@ from study.workloads.presets import Family
 
 # Place of parameters before the layers.
 BEFORE = -1
+# Names of attentions without scores in memory; transformers' classes have all, none or some.
+FUSED_ATTENTIONS = ("sdpa", "sdpa_causal", "flash_attention_2", "flex_attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +114,13 @@ class ModelShape(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def has_fused_attention(self) -> bool:
-        """Whether a fused attention is known for it; flash-attention has kernels for more families."""
+    def fused_attentions(self) -> tuple[str, ...]:
+        """Names of the attentions that are counted as fused, as --attn_implementation has them."""
+
+    @property
+    def flash_kernels(self) -> tuple[str, ...]:
+        """The kernels of flash attention that compute its sinks; none: it has no sinks, and any kernel does."""
+        return ()
 
     @property
     @abc.abstractmethod
