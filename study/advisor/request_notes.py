@@ -124,6 +124,8 @@ def request_facts(request: Request) -> dict[str, Any]:
         "in_8_bits": request.in_8_bits,
         "reference_model": request.has_reference_copy,
         "optimizer_name": request.optimizer,
+        "positions": f"{shape.positions or 0:,}",
+        "beyond": shape.positions is not None and request.sequence_length > shape.positions,
         "attention": request.attention,
         "fused": is_fused(request),
         "flash": "flash_attention_2" in shape.fused_attentions,

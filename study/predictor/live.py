@@ -46,6 +46,10 @@ class LiveShape(ModelShape):
         return tuple(self.survey["flash_kernels"])
 
     @property
+    def has_position_table(self) -> bool:
+        return not self.survey["rotary"]
+
+    @property
     def caps_logits(self) -> bool:
         # The trace has the product's saved tensors.
         return False

@@ -84,6 +84,7 @@ def survey(
         "is_stand_in": document["model_type"] not in transformers.CONFIG_MAPPING,
         "fused": fused_attentions(type(model), text),
         "flash_kernels": type(model)._compatible_flash_implementations or [],
+        "rotary": _computes_positions(model),
         "params": structure.rows(fsdp2_groups),
         "shape": {
             "family": "causal-lm" if _head(document)[1] else "sequence-classification",
@@ -210,6 +211,14 @@ def _read_sizes(text: Any) -> dict[str, int]:
         values = (_read_largest(text, name) for name in names)
         sizes[what] = next((value for value in values if isinstance(value, int) and value), 1)
     return sizes
+
+
+def _computes_positions(model: Any) -> bool:
+    """Whether a model of text computes the angle of any position from the frequencies of RoPE."""
+    if model.main_input_name == "pixel_values":
+        return False
+    frequencies = [name for name, buffer in model.named_buffers() if name.endswith("inv_freq") and buffer.dim() == 1]
+    return any("vision" not in name and "visual" not in name for name in frequencies)
 
 
 def _positions(model: Any, text: Any) -> Any:

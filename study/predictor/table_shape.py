@@ -53,6 +53,11 @@ class TableShape(ModelShape):
         return FUSED_ATTENTIONS if find_family(self).fused is not None else ()
 
     @property
+    def has_position_table(self) -> bool:
+        family = find_family(self)
+        return family.has_sine_table or " positions " in f" {family.parameters[0]} "
+
+    @property
     def caps_logits(self) -> bool:
         return find_family(self).caps_logits
 

@@ -30,7 +30,7 @@ from study.predictor.memory import predict_memory
 from study.predictor.micro_batch import predict_activations
 from study.predictor.models import model_shape
 from study.predictor.request import Attention, Request
-from study.predictor.shape import FUSED_ATTENTIONS, with_adapters
+from study.predictor.shape import FUSED_ATTENTIONS, resolve_length, with_adapters
 from study.predictor.state import predict_state
 from study.predictor.table_shape import shape_of_architecture
 from study.predictor.traced_activations import trace
@@ -452,3 +452,15 @@ def test_flash_attention_with_sinks_needs_hopper() -> None:
     assert "flex_attention" in error.value.fix
     assert [item.kind for item in request_findings(ampere) if item.key == "attn_implementation"] == ["refused"]
     check_attention(dataclasses.replace(ampere, attention="flex_attention"))
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "opt", "roberta", "vit", "bart"])
+def test_a_traced_class_has_a_table_of_positions_unless_it_has_the_frequencies_of_rope(model_type: str) -> None:
+    shape = read_shape(model_type)
+    assert shape.has_position_table == (model_type not in ("gpt_oss", "mixtral"))
+    assert shape.positions is not None
+    if shape.has_position_table:
+        with pytest.raises(UserError, match="positions, too few"):
+            resolve_length(shape, shape.positions + 1)
+    else:
+        assert resolve_length(shape, shape.positions + 1) == shape.positions + 1
