@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor import measured
 from study.advisor.fitted import fit_settings, loads_16_bits, precision_under, usual_weights
-from study.advisor.request_notes import request_notes
+from study.advisor.request_notes import kernels_text, lacks_flash, request_notes
 from study.advisor.user_settings import NOT_MODELLED, UserFile, check_deepspeed
 from study.advisor.workload import FSDP_FLAGS, Workload
 from study.config import strategies
@@ -217,16 +217,22 @@ def check_precision(box: Hardware, precision: str) -> None:
 
 
 def check_attention(request: Request | AdviceRequest) -> None:
-    """Raise UserError if flash_attention_2 cannot run, or if its memory is not modelled."""
+    """Raise UserError if a fused attention that is asked for by name cannot run, or if its memory is not modelled."""
     device, shape = request.box.device, request.shape
-    if request.attention != "flash_attention_2":
+    if request.attention not in ("flash_attention_2", "flex_attention"):
+        return
+    if request.attention not in shape.fused_attentions:
+        problem = f"{request.attention} is not modelled for {shape.model_type}"
+        raise UserError(problem, "use --attn_implementation eager")
+    if request.attention == "flex_attention":
         return
     if usual_precision(request.box) != "bf16":
         raise UserError(f"{device.name} has no flash_attention_2", "use --attn_implementation sdpa")
     if request.precision == "fp32":
         raise UserError("flash_attention_2 does not compute in fp32", "use --attn_implementation sdpa, or 16 bits")
-    if not shape.has_fused_attention:
-        raise UserError(f"flash_attention_2 is not modelled for {shape.model_type}", "use --attn_implementation eager")
+    if lacks_flash(shape, device):
+        problem = f"{device.name} has no flash attention for {shape.model_type}: {kernels_text(shape)}"
+        raise UserError(problem, "use --attn_implementation flex_attention, or eager")
 
 
 def strategy_text(request: Request) -> str:

@@ -15,7 +15,10 @@ from typing import Any
 from study.advisor.user_settings import ZERO, Finding, flatten, known_settings
 from study.config.text import format_number, rounded
 from study.host.memory import GIB
+from study.predictor.activations import is_fused
+from study.predictor.hardware import Device
 from study.predictor.request import Request
+from study.predictor.shape import ModelShape
 from study.predictor.state import accumulated_bytes, frozen_gradients_bytes, reduced_bytes, unsharded_4_bit_bytes
 from study.predictor.time import predict_time
 
@@ -50,6 +53,23 @@ def overflows_in_fp16(request: Request) -> bool:
     return any(finding.rule == OVERFLOWS for finding in request_findings(in_fp16))
 
 
+# kernels-community, pull request 313: sinks need Hopper. FLASH_ATTENTION_COMPATIBILITY_MATRIX of transformers 5.23.
+_KERNELS_WITH_SINKS = {"kernels-community/vllm-flash-attn3": "Hopper", "flash_attention_4": "Hopper and later"}
+_FIRST_WITH_SINKS = 9.0
+
+
+def lacks_flash(shape: ModelShape, device: Device) -> bool:
+    """Whether no kernel of flash attention computes the model's sinks on this GPU; unknown of one without CUDA."""
+    capability = device.compute_capability
+    return bool(shape.flash_kernels) and capability is not None and capability < _FIRST_WITH_SINKS
+
+
+def kernels_text(shape: ModelShape) -> str:
+    """Return the kernels of flash attention that compute the sinks of a model, and their GPUs; empty without sinks."""
+    listed = [f"{name} ({gpus})" for name, gpus in _KERNELS_WITH_SINKS.items() if name in shape.flash_kernels]
+    return f"its sinks need {' or '.join(listed)}" if listed else ""
+
+
 def choice_without_bf16(request: Request) -> str:
     """Return the choice between fp32 and fp16 for a model whose activations may exceed fp16's largest number."""
     fp16, fp32 = (predict_time(replace(request, precision=name)).step_s.value for name in ("fp16", "fp32"))
@@ -69,6 +89,7 @@ def request_facts(request: Request) -> dict[str, Any]:
     if shape.family == "sequence-classification" and shape.document:
         (architecture,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
     unreduced = accumulated_bytes(replace(request, sync_each_batch=False)) / GIB
+    scores = request.micro_batch * shape.heads * request.sequence_length**2 * request.computing_bytes / GIB
     reduced = reduced_bytes(replace(request, sync_each_batch=True, fsdp_offloads=False)) / GIB
     return {
         "gathered": f"{format_number(request.stored.parameters * request.gathered_bytes / GIB)} GiB",
@@ -103,6 +124,17 @@ def request_facts(request: Request) -> dict[str, Any]:
         "in_8_bits": request.in_8_bits,
         "reference_model": request.has_reference_copy,
         "optimizer_name": request.optimizer,
+        "positions": f"{shape.positions or 0:,}",
+        "beyond": shape.positions is not None and request.sequence_length > shape.positions,
+        "attention": request.attention,
+        "fused": is_fused(request),
+        "flash": "flash_attention_2" in shape.fused_attentions,
+        "flex": "flex_attention" in shape.fused_attentions,
+        "lacks_flash": lacks_flash(shape, request.box.device),
+        "kernels": kernels_text(shape) or "with any of its kernels",
+        "traced": shape.is_traced,
+        "device": request.box.device.name,
+        "scores": f"{rounded(scores)} GiB",
         "loss_kernel": request.loss_kernel,
         "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing,

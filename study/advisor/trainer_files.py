@@ -361,6 +361,7 @@ _FIELDS = {
     "peft": "peft",
     "quantization": "quantization",
     "reference_model": "objective",
+    "seq_length": "seq_length",
     "weights": "loaded",
     "mixed_precision": "precision",
     "attn_implementation": "attn_implementation",

@@ -206,7 +206,7 @@ def to_optimizer(value: Any) -> Any:
 def to_attention(value: Any) -> Any:
     """Return the attention by a name of transformers; kernels of the hub are flash attention's."""
     name = to_text(value).lower()
-    if name in ("eager", "sdpa", "flash_attention_2"):
+    if name in ("eager", "sdpa", "flash_attention_2", "flex_attention"):
         return name
     similar = "flash_attention_2" if "flash" in name else "sdpa"
     return Counted(similar, f"{name[:60]}: counted as {similar}")

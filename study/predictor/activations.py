@@ -99,7 +99,7 @@ class Activations:
 
 def is_fused(request: Request) -> bool:
     """Whether the prediction counts a fused attention kernel for the request."""
-    return request.attention != "eager" and request.shape.has_fused_attention
+    return request.attention in request.shape.fused_attentions
 
 
 def computing_mode(request: Request) -> str:

@@ -84,6 +84,8 @@ class ModelFamily:
     # transformers sets that with gradient checkpointing (_gradient_checkpointing_enable).
     sums_embeddings: bool = False
     has_dropout: bool = False
+    # Sines and cosines of each position are in a table.
+    has_sine_table: bool = False
 
     @functools.cached_property
     def block(self) -> tuple[str, ...]:
@@ -233,6 +235,7 @@ FAMILIES = {
         scores_forward=3.2,
         inner_on_cuda=3.0,
         inner_gradients=1.75,
+        has_sine_table=True,
     ),
     "gpt_neox": ModelFamily(
         parameters=(

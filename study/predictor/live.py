@@ -40,8 +40,16 @@ class LiveShape(ModelShape):
     survey: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, compare=False)
 
     @property
-    def has_fused_attention(self) -> bool:
-        return bool(self.survey["fused"])
+    def fused_attentions(self) -> tuple[str, ...]:
+        return tuple(self.survey["fused"])
+
+    @property
+    def flash_kernels(self) -> tuple[str, ...]:
+        return tuple(self.survey["flash_kernels"])
+
+    @property
+    def has_position_table(self) -> bool:
+        return not self.survey["rotary"]
 
     @functools.cached_property
     def stack_sizes(self) -> tuple[int, ...]:
@@ -94,7 +102,8 @@ class LiveShape(ModelShape):
     def module_calls(self) -> tuple[Call, dict[int, Call]]:
         """Return the calls in the order of a trace, or in that of the model's modules without a trace."""
         length = min(64, self.positions or 64)
-        answer = measure(self, mode="engine", dropout=False, fused=self.has_fused_attention, cuda=True, length=length)
+        has_sdpa = "sdpa" in self.fused_attentions
+        answer = measure(self, mode="engine", dropout=False, fused=has_sdpa, cuda=True, length=length)
         called: list[Any] = []
         kinds = dict[str, str]()
         if not isinstance(answer, str):

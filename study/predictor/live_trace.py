@@ -38,6 +38,7 @@ from transformers.models.auto import modeling_auto
 
 from study.config.errors import UserError, describe_cause, first_line
 from study.config.flags import RunConfig
+from study.predictor.shape import FUSED_ATTENTIONS
 from study.workloads.architecture import add_adapters
 from study.workloads.presets import TEXT_MODEL_SIZES
 
@@ -86,7 +87,9 @@ def survey(
         "image_patches": _assumed_patches(model),
         "class": type(model).__name__,
         "is_stand_in": document["model_type"] not in transformers.CONFIG_MAPPING,
-        "fused": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
+        "fused": fused_attentions(type(model), text),
+        "flash_kernels": type(model)._compatible_flash_implementations or [],
+        "rotary": _computes_positions(model),
         "params": structure.rows(fsdp2_groups),
         "shape": {
             "family": "causal-lm" if _head(document)[1] else "sequence-classification",
@@ -106,6 +109,20 @@ def survey(
             "encoder_reads_tokens": "input_ids" in inspect.signature(model.forward).parameters,
         },
     }
+
+
+def fused_attentions(model_class: Any, text: Any) -> list[str]:
+    """Return the names of the fused attentions of a class. One that transformers' sdpa does not compute, such as that
+    with sinks, has them if any attention can be registered, as the trace does."""
+    if model_class._supports_sdpa and getattr(text, "attn_logit_softcapping", None) is None:
+        return list(FUSED_ATTENTIONS)
+    if not model_class._supports_attention_backend:
+        return []
+    supported = {
+        "flash_attention_2": model_class._supports_flash_attn,
+        "flex_attention": model_class._supports_flex_attn,
+    }
+    return [name for name, is_there in supported.items() if is_there]
 
 
 class _Structure:
@@ -206,6 +223,14 @@ def _read_sizes(text: Any) -> dict[str, int]:
         values = (_read_largest(text, name) for name in names)
         sizes[what] = next((value for value in values if isinstance(value, int) and value), 1)
     return sizes
+
+
+def _computes_positions(model: Any) -> bool:
+    """Whether a model of text computes the angle of any position from the frequencies of RoPE."""
+    if model.main_input_name == "pixel_values":
+        return False
+    frequencies = [name for name, buffer in model.named_buffers() if name.endswith("inv_freq") and buffer.dim() == 1]
+    return any("vision" not in name and "visual" not in name for name in frequencies)
 
 
 def _positions(model: Any, text: Any) -> Any:

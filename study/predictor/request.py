@@ -27,7 +27,7 @@ from study.predictor.tensor_group import (
     tensor_refusal,
 )
 
-Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
+Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2", "flex_attention"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion", "adafactor"]
 FP32_BYTES = 4
 

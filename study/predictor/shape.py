@@ -20,6 +20,8 @@ from study.workloads.presets import Family
 
 # Place of parameters before the layers.
 BEFORE = -1
+# Names of attentions without scores in memory; transformers' classes have all, none or some.
+FUSED_ATTENTIONS = ("sdpa", "sdpa_causal", "flash_attention_2", "flex_attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,7 @@ class ModelShape(abc.ABC):
     # The output layer shares the embedding's weight.
     tied: bool
     params: tuple[Parameter, ...] = dataclasses.field(hash=False)
-    # None: the configuration does not limit the sequence length.
+    # The longest sequence that it was made for; None: the configuration does not have it.
     positions: int | None = None
     # Rank of the LoRA adapters, which are among the tensors; None: full training.
     lora_rank: int | None = None
@@ -117,8 +119,18 @@ class ModelShape(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def has_fused_attention(self) -> bool:
-        """Whether a fused attention is known for it; flash-attention has kernels for more families."""
+    def fused_attentions(self) -> tuple[str, ...]:
+        """Names of the attentions that are counted as fused, as --attn_implementation has them."""
+
+    @property
+    def flash_kernels(self) -> tuple[str, ...]:
+        """The kernels of flash attention that compute its sinks; none: it has no sinks, and any kernel does."""
+        return ()
+
+    @property
+    @abc.abstractmethod
+    def has_position_table(self) -> bool:
+        """Whether positions are rows of a table, so that a longer sequence ends with an error; RoPE computes any."""
 
     @property
     @abc.abstractmethod
@@ -352,10 +364,11 @@ USUAL_LENGTH = 2048
 
 
 def resolve_length(shape: ModelShape, requested: int | None, default: int = USUAL_LENGTH) -> int:
-    """Return the sequence length: by default the model's maximum, up to `default`; UserError if it is too long."""
+    """Return the sequence length: by default the model's maximum, up to `default`; UserError if it is longer than its
+    table of positions."""
     if shape.positions is None:
         return requested or default
-    if requested is not None and requested > shape.positions:
+    if requested is not None and requested > shape.positions and shape.has_position_table:
         raise UserError(
             f"{shape.name[:80]} has {shape.positions} positions, too few for sequences of {requested} tokens",
             f"use {shape.positions} or less",

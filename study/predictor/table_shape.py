@@ -14,7 +14,18 @@ from typing import Any
 from study.config.errors import UserError, clip
 from study.predictor.families import FAMILIES, READS_INPUT, ModelFamily, Tree
 from study.predictor.lora_targets import is_target, module_name, module_path, outside_modules
-from study.predictor.shape import BEFORE, INFIX, MAGNITUDE, OUTPUT_LAYER, SAVED, Call, ModelShape, Parameter, can_adapt
+from study.predictor.shape import (
+    BEFORE,
+    FUSED_ATTENTIONS,
+    INFIX,
+    MAGNITUDE,
+    OUTPUT_LAYER,
+    SAVED,
+    Call,
+    ModelShape,
+    Parameter,
+    can_adapt,
+)
 from study.workloads.presets import check_depth
 
 # Keys of transformers for each size, the most common one first.
@@ -39,8 +50,13 @@ class TableShape(ModelShape):
     is_traced = False
 
     @property
-    def has_fused_attention(self) -> bool:
-        return find_family(self).fused is not None
+    def fused_attentions(self) -> tuple[str, ...]:
+        return FUSED_ATTENTIONS if find_family(self).fused is not None else ()
+
+    @property
+    def has_position_table(self) -> bool:
+        family = find_family(self)
+        return family.has_sine_table or " positions " in f" {family.parameters[0]} "
 
     @property
     def caps_logits(self) -> bool:

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import get_args
 
 import pandas as pd
 import pytest
@@ -14,9 +15,11 @@ import torch
 import transformers
 
 from engines import ROOT
+from study.advisor.predict_command import check_attention
 from study.advisor.request_notes import request_findings
 from study.cli import main
 from study.config import printing
+from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import read_strategy
 from study.predictor.communication import sent_bytes
@@ -27,8 +30,8 @@ from study.predictor.live_trace import quiet
 from study.predictor.memory import predict_memory
 from study.predictor.micro_batch import predict_activations
 from study.predictor.models import model_shape
-from study.predictor.request import Request
-from study.predictor.shape import with_adapters
+from study.predictor.request import Attention, Request
+from study.predictor.shape import FUSED_ATTENTIONS, resolve_length, with_adapters
 from study.predictor.state import predict_state
 from study.predictor.table_shape import shape_of_architecture
 from study.predictor.traced_activations import trace
@@ -418,3 +421,67 @@ def test_a_known_model_is_found_by_the_names_of_its_tuned_weights(name: str, exp
 def test_a_misspelt_known_model_is_suggested_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "mixtral-8x9b", "--strategy", "zero3", "--hardware", "8xH100"]) == 2
     assert "did you mean mixtral-8x7b or mixtral-8x22b?" in capsys.readouterr().err
+
+
+def test_a_class_with_sinks_has_the_fused_attentions_of_transformers() -> None:
+    shape, model_class = read_shape("gpt_oss"), transformers.GptOssForCausalLM
+    assert (model_class._supports_sdpa, model_class._supports_flash_attn, model_class._supports_flex_attn) == (0, 1, 1)
+    assert shape.fused_attentions == ("flash_attention_2", "flex_attention")
+    assert set(shape.flash_kernels) == set(model_class._compatible_flash_implementations or ())
+    assert read_shape("mixtral").fused_attentions == FUSED_ATTENTIONS
+    assert set(FUSED_ATTENTIONS) == set(get_args(Attention)) - {"eager"}
+
+
+def test_a_fused_attention_of_a_class_without_sdpa_saves_no_scores() -> None:
+    shape = read_shape("gpt_oss", max_position_embeddings=512)
+    by_name = {name: _at_512(shape, name) for name in ("eager", "sdpa", "flash_attention_2", "flex_attention")}
+    assert by_name["sdpa"] == by_name["eager"]
+    assert by_name["flex_attention"] == by_name["flash_attention_2"]
+    eager, fused = by_name["eager"], by_name["flash_attention_2"]
+    # At least the probabilities, in 16 bits.
+    assert eager[0] - fused[0] > 2 * 4 * shape.heads * 512**2
+    # Its products have the rate of a fused attention, which computes no masked pairs.
+    assert eager[1] == 0 < fused[1]
+
+
+def _at_512(shape: LiveShape, attention: Attention) -> tuple[float, float]:
+    """Return the bytes that a layer saves of 4 sequences of 512 tokens, and the FLOPs of a fused attention."""
+    request = dataclasses.replace(make_request(shape, "zero2"), sequence_length=512, attention=attention)
+    return predict_activations(request).layer, trace(request).attention
+
+
+def test_eager_attention_that_was_not_asked_for_is_named() -> None:
+    request = dataclasses.replace(make_request(read_shape("gpt_oss"), "zero2"), box=to_box("8xH100"))
+    (note,) = (item.says for item in request_findings(request) if item.rule == "eager")
+    assert "counted with eager attention" in note
+    assert "vllm-flash-attn3 (Hopper)" in note
+    on_ampere = dataclasses.replace(request, box=to_box("8xA100-80"))
+    (note,) = (item.says for item in request_findings(on_ampere) if item.rule == "eager")
+    assert "set flex_attention" in note
+    for name in ("eager", "flash_attention_2", "flex_attention"):
+        asked = dataclasses.replace(request, attention=name)
+        assert not [item for item in request_findings(asked) if item.rule == "eager"]
+
+
+def test_flash_attention_with_sinks_needs_hopper() -> None:
+    request = dataclasses.replace(make_request(read_shape("gpt_oss"), "zero2"), attention="flash_attention_2")
+    check_attention(dataclasses.replace(request, box=to_box("8xH100")))
+    check_attention(dataclasses.replace(request, box=to_box("8xB200")))
+    ampere = dataclasses.replace(request, box=to_box("8xA100-80"))
+    with pytest.raises(UserError, match="no flash attention for gpt_oss: its sinks need") as error:
+        check_attention(ampere)
+    assert "flex_attention" in error.value.fix
+    assert [item.kind for item in request_findings(ampere) if item.key == "attn_implementation"] == ["refused"]
+    check_attention(dataclasses.replace(ampere, attention="flex_attention"))
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "opt", "roberta", "vit", "bart"])
+def test_a_traced_class_has_a_table_of_positions_unless_it_has_the_frequencies_of_rope(model_type: str) -> None:
+    shape = read_shape(model_type)
+    assert shape.has_position_table == (model_type not in ("gpt_oss", "mixtral"))
+    assert shape.positions is not None
+    if shape.has_position_table:
+        with pytest.raises(UserError, match="positions, too few"):
+            resolve_length(shape, shape.positions + 1)
+    else:
+        assert resolve_length(shape, shape.positions + 1) == shape.positions + 1

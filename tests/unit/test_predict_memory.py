@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from study.cli import main
@@ -36,7 +37,7 @@ from study.predictor.micro_batch import predict_activations
 from study.predictor.models import model_shape
 from study.predictor.request import Request
 from study.predictor.run_predictions import predict_run
-from study.predictor.shape import with_adapters
+from study.predictor.shape import resolve_length, with_adapters
 from study.predictor.state import checkpoint_bytes, flat_units
 from study.predictor.table_shape import shape_of_architecture
 from study.predictor.time import predict_time
@@ -674,3 +675,29 @@ def test_fsdp_s_sharded_gradients_stay_on_the_stream_that_reduced_them_and_decid
     zero3 = predict_memory(staged)
     free = zero3.peak_reserved.value - zero3.peak_allocated.value
     assert zero3.pool_with_room - zero3.peak_allocated.value < zero3.most_parts["buffers"] + free
+
+
+@pytest.mark.parametrize("model_type", ["bert", "gpt2", "gpt_neo", "gptj", "gpt_neox", "llama", "gemma2"])
+def test_a_sample_longer_than_a_table_of_positions_is_refused_and_rope_computes_any(model_type: str) -> None:
+    limits = {"n_positions": 8, "max_position_embeddings": 8, "type_vocab_size": 2}
+    limits |= {"attention_types": [[["global", "local"], 2]]} if model_type == "gpt_neo" else {}
+    shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | limits)
+    config = transformers.CONFIG_MAPPING[model_type].from_dict(json.loads(shape.document))
+    model, tokens = transformers.AutoModel.from_config(config).eval(), torch.zeros(1, 9, dtype=torch.long)
+    if shape.has_position_table:
+        with pytest.raises((IndexError, RuntimeError)):
+            model(tokens)
+        with pytest.raises(UserError, match="has 8 positions, too few"):
+            resolve_length(shape, 9)
+    else:
+        assert model(tokens).last_hidden_state.isfinite().all()
+        assert resolve_length(shape, 9) == 9
+    assert resolve_length(shape, None) == 8
+
+
+def test_samples_longer_than_the_trained_length_are_predicted_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "predict qwen3-8b --strategy zero3 --hardware 8xH100 --gradient_checkpointing --seq_length"
+    assert main([*command.split(), "65536"]) == 0
+    assert "seq_length: the model was trained for at most 40,960 tokens" in capsys.readouterr().out
+    assert main([*command.split(), "40960"]) == 0
+    assert "was trained for" not in capsys.readouterr().out
