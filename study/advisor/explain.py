@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from study.advisor import predict_command, trainer_files
+from study.advisor import predict_command, trainer_files, trl_files
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
 from study.advisor.explain_combinations import (
@@ -216,6 +216,8 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
         return _read_trainer_case(trainer, options)
     if options.engine:
         raise UserError(f"--engine is for the file of a trainer, and {options.config} is none", "leave it out")
+    if options.release and "trl" in options.release:
+        raise trl_files.no_trl_file(options.config)
     file = _with_fsdp_version(read_user_file(options.config), options.fsdp_version)
     workload = _workload(options)
     _check_fsdp_flags(file, options)
@@ -232,6 +234,9 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
 
 def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argparse.Namespace) -> ConfigCase:
     """Return the case of a trainer's file: its values are flags that the command line does not set."""
+    trl = trl_files.trl_release(trainer, line_options.release)
+    if trl is not None:
+        trainer = trl_files.with_loss(trainer, trl)
     options, replaced = trainer_files.merge(trainer, line_options)
     box = HardwareFlags.from_options(options).box() if options.hardware else None
     ranks = options.world_size or (box.ranks if box else None)
@@ -264,10 +269,15 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         case = with_releases(resolve(file, shape, options.world_size, work, box), options.release)
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
-    lines = (*trainer_files.workload_lines(trainer, name, options, replaced), *engine.lines)
-    results = trainer_files.place_findings(trainer, engine, findings(case))
+    results = [*trainer_files.place_findings(trainer, engine, findings(case))]
+    if trl is not None:
+        results += trl_files.unsharded_head(trainer, trl, case.stage)
     return dataclasses.replace(
-        case, findings=tuple(results), generated_tokens=options.generated_tokens, read_from=lines
+        case,
+        findings=tuple(results),
+        generated_tokens=options.generated_tokens,
+        read_from=(*trainer_files.workload_lines(trainer, name, options, replaced), *engine.lines),
+        trl=trl,
     )
 
 

@@ -69,6 +69,8 @@ class ConfigCase:
     generated_tokens: int | None = None
     # Lines about the settings of a trainer's file.
     read_from: tuple[str, ...] = ()
+    # The release of TRL whose file it is.
+    trl: str | None = None
     # Of the packages of a run, whose settings these are; None: the installed ones.
     releases: Mapping[str, str | None] | None = None
     # Those of `study explain --release`.

@@ -12,7 +12,7 @@ from study.config.strategies import Strategy
 from study.config.text import format_number
 from study.host.memory import GIB, MALLOC_MMAP_THRESHOLD_MAX_BYTES, libraries_bytes
 from study.predictor import state as model_state
-from study.predictor.activations import Activations, computing_mode
+from study.predictor.activations import Activations, returns_fp32
 from study.predictor.allocator import cublas_workspace_bytes, unsplit_bytes
 from study.predictor.buckets import Snapshot, gradient_snapshots, has_tied_gradients, standing_bucket
 from study.predictor.losses import WITHOUT_LOGITS
@@ -488,16 +488,10 @@ def _logits_bytes(request: Request, saved: Activations, width: int) -> float:
 
 
 def kept_output_bytes(request: Request) -> float:
-    """Return the bytes of logits that the loop keeps throughout a step.
-
-    In mixed precision Accelerate returns them in fp32 (convert_outputs_to_fp32 in prepare_model), but for
-    FSDP2, whose root casts them (output_dtype in Accelerate's set_mixed_precision).
-    """
+    """Return the bytes of logits that the loop keeps throughout a step."""
     if not request.keeps_outputs:
         return 0.0
-    is_of_fsdp1 = request.strategy.is_fsdp and request.fsdp_version == 1 and not request.precision.endswith("-engine")
-    is_fp32 = computing_mode(request) == "autocast" or is_of_fsdp1
-    width = FP32_BYTES if is_fp32 else request.computing_bytes
+    width = FP32_BYTES if returns_fp32(request) else request.computing_bytes
     return _logits_bytes(request, predict_activations(request), width) + _cache_bytes(request)
 
 
