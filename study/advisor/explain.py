@@ -269,15 +269,13 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         case = with_releases(resolve(file, shape, options.world_size, work, box), options.release)
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
-    results = [*trainer_files.place_findings(trainer, engine, findings(case))]
+    case = dataclasses.replace(case, findings=tuple(trainer_files.place_findings(trainer, engine, findings(case))))
     if trl is not None:
-        results += trl_files.unsharded_head(trainer, trl, case.stage)
+        case = trl_files.with_release(trainer, trl, case)
     return dataclasses.replace(
         case,
-        findings=tuple(results),
         generated_tokens=options.generated_tokens,
         read_from=(*trainer_files.workload_lines(trainer, name, options, replaced), *engine.lines),
-        trl=trl,
     )
 
 
@@ -420,11 +418,18 @@ def _verdict(case: ConfigCase) -> str:
         bound, is_certain = device_bytes(memory, at_upper=True), fits(memory, request.box, at_upper=True)
         usable = _about(usable_bytes(request.box))
         return (
-            f"{'Fits' if is_certain else 'May not fit'} in {precision}: {rounded(peak / GIB)} of {usable}"
+            f"{'Fits' if is_certain else 'May not fit'} in {precision}: {_peak_text(request, peak)} of {usable}"
             f" (90 % bound {rounded(bound / GIB)}){in_half * (not is_certain)}; {host}"
         )
     remedies = in_half or _remedies(request)
     return f"Does not fit in {precision}: {_excess(memory, request.box)}{remedies}; predicted"
+
+
+def _peak_text(request: Request, peak: float) -> str:
+    """Return the GiB of a peak, those of vLLM apart."""
+    if not request.beside_bytes:
+        return rounded(peak / GIB)
+    return f"{rounded((peak - request.beside_bytes) / GIB)} + {rounded(request.beside_bytes / GIB)} of vLLM"
 
 
 def is_too_large_to_load(case: ConfigCase) -> bool:
@@ -810,7 +815,10 @@ def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:
     cache = 2.0 * 2 * shape.layers * shape.key_value_heads * shape.head_dim * batch * tokens
     short = f"a KV cache of {gib(cache)} for {batch} x {tokens:,} tokens in 16 bits"
     figures = {"weights": weights, "cache": cache}
-    if case.stage == 3 or case.request.strategy.is_fsdp:
+    if case.vllm is not None:
+        where = "these GPUs" if case.vllm == "colocate" else "its server"
+        short = f"vLLM generates on {where}, with its own weights: {gib(weights)} leave the training after each step"
+    elif case.stage == 3 or case.request.strategy.is_fsdp:
         short = f"each token gathers {gib(weights)}; if that is gathered once (TRL's default), as much more and {short}"
         if box.device is not ANY_DEVICE:
             # Each layer is gathered by its hooks, and its kernels are launched.

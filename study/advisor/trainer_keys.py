@@ -684,6 +684,10 @@ TRL = Trainer(
         *(Key(name, "objective", lambda value: Counted("grpo", _SUPERVISED)) for name in GRPO_KEYS),
         *(Key(name, "objective", lambda value: "dpo") for name in ("beta", *DPO_KEYS)),
         Key("loss_type", "objective", by_dpo_loss),
+        # Read with the hardware, in trl_files.py.
+        Key("vllm_mode", "", to_choice({"colocate": None, "server": None})),
+        Key("vllm_gpu_memory_utilization", "", to_fraction),
+        Key("vllm_enable_sleep_mode", "", to_switch),
     ),
     defaults={
         "seq_length": _TRL_LENGTH,

@@ -944,3 +944,49 @@ def test_a_sharded_head_ends_a_run_of_older_trl(
         case = read(write(tmp_path, SFT | keys | {"deepspeed": engine}), *words, *BOX)
         found = [item.key for item in case.findings if "size mismatch" in item.message]
         assert found == [ends] * (is_sharded and ends is not None)
+
+
+GRPO = {**ARGUMENTS, "model_name_or_path": "qwen2.5-7b", "num_generations": 8, "deepspeed": Z3, "use_vllm": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words", "gib"),
+    [
+        # vLLM takes its share of all that torch sees (78.8 GiB of an H100): 0.3 by default.
+        ({}, "", 0.3 * 78.8),
+        ({"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5}, "", 0.5 * 78.8),
+        ({"vllm_mode": "server"}, "", 0),
+        ({}, "--release trl=0.29", 0),
+        ({"vllm_enable_sleep_mode": True}, "", 0),
+        ({"use_vllm": False}, "", 0),
+    ],
+)
+def test_colocated_vllm_has_its_share_of_the_gpu(keys: dict[str, Any], words: str, gib: float, tmp_path: Path) -> None:
+    case = read(write(tmp_path, GRPO | keys), *words.split(), *BOX)
+    alone = read(write(tmp_path, GRPO | {"use_vllm": False}), *words.split(), *BOX)
+    taken = device_bytes(case.memory) - device_bytes(alone.memory)
+    assert taken == pytest.approx(gib * GIB, rel=0.01)
+    verdict = first_line(case)
+    assert "not modelled" not in verdict
+    assert (f" + {rounded(taken / GIB)} of vLLM of " in verdict) == (gib > 0)
+
+
+def test_vllm_without_hardware_is_left_out_by_name(tmp_path: Path) -> None:
+    case = read(write(tmp_path, GRPO), "--world_size", "8")
+    assert first_line(case).startswith("Without use_vllm (not modelled): ")
+
+
+def test_assumed_tokens_of_grpo_are_named(tmp_path: Path) -> None:
+    for keys, names in (({}, "max_prompt_length 512, max_completion_length 512"), ({"max_prompt_length": 9}, "")):
+        line = read(write(tmp_path, GRPO | keys), *BOX).read_from[0]
+        assert names in line.partition("assumed")[2]
+    assert "max_prompt_length" not in line
+
+
+@pytest.mark.parametrize(("mode", "where"), [("colocate", "these GPUs"), ("server", "its server")])
+def test_vllm_generates_without_gathers_for_each_token(mode: str, where: str, tmp_path: Path) -> None:
+    for keys in ({"vllm_mode": mode}, {"use_vllm": False}):
+        case = read(write(tmp_path, GRPO | keys), "--generated_tokens", "4096", *BOX)
+        (answer,) = (item for item in explain.find_answers(case) if "generating" in item.question)
+        assert (f"vLLM generates on {where}" in answer.short) == ("vllm_mode" in keys)
+        assert ("min for each batch" in answer.short) != ("vllm_mode" in keys)
