@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from study.advisor import predict_command, trainer_files
+from study.advisor import predict_command, trainer_files, trl_files
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
 from study.advisor.explain_combinations import (
@@ -216,6 +216,8 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
         return _read_trainer_case(trainer, options)
     if options.engine:
         raise UserError(f"--engine is for the file of a trainer, and {options.config} is none", "leave it out")
+    if options.release and "trl" in options.release:
+        raise trl_files.no_trl_file(options.config)
     file = _with_fsdp_version(read_user_file(options.config), options.fsdp_version)
     workload = _workload(options)
     _check_fsdp_flags(file, options)
@@ -232,6 +234,9 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
 
 def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argparse.Namespace) -> ConfigCase:
     """Return the case of a trainer's file: its values are flags that the command line does not set."""
+    trl = trl_files.trl_release(trainer, line_options.release)
+    if trl is not None:
+        trainer = trl_files.with_loss(trainer, trl)
     options, replaced = trainer_files.merge(trainer, line_options)
     box = HardwareFlags.from_options(options).box() if options.hardware else None
     ranks = options.world_size or (box.ranks if box else None)
@@ -267,10 +272,13 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         case = with_releases(resolve(file, shape, options.world_size, work, box), options.release)
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
-    lines = (*trainer_files.workload_lines(trainer, name, options, replaced), *engine.lines)
-    results = trainer_files.place_findings(trainer, engine, findings(case))
+    case = dataclasses.replace(case, findings=tuple(trainer_files.place_findings(trainer, engine, findings(case))))
+    if trl is not None:
+        case = trl_files.with_release(trainer, trl, case)
     return dataclasses.replace(
-        case, findings=tuple(results), generated_tokens=options.generated_tokens, read_from=lines
+        case,
+        generated_tokens=options.generated_tokens,
+        read_from=(*trainer_files.workload_lines(trainer, name, options, replaced), *engine.lines),
     )
 
 
@@ -417,11 +425,18 @@ def _verdict(case: ConfigCase) -> str:
         bound, is_certain = device_bytes(memory, at_upper=True), fits(memory, request.box, at_upper=True)
         usable = _about(usable_bytes(request.box))
         return (
-            f"{'Fits' if is_certain else 'May not fit'} in {precision}: {rounded(peak / GIB)} of {usable}"
+            f"{'Fits' if is_certain else 'May not fit'} in {precision}: {_peak_text(request, peak)} of {usable}"
             f" (90 % bound {rounded(bound / GIB)}){in_half * (not is_certain)}; {host}"
         )
     remedies = in_half or _remedies(request)
     return f"Does not fit in {precision}: {_excess(memory, request.box)}{remedies}; predicted"
+
+
+def _peak_text(request: Request, peak: float) -> str:
+    """Return the GiB of a peak, those of vLLM apart."""
+    if not request.beside_bytes:
+        return rounded(peak / GIB)
+    return f"{rounded((peak - request.beside_bytes) / GIB)} + {rounded(request.beside_bytes / GIB)} of vLLM"
 
 
 def is_too_large_to_load(case: ConfigCase) -> bool:
@@ -807,7 +822,10 @@ def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:
     cache = 2.0 * 2 * shape.layers * shape.key_value_heads * shape.head_dim * batch * tokens
     short = f"a KV cache of {gib(cache)} for {batch} x {tokens:,} tokens in 16 bits"
     figures = {"weights": weights, "cache": cache}
-    if case.stage == 3 or case.request.strategy.is_fsdp:
+    if case.vllm is not None:
+        where = "these GPUs" if case.vllm == "colocate" else "its server"
+        short = f"vLLM generates on {where}, with its own weights: {gib(weights)} leave the training after each step"
+    elif case.stage == 3 or case.request.strategy.is_fsdp:
         short = f"each token gathers {gib(weights)}; if that is gathered once (TRL's default), as much more and {short}"
         if box.device is not ANY_DEVICE:
             # Each layer is gathered by its hooks, and its kernels are launched.

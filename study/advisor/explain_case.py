@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from study.advisor.fitted import loads_16_bits, usual_weights
 from study.advisor.user_settings import NOT_MODELLED, OFFLOADS, ZERO, Finding, UserFile, known_settings
@@ -71,6 +71,9 @@ class ConfigCase:
     generated_tokens: int | None = None
     # Lines about the settings of a trainer's file.
     read_from: tuple[str, ...] = ()
+    # The release of TRL whose file it is, and where its vLLM generates: on the same GPUs, or on a server.
+    trl: str | None = None
+    vllm: Literal["colocate", "server"] | None = None
     # Of the packages of a run, whose settings these are; None: the installed ones.
     releases: Mapping[str, str | None] | None = None
     # Those of `study explain --release`.

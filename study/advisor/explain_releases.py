@@ -17,6 +17,8 @@ from study.releases.causes import PACKAGES, known_faults
 
 # Packages whose releases make a difference to combinations of features.
 ENGINES = ("deepspeed", "accelerate", "torch")
+# Packages that --release takes.
+_STATED = (*PACKAGES, "trl")
 _NAMES = {"deepspeed": "DeepSpeed", "accelerate": "Accelerate", "torch": "torch", "transformers": "transformers"}
 _PARTS = 3
 # Of DeepSpeed's releases with 1-bit optimizers, at stages 1 to 3.
@@ -31,9 +33,9 @@ def parse_releases(text: str) -> dict[str, str]:
     releases = dict[str, str]()
     for item in text.split(","):
         match = re.fullmatch(r"\s*([A-Za-z]+)\s*==?\s*v?(\d{1,9}(?:\.\d{1,9}){1,3})(?:\+[\w.]+)?\s*", item)
-        if match is None or match[1].lower() not in PACKAGES:
+        if match is None or match[1].lower() not in _STATED:
             example = "deepspeed=0.17.5,accelerate=1.10"
-            problem = f"{item.strip()[:40]!r} is not the release of {', '.join(PACKAGES[:-1])} or {PACKAGES[-1]}"
+            problem = f"{item.strip()[:40]!r} is not the release of {', '.join(_STATED[:-1])} or {_STATED[-1]}"
             raise argparse.ArgumentTypeError(f"{problem}; write them as {example}")
         name, numbers = match[1].lower(), match[2].split(".")
         if name in releases:
@@ -69,13 +71,17 @@ def release_line(case: ConfigCase) -> str:
             "--release" if name in case.stated_releases else "installed" if installed.get(name) else "newest tested"
         )
         by_origin.setdefault(origin, []).append(f"{_NAMES[name]} {release}")
+    if case.trl is not None:
+        origin = "--release" if "trl" in case.stated_releases else "newest read"
+        by_origin.setdefault(origin, []).append(f"TRL {case.trl}")
     listed = ", ".join(f"{', '.join(names)} ({origin})" for origin, names in by_origin.items())
     return f"findings hold for {listed}" + ", unless --release names others" * (not case.stated_releases)
 
 
 def release_document(case: ConfigCase) -> dict[str, Any]:
     """Return the releases that findings hold for, and those of --release."""
-    return {"assumed": read_stack(case), "stated": dict(case.stated_releases)}
+    trl = {} if case.trl is None else {"trl": case.trl}
+    return {"assumed": read_stack(case) | trl, "stated": dict(case.stated_releases)}
 
 
 def with_releases(case: ConfigCase, releases: Mapping[str, str] | None) -> ConfigCase:

@@ -18,6 +18,7 @@ from study.advisor.explain_check import find_line, in_file
 from study.advisor.explain_findings import saves_whole_model
 from study.advisor.trainer_keys import (
     CHANGE_THE_PEAK,
+    GRPO_KEYS,
     GRPO_LENGTHS,
     HF_OPTIMIZERS,
     OTHER_FIELDS,
@@ -158,6 +159,11 @@ def _converted(file: TrainerFile, name: str, convert: Convert) -> Any:
         line = find_line(file.text, name) or 1
         problem = f"{file.name}:{line}: {name} is {clip(file.document[name])}"
         raise UserError(problem, f"it should be {error}") from None
+
+
+def is_grpo(file: TrainerFile) -> bool:
+    """Whether a file is for TRL's GRPOTrainer."""
+    return file.trainer.name == "TRL" and any(file.document.get(name) is not None for name in GRPO_KEYS)
 
 
 def _read_grpo(file: TrainerFile, values: dict[str, Any], keys: dict[str, str]) -> None:
@@ -334,6 +340,10 @@ def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, r
     lines = [f"read from {file.name} ({file.trainer.name}): {', '.join(parts)}"]
     assumed = {**file.trainer.defaults, **(file.trainer.lora_defaults if values.get("peft") == "lora" else {})}
     names = [name for name in assumed if name not in (*file.keys, *OTHER_FIELDS) and name in values]
+    if is_grpo(file):
+        lengths = (item for item in GRPO_LENGTHS.items() if file.document.get(item[0]) is None)
+        names = [name for name in names if name != "seq_length"]
+        names += [f"{name} {tokens}" for name, tokens in lengths]
     if names:
         lines[0] += f"; of these assumed, as {file.trainer.name} does without a key: {', '.join(names)}"
     if replaced:

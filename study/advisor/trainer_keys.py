@@ -39,6 +39,7 @@ CHANGE_THE_PEAK = frozenset(
     {
         *("quantization_bit", "gptq", "finetuning_type"),
         *("lora_target_parameters", "unfrozen_parameters", "quantize_moe_experts", "reward_model", "use_vllm"),
+        "center_rewards_coefficient",
         *("tensor_parallel_size", "expert_parallel_size", "sequence_parallel_degree", "context_parallel_size"),
         *("activation_offloading", "layer_offloading", "tiled_mlp", "use_galore", "use_apollo", "use_badam"),
     }
@@ -632,6 +633,30 @@ _EXAMPLES = (
     ),
 )
 
+# Keys of TRL's DPOConfig that its SFTConfig does not have, whatever their value, and the losses of its loss_type.
+DPO_KEYS = (
+    *("precompute_ref_log_probs", "precompute_ref_batch_size", "f_divergence_type", "f_alpha_divergence_coef"),
+    *("label_smoothing", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "ld_alpha", "loss_weights"),
+    *("use_weighting", "discopop_tau", "reference_free", "rpo_alpha"),
+)
+DPO_LOSSES = frozenset(
+    {
+        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_pair"),
+        *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+    }
+)
+# A file with this key is for TRL's RewardTrainer.
+REWARD_KEY = "center_rewards_coefficient"
+
+
+def by_dpo_loss(value: Any) -> str | None:
+    """Return the objective that the key loss_type, one loss or a list, means."""
+    names = value if isinstance(value, list) else [value]
+    return "dpo" if any(isinstance(name, str) and name in DPO_LOSSES for name in names) else None
+
+
+_REWARD = "the model has a head of one value in place of the output layer, which is counted"
+
 # trl/trainer/model_config.py, base_config.py, sft_config.py and dpo_config.py, TRL at f2cd5771; recipes of
 # alignment-handbook at 925acdfe have the same keys, and names of earlier releases (max_seq_length, torch_dtype).
 TRL = Trainer(
@@ -640,6 +665,7 @@ TRL = Trainer(
         {
             *("use_peft", "lora_r", "max_length", "max_seq_length", "dataset_name", "dataset_mixture", "dataset_mixer"),
             *("beta", "num_generations", "max_completion_length", "max_prompt_length", "packing", "load_in_4bit"),
+            *(REWARD_KEY, *DPO_KEYS),
         }
     ),
     keys=(
@@ -655,9 +681,15 @@ TRL = Trainer(
         Key("load_in_4bit", "quantization", when_on("4bit")),
         Key("load_in_8bit", "quantization", when_on("8bit")),
         Key("use_bnb_nested_quant", "double_quant", to_switch),
+        Key(REWARD_KEY, "objective", lambda value: Counted("pairs", f"{_REWARD}; not modelled")),
         Key("precompute_ref_log_probs", "objective", when_on("pairs")),
         *(Key(name, "objective", lambda value: Counted("grpo", _SUPERVISED)) for name in GRPO_KEYS),
-        Key("beta", "objective", lambda value: "dpo"),
+        *(Key(name, "objective", lambda value: "dpo") for name in ("beta", *DPO_KEYS)),
+        Key("loss_type", "objective", by_dpo_loss),
+        # Read with the hardware, in trl_files.py.
+        Key("vllm_mode", "", to_choice({"colocate": None, "server": None})),
+        Key("vllm_gpu_memory_utilization", "", to_fraction),
+        Key("vllm_enable_sleep_mode", "", to_switch),
     ),
     defaults={
         "seq_length": _TRL_LENGTH,
@@ -676,7 +708,8 @@ TRL = Trainer(
         "activation_offloading": _OFFLOADED,
         "use_vllm": "vLLM's copy of the weights, and its cache",
     },
-    similar=_SIMILAR | {"beta1", "beta2", "cache_implementation", "teacher_model_name_or_path"},
+    similar=_SIMILAR
+    | {"beta1", "beta2", "cache_implementation", "teacher_model_name_or_path", "label_smoothing_factor"},
     refuses_unknown=True,
     has_hf_keys=True,
 )

@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Iterator, Mapping
 
-from study.predictor.losses import LogitBytes, bytes_without_logits, logit_bytes
+from study.predictor.losses import FP32, Head, LogitBytes, bytes_without_logits, logit_bytes
 from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import trains_head
 
@@ -115,18 +115,33 @@ def saves_parameters(request: Request) -> bool:
     return request.strategy.zero_stage == 3 and request.settings.memory_efficient_linear
 
 
+def returns_fp32(request: Request) -> bool:
+    """Whether a model's logits are fp32 outside of it: in mixed precision Accelerate makes them so
+    (convert_outputs_to_fp32 in prepare_model), but for FSDP2, whose root casts them (output_dtype in Accelerate's
+    set_mixed_precision)."""
+    is_of_fsdp1 = request.strategy.is_fsdp and request.fsdp_version == 1 and not request.precision.endswith("-engine")
+    return computing_mode(request) == "autocast" or is_of_fsdp1
+
+
 def loss_bytes(request: Request, logits: float, width: int) -> LogitBytes:
     """Return the bytes of the loss of this many logits."""
     if not logits:
         return LogitBytes(0.0, 0.0, 0.0)
-    per_logit = logit_bytes(request.loss_kernel, width)
+    # Log-probabilities of fp32 logits take what their cross entropy does.
+    is_upcast = request.loss_kernel == "log_softmax" and returns_fp32(request)
+    per_logit = logit_bytes("transformers" if is_upcast else request.loss_kernel, width)
     if per_logit is None:
         shape = request.shape
-        tokens = request.micro_batch * request.sequence_length
         is_frozen = shape.lora_rank and not trains_head(shape)
-        matrix = 0 if is_frozen else shape.vocabulary * shape.hidden * width
-        sizes = bytes_without_logits(request.loss_kernel, tokens, tokens * shape.hidden * width, matrix)
-        return LogitBytes(*map(float, sizes))
+        head = Head(
+            tokens=request.micro_batch * request.sequence_length,
+            hidden=shape.hidden,
+            vocabulary=shape.vocabulary,
+            width=width,
+            matrix_width=FP32 if computing_mode(request) == "autocast" else width,
+            is_trained=not is_frozen,
+        )
+        return LogitBytes(*map(float, bytes_without_logits(request.loss_kernel, head)))
     # The tanh that caps the logits saves its output (Gemma2ForCausalLM.forward).
     has_cap = request.loss_kernel == "transformers" and request.shape.caps_logits
     capped = width if has_cap else 0

@@ -13,13 +13,13 @@ from study.config.strategies import Strategy
 from study.config.text import format_number
 from study.host.memory import GIB, MALLOC_MMAP_THRESHOLD_MAX_BYTES, libraries_bytes
 from study.predictor import state as model_state
-from study.predictor.activations import Activations, computing_mode
+from study.predictor.activations import Activations, returns_fp32
 from study.predictor.adapters import dora_saved_weights, dora_temporaries
 from study.predictor.allocator import cublas_workspace_bytes, unsplit_bytes
 from study.predictor.buckets import Snapshot, gradient_snapshots, has_tied_gradients, standing_bucket
 from study.predictor.losses import WITHOUT_LOGITS
 from study.predictor.micro_batch import missing_figures, predict_activations
-from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
+from study.predictor.request import BESIDE, FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
 from study.predictor.shape import ModelShape
 from study.predictor.time import estimate
 from study.predictor.zero3_gathers import GatherTrace, module_call_order, reference_gathers, simulate_gathers
@@ -303,6 +303,8 @@ def predict_memory(request: Request) -> MemoryUse:
     parts = {name: peak.parts.get(name, 0.0) for name in PARTS}
     parts["context"] = 0.0 if request.box.is_cpu_only else _cuda_context_bytes(request.box.ranks)
     parts["fragmentation"] = free
+    if request.beside_bytes:
+        parts[BESIDE] = request.beside_bytes
     if excess:
         parts[MEASURED_EXCESS] = excess
     return MemoryUse(
@@ -374,7 +376,7 @@ def _at_most_the_device(request: Request, peak: Estimate) -> Estimate:
     correction = request.correction
     if correction is None or correction.find_measured_factor(request) is None or peak.high is None:
         return peak
-    room = request.box.device.visible_gib * GIB - _cuda_context_bytes(request.box.ranks)
+    room = request.box.device.visible_gib * GIB - _beside_tensors_bytes(request)
     return dataclasses.replace(peak, high=max(peak.value, min(peak.high, room)))
 
 
@@ -440,7 +442,7 @@ def least_device_bytes(request: Request, at_upper: bool = False) -> float:
         reserved += request.correction.find_excess(request, allocated - exact)
     if at_upper:
         reserved = max(reserved, _peak_estimate(request, reserved, 0.0, exact).high or 0.0)
-    return max(reserved + _cuda_context_bytes(request.box.ranks), loading_device_bytes(request))
+    return max(reserved + _beside_tensors_bytes(request), loading_device_bytes(request))
 
 
 def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: float, needed: float) -> float:
@@ -466,13 +468,18 @@ def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: 
         passes = max(point.without(*excluded) - min(point.parts["gradients"], sharded) for point in passing)
         return max(needed, constant + other_streams + sharded + max(steps - sharded, passes))
     passes = other_streams + max(point.without("gradients", *excluded) for point in passing)
-    available = request.box.device.visible_gib * 2**30 - _cuda_context_bytes(request.box.ranks)
+    available = request.box.device.visible_gib * 2**30 - _beside_tensors_bytes(request)
     return max(needed, min(constant + passes + steps, available))
 
 
 def _cuda_context_bytes(ranks: int) -> float:
     """Return the bytes of the CUDA context and NCCL's buffers."""
     return float(CONTEXT_BYTES + (0 if ranks == 1 else COMMUNICATOR_OF_TWO_BYTES if ranks == 2 else COMMUNICATOR_BYTES))
+
+
+def _beside_tensors_bytes(request: Request) -> float:
+    """Return the bytes of the GPU outside of torch's allocator."""
+    return _cuda_context_bytes(request.box.ranks) + request.beside_bytes
 
 
 def kept_for_backward(request: Request) -> float:
@@ -490,16 +497,10 @@ def _logits_bytes(request: Request, saved: Activations, width: int) -> float:
 
 
 def kept_output_bytes(request: Request) -> float:
-    """Return the bytes of logits that the loop keeps throughout a step.
-
-    In mixed precision Accelerate returns them in fp32 (convert_outputs_to_fp32 in prepare_model), but for
-    FSDP2, whose root casts them (output_dtype in Accelerate's set_mixed_precision).
-    """
+    """Return the bytes of logits that the loop keeps throughout a step."""
     if not request.keeps_outputs:
         return 0.0
-    is_of_fsdp1 = request.strategy.is_fsdp and request.fsdp_version == 1 and not request.precision.endswith("-engine")
-    is_fp32 = computing_mode(request) == "autocast" or is_of_fsdp1
-    width = FP32_BYTES if is_fp32 else request.computing_bytes
+    width = FP32_BYTES if returns_fp32(request) else request.computing_bytes
     return _logits_bytes(request, predict_activations(request), width) + _cache_bytes(request)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from study.predictor.activations import is_fused
 from study.predictor.adapters import AdapterPasses, adapter_passes, computes_adapters_in_fp32
 from study.predictor.constants import Constants
-from study.predictor.losses import IN_PLACE
+from study.predictor.losses import IN_PLACE, RECOMPUTED
 from study.predictor.products import adapter_products, attention_flops, head_flops, matmuls
 from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import is_packed, trains_head
@@ -141,7 +141,7 @@ def _head_products(request: Request) -> int:
     frozen, unless a copy of it is trained."""
     shape = request.shape
     is_frozen = bool(shape.lora_rank) and shape.family == "causal-lm" and not trains_head(shape)
-    return 1 if is_frozen else 2
+    return (1 if is_frozen else 2) + (request.loss_kernel in RECOMPUTED)
 
 
 def _traced_work(request: Request, rates: _Rates) -> _Work:

@@ -30,6 +30,8 @@ from study.predictor.tensor_group import (
 Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2", "flex_attention"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion", "adafactor"]
 FP32_BYTES = 4
+# The part of device memory that another engine in the same process takes.
+BESIDE = "vLLM"
 
 
 # DeepSpeed's settings that affect memory, read from a strategy's JSON with the engine's defaults.
@@ -294,6 +296,8 @@ class Request:
     quantized_on_host: bool = False
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
     expandable_segments: bool = False
+    # Bytes of each GPU that another engine takes in the same process: vLLM next to the training of GRPO.
+    beside_bytes: float = 0.0
     # The ranks that divide the tensors of each layer: the shape is then the part of one of them. None without division.
     tensor_group: TensorGroup | None = None
     # Tokens of an encoder-decoder model's decoder; None: as many as `sequence_length`.

@@ -17,7 +17,7 @@ from study.predictor.constants import FITTED, Constants
 from study.predictor.hardware import Device, Hardware, pair_notes
 from study.predictor.micro_batch import hardware_flops, model_flops
 from study.predictor.passes import MEASURED_OVER_PEAK, passes_s, unit_waits_s
-from study.predictor.request import Estimate, MemoryUse, Offload, Request, SetupCorrection, StepTime
+from study.predictor.request import BESIDE, Estimate, MemoryUse, Offload, Request, SetupCorrection, StepTime
 from study.predictor.state import adapter_units, bytes_per_parameter
 from study.predictor.tensor_group import ADAPTERS_ON_ROWS, UNDER_FSDP2, TensorGroup, group_adapters
 
@@ -35,8 +35,9 @@ def usable_bytes(box: Hardware) -> float:
 
 
 def device_bytes(memory: MemoryUse, at_upper: bool = False) -> float:
-    """Return the device memory of a process as the driver counts it: reserved memory and context."""
-    return _upper_or_value(memory.peak_reserved, at_upper) + memory.device_parts["context"]
+    """Return the device memory of a process as the driver counts it: reserved memory, context and another engine."""
+    outside = memory.device_parts["context"] + memory.device_parts.get(BESIDE, 0.0)
+    return _upper_or_value(memory.peak_reserved, at_upper) + outside
 
 
 def excess_bytes(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> float:

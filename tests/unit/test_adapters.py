@@ -18,6 +18,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from torch.utils.checkpoint import checkpoint
 from transformers import Gemma3Config, LlamaConfig, LlavaConfig, Phi3Config, T5Config, WhisperConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.pytorch_utils import Conv1D
@@ -34,7 +35,7 @@ from study.predictor.hardware import ANY_DEVICE, CPU_CORE, Hardware, box_of_rank
 from study.predictor.live import live_shape
 from study.predictor.live_trace import build_model
 from study.predictor.lora_targets import DEFAULT_TARGETS, peft_targets
-from study.predictor.losses import LossKernel, logit_bytes
+from study.predictor.losses import Head, LossKernel, bytes_without_logits, logit_bytes
 from study.predictor.memory import device_snapshots, predict_memory
 from study.predictor.micro_batch import model_flops, predict_activations
 from study.predictor.models import model_shape
@@ -665,9 +666,27 @@ def test_losses_take_the_bytes_that_torch_allocates() -> None:
     def plain_loss() -> torch.Tensor:
         return torch.nn.functional.cross_entropy(torch.nn.functional.linear(inputs, weight), labels)
 
+    reference = weight.detach().clone()
+
+    def log_probabilities(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """TRL 1.13's DPO (_compute_loss in trl/trainer/dpo_trainer.py) and selective_log_softmax, of two pairs."""
+        logits = torch.nn.functional.linear(inputs, matrix).reshape(4, tokens // 4, vocabulary)
+        rows = []
+        for row, row_labels in zip(logits, labels.reshape(4, -1, 1), strict=True):
+            probabilities = torch.nn.functional.log_softmax(row, dim=-1)
+            rows.append(probabilities.gather(dim=-1, index=row_labels))
+        return torch.stack(rows), logits
+
+    def preference_loss() -> torch.Tensor:
+        trained, _output = log_probabilities(weight)
+        with torch.no_grad():
+            frozen, _reference_output = log_probabilities(reference)
+        return (trained - frozen).sum()
+
     losses: list[tuple[LossKernel, Callable[[], torch.Tensor]]] = [
         ("transformers", upcast_loss),
         ("same_type", plain_loss),
+        ("log_softmax", preference_loss),
     ]
     for kernel, compute in losses:
         # The gradients of inputs and weights are allocated before.
@@ -686,6 +705,77 @@ def test_losses_take_the_bytes_that_torch_allocates() -> None:
         assert peak == pytest.approx(predicted, rel=0.05), kernel
 
 
+def trl_chunk(rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """_chunk of TRL 1.13 (trl/trainer/sft_trainer.py), with the entropy that it logs."""
+    logits = (rows @ weight.to(rows.dtype).t()).float()
+    log_p = torch.nn.functional.log_softmax(logits, dim=-1)
+    loss = torch.nn.functional.nll_loss(log_p, labels, reduction="sum")
+    (-(log_p.exp() * log_p).sum(dim=-1)).sum()
+    return loss
+
+
+def chunked_nll(inputs: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    rows, loss = inputs[torch.arange(len(inputs))], torch.zeros(())
+    for start in range(0, len(rows), 256):
+        part, part_labels = rows[start : start + 256], labels[start : start + 256]
+        loss = loss + checkpoint(trl_chunk, part, weight, part_labels, use_reentrant=False)
+    return loss
+
+
+class TrlHead(torch.autograd.Function):
+    """ChunkedLogProbFunction of TRL 1.16 (trl/kernels/chunked_logprob.py), whose kernels fold a tile in place."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        numbers = [torch.zeros(len(rows)) for _ in range(3)]
+        tile = torch.empty(min(len(rows), 4096), 32768, dtype=rows.dtype)
+        torch.mm(rows, weight.t(), out=tile[:, : len(weight)])
+        ctx.save_for_backward(rows, weight, *numbers)
+        return numbers[0] + 1
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
+        rows, weight = ctx.saved_tensors[:2]
+        in_fp32 = [torch.zeros(it.shape) for it in (rows, weight)]
+        tile = torch.empty(min(len(rows), 4096), 32768, dtype=rows.dtype)
+        torch.mm(rows, weight.t(), out=tile[:, : len(weight)])
+        return tuple(it.to(rows.dtype) for it in in_fp32)
+
+
+def trl_head(inputs: torch.Tensor, weight: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+    applied: torch.Tensor = TrlHead.apply(inputs[torch.arange(len(inputs))], weight)
+    return applied.sum()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "compute", "vocabulary", "hidden"),
+    [
+        # Mostly logits, and mostly the matrix and the input.
+        ("chunked_nll", chunked_nll, 4096, 8),
+        ("chunked_nll", chunked_nll, 64, 2048),
+        ("trl", trl_head, 4096, 8),
+        ("trl", trl_head, 4096, 2048),
+    ],
+)
+def test_losses_of_trl_without_logits_take_what_torch_allocates(
+    kernel: LossKernel, compute: Callable[..., torch.Tensor], vocabulary: int, hidden: int
+) -> None:
+    # Four chunks.
+    tokens = 1024
+    weight = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, requires_grad=True)
+    inputs = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (tokens,))
+    compute(inputs, weight, labels).backward()
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        compute(inputs, weight, labels).backward()
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in profile.kineto_results.events() if event.name() == "[memory]"
+    )
+    row = bytes_without_logits(kernel, Head(tokens, hidden, vocabulary, 2, 2, is_trained=True))
+    peak = max(itertools.accumulate(size for _, size in changes))
+    assert peak == pytest.approx(row.saved + max(row.forward, row.backward), rel=0.08)
+
+
 def test_a_loss_is_named_and_the_older_flags_are_two_of_the_names(capsys: Any) -> None:
     command = ["predict", "llama-3.1-8b", "--strategy", "ddp", "--hardware", "2xA100-80", "--seq_length", "8192"]
     command += ["--peft", "lora", "--gradient_checkpointing"]
@@ -696,7 +786,7 @@ def test_a_loss_is_named_and_the_older_flags_are_two_of_the_names(capsys: Any) -
 
     assert peak("--loss_kernel", "liger") == peak("--chunked_loss")
     assert peak("--loss_kernel", "unsloth") == peak("--loss_kernel", "flash")
-    order = ["cut", "liger", "flash", "same_type", "fast", "transformers"]
+    order = ["cut", "liger", "chunked_nll", "flash", "same_type", "log_softmax", "fast", "transformers"]
     peaks = [peak("--loss_kernel", name) for name in order]
     assert peaks == sorted(peaks)
     assert peaks[-1] > peaks[-2] > peaks[1]

@@ -43,7 +43,7 @@ from study.predictor.constants import FITTED
 from study.predictor.hardware import to_box
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
-from study.predictor.request import Request, TrainerSettings
+from study.predictor.request import Request
 from study.predictor.state import persistent_params, predict_state, sub_groups
 from study.predictor.time import predict_time
 from study.releases.causes import least_sound_release, unsound_releases
@@ -53,7 +53,6 @@ EXPERTS = {name for _, _, _, _, *names in (*KNOWN["rules"], *KNOWN["requests"]) 
 PLAIN: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, ZERO: {"stage": 3}}
 CPU = {"device": "cpu"}
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
-LIGER = TrainerSettings(loss_kernel="liger")
 REPLICAS = {"parallelism_config": {"parallelism_config_dp_replicate_size": 4, "parallelism_config_dp_shard_size": 8}}
 
 
@@ -373,7 +372,7 @@ def test_findings_hold_for_the_releases_of_the_program(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("0.17.5", "'0.17.5' is not the release of deepspeed, accelerate, torch or transformers"),
+        ("0.17.5", "'0.17.5' is not the release of deepspeed, accelerate, torch, transformers or trl"),
         ("peft=0.18.0", "'peft=0.18.0' is not the release"),
         ("deepspeed=new", "write them as deepspeed=0.17.5,accelerate=1.10"),
         ("torch=2.8,torch=2.9", "torch has two releases"),
@@ -430,8 +429,6 @@ def test_fsdp_with_accumulation_says_how_large_its_whole_gradients_are(tmp_path:
             "15.0 GiB a rank become 3.74 GiB",
         ),
         ({**fsdp(fsdp_version=2), "num_processes": 32, **REPLICAS}, {}, "replica-gradients", None),
-        (PLAIN, {"trainer": LIGER}, "sharded-head", "GRPO's use_liger_kernel since 1.6.0, as DPO's and KTO's"),
-        (zero(2), {"trainer": LIGER}, "sharded-head", None),
     ],
 )
 def test_a_program_s_finding_is_there_if_it_applies(document, program, rule, says, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from engines import ROOT
-from study.advisor import explain, predict_command
+from study.advisor import explain, explain_releases, predict_command
 from study.advisor.calculator import Calculator
 from study.advisor.explain import first_line
 from study.advisor.explain_case import ConfigCase
@@ -112,14 +112,15 @@ DS_Z3 = overrides(
         (
             "alignment_handbook_sft.yaml",
             "mistral-7b-v0.3",
-            f"mistral-7b-v0.3 --strategy ddp --pure_bf16 --micro_batch 16 --seq_length 2048 {RECOMPUTED} {FLASH}",
+            "mistral-7b-v0.3 --strategy ddp --pure_bf16 --micro_batch 16 --seq_length 2048 --loss_kernel trl"
+            f" {RECOMPUTED} {FLASH}",
         ),
         # A pair is two sequences, and its weights are loaded in fp32 (torch_dtype: null).
         (
             "alignment_handbook_dpo.yaml",
             "mistral-7b-v0.3",
             "mistral-7b-v0.3 --strategy ddp --precision bf16 --autocast --with_reference --micro_batch 16"
-            f" --accumulation 2 --seq_length 1024 {RECOMPUTED}",
+            f" --accumulation 2 --seq_length 1024 --loss_kernel trl {RECOMPUTED}",
         ),
         # Flags win.
         (
@@ -349,7 +350,13 @@ def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
         (ARGUMENTS | {"max_source_length": 400, "max_target_length": 64}, {"sequence_length": 400}),
         (ARGUMENTS | {"mlm_probability": 0.15, "line_by_line": True}, {"sequence_length": 1024}),
         (ARGUMENTS | {"version_2_with_negative": True}, {"sequence_length": 384}),
-        # TRL's own.
+        # TRL's own. DPO's keys without beta, and a reward model's.
+        (ARGUMENTS | {"f_divergence_type": "js_divergence"}, {"reference_model": True, "micro_batch": 4}),
+        (ARGUMENTS | {"sync_ref_model": False}, {"reference_model": True, "micro_batch": 4}),
+        (ARGUMENTS | {"label_smoothing": 0.1, "max_length": 64}, {"reference_model": True, "micro_batch": 4}),
+        (ARGUMENTS | {"loss_type": ["sigmoid"], "max_length": 64}, {"reference_model": True, "micro_batch": 4}),
+        (ARGUMENTS | {"precompute_ref_log_probs": True}, {"reference_model": False, "micro_batch": 4}),
+        (ARGUMENTS | {"center_rewards_coefficient": 0.01}, {"reference_model": False, "micro_batch": 4}),
         (ARGUMENTS | {"dataset_name": "a/b"}, {"sequence_length": 1024, "gradient_checkpointing": True}),
         (AXOLOTL | {"liger_glu_activation": True}, {"loss_kernel": "transformers", "compiled": True}),
         (AXOLOTL | {"torch_compile": "auto"}, {"compiled": True}),
@@ -847,3 +854,139 @@ def test_what_the_gpu_has_no_units_for_is_named(key: str, tmp_path: Path) -> Non
         kinds = {item.key: item.kind for item in case.findings if item.rule in ("no-units", "ends-with-error")}
         assert kinds == ({key: "conflict", "attn_implementation": "refused"} if is_missing else {})
         assert first_line(case).startswith("Ends with an error: attn_implementation") == is_missing
+
+
+SFT = {**ARGUMENTS, "model_name_or_path": "llama-3.1-8b", "max_length": 16384, "per_device_train_batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("keys", "releases", "kernel"),
+    [
+        ({}, {"1.6": "transformers", "1.7": "chunked_nll", "1.14.2": "chunked_nll", "1.15": "trl", None: "trl"}, ""),
+        ({"loss_type": "nll"}, {"1.7": "transformers", "1.15": "trl"}, ""),
+        ({"loss_type": "chunked_nll"}, {"1.6": "chunked_nll", None: "trl"}, ""),
+        ({"loss_type": "dft"}, {"1.14": "log_softmax", None: "trl"}, ""),
+        ({"use_liger_kernel": True}, {"1.14": "liger", None: "trl"}, ""),
+        ({"beta": 0.1}, {"1.14": "log_softmax", None: "trl"}, ""),
+        ({"num_generations": 8}, {"1.14": "log_softmax", None: "trl"}, ""),
+        ({"num_generations": 8, "use_liger_kernel": True}, {"1.14": "liger", None: "trl"}, ""),
+        ({}, {None: "flash"}, "--loss_kernel flash"),
+    ],
+)
+def test_the_loss_is_that_of_the_release_of_trl(
+    keys: dict[str, Any], releases: dict[str | None, str], kernel: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path, SFT | keys)
+    for release, expected in releases.items():
+        words = () if release is None else ("--release", f"trl={release}")
+        case = read(file, *kernel.split(), *words, *BOX)
+        assert case.request.loss_kernel == expected
+        origin = "newest read" if release is None else "--release"
+        assert re.search(rf"TRL \d+\.\d+\.\d+ \({origin}\)", explain_releases.release_line(case))
+        assert not [item for item in case.findings if item.kind == "refused"]
+
+
+def test_current_trl_has_no_logits_of_all_tokens(tmp_path: Path) -> None:
+    file = write(tmp_path, SFT | {"fsdp": "full_shard"})
+    now, before = (read(file, *words, *BOX).memory for words in ((), ("--release", "trl=1.6")))
+    logits = 16384 * 128256
+    # 14 bytes of the logits in the loss of transformers at 16 bits: a tile, and copies of the input.
+    assert before.most_parts["logits"] >= 12 * logits
+    assert now.most_parts["logits"] < 0.25 * before.most_parts["logits"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "release", "words"),
+    [
+        ({"loss_type": "nonsense"}, "1.16", "SFT has no loss 'nonsense'"),
+        ({"loss_type": "chunked_nll"}, "1.3", "SFT has it since 1.4.0"),
+        ({"loss_type": "chunked_nll", "use_liger_kernel": True}, "1.14", "does not run with use_liger_kernel"),
+    ],
+)
+def test_a_loss_that_trl_does_not_have_is_refused(keys: Any, release: str, words: str, tmp_path: Path) -> None:
+    case = read(write(tmp_path, SFT | keys), "--release", f"trl={release}", *BOX)
+    (refused,) = (item for item in case.findings if item.kind == "refused")
+    assert refused.key == "loss_type"
+    assert words in refused.message
+    assert first_line(case).startswith("Refused by the trainer: loss_type")
+
+
+def test_a_release_of_trl_is_for_its_files(tmp_path: Path) -> None:
+    for document in (AXOLOTL, {"zero_optimization": {"stage": 1}}):
+        with pytest.raises(UserError, match="--release trl is for a file of TRL"):
+            read(write(tmp_path, document, "x.json"), "gpt2", "--release", "trl=1.9", *BOX)
+
+
+def test_a_reward_model_is_no_sft(tmp_path: Path) -> None:
+    case = read(write(tmp_path, SFT | {"center_rewards_coefficient": 0.01}), *BOX)
+    assert first_line(case).startswith("Without center_rewards_coefficient (not modelled): ")
+    assert case.request.loss_kernel == "trl"
+    assert any("a head of one value" in item.message for item in case.findings)
+
+
+@pytest.mark.parametrize(
+    ("keys", "release", "ends"),
+    [
+        ({"num_generations": 8, "use_liger_kernel": True}, "1.5.1", "use_liger_kernel"),
+        ({"beta": 0.1, "use_liger_kernel": True}, "1.8", "use_liger_kernel"),
+        ({"beta": 0.1, "use_liger_kernel": True}, "1.9", None),
+        ({"loss_type": "chunked_nll"}, "1.5", "loss_type"),
+        # Liger's SFT reads the weight within the model's forward pass, and the fused head gathers it.
+        ({"use_liger_kernel": True}, "1.5", None),
+        ({"use_liger_kernel": True}, None, None),
+    ],
+)
+def test_a_sharded_head_ends_a_run_of_older_trl(
+    keys: dict[str, Any], release: str | None, ends: str | None, tmp_path: Path
+) -> None:
+    words = () if release is None else ("--release", f"trl={release}")
+    for engine, is_sharded in ((Z3, True), (Z2, False)):
+        case = read(write(tmp_path, SFT | keys | {"deepspeed": engine}), *words, *BOX)
+        found = [item.key for item in case.findings if "size mismatch" in item.message]
+        assert found == [ends] * (is_sharded and ends is not None)
+
+
+GRPO = {**ARGUMENTS, "model_name_or_path": "qwen2.5-7b", "num_generations": 8, "deepspeed": Z3, "use_vllm": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words", "gib"),
+    [
+        # vLLM takes its share of all that torch sees (78.8 GiB of an H100): 0.3 by default.
+        ({}, "", 0.3 * 78.8),
+        ({"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5}, "", 0.5 * 78.8),
+        ({"vllm_mode": "server"}, "", 0),
+        ({}, "--release trl=0.29", 0),
+        ({"vllm_enable_sleep_mode": True}, "", 0),
+        ({"use_vllm": False}, "", 0),
+    ],
+)
+def test_colocated_vllm_has_its_share_of_the_gpu(keys: dict[str, Any], words: str, gib: float, tmp_path: Path) -> None:
+    case = read(write(tmp_path, GRPO | keys), *words.split(), *BOX)
+    alone = read(write(tmp_path, GRPO | {"use_vllm": False}), *words.split(), *BOX)
+    taken = device_bytes(case.memory) - device_bytes(alone.memory)
+    assert taken == pytest.approx(gib * GIB, rel=0.01)
+    verdict = first_line(case)
+    assert "not modelled" not in verdict
+    assert (f" + {rounded(taken / GIB)} of vLLM of " in verdict) == (gib > 0)
+
+
+def test_vllm_without_hardware_is_left_out_by_name(tmp_path: Path) -> None:
+    case = read(write(tmp_path, GRPO), "--world_size", "8")
+    assert first_line(case).startswith("Without use_vllm (not modelled): ")
+
+
+def test_assumed_tokens_of_grpo_are_named(tmp_path: Path) -> None:
+    for keys, names in (({}, "max_prompt_length 512, max_completion_length 512"), ({"max_prompt_length": 9}, "")):
+        line = read(write(tmp_path, GRPO | keys), *BOX).read_from[0]
+        assert names in line.partition("assumed")[2]
+    assert "max_prompt_length" not in line
+
+
+@pytest.mark.parametrize(("mode", "where"), [("colocate", "these GPUs"), ("server", "its server")])
+def test_vllm_generates_without_gathers_for_each_token(mode: str, where: str, tmp_path: Path) -> None:
+    for keys in ({"vllm_mode": mode}, {"use_vllm": False}):
+        case = read(write(tmp_path, GRPO | keys), "--generated_tokens", "4096", *BOX)
+        (answer,) = (item for item in explain.find_answers(case) if "generating" in item.question)
+        assert (f"vLLM generates on {where}" in answer.short) == ("vllm_mode" in keys)
+        assert ("min for each batch" in answer.short) != ("vllm_mode" in keys)

@@ -1,0 +1,152 @@
+"""What a file of TRL trains with a release of TRL: its loss, and the memory of its vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from study.advisor.explain_case import ConfigCase
+from study.advisor.trainer_files import TrainerFile, is_grpo
+from study.advisor.trainer_keys import REWARD_KEY
+from study.advisor.user_settings import NOT_MODELLED, Finding
+from study.config.errors import UserError, clip
+from study.config.text import rounded
+from study.host.memory import GIB
+from study.host.stacks import release_key
+from study.predictor.hardware import ANY_DEVICE
+from study.predictor.losses import LossKernel
+
+# The newest one that was read, and the first whose trainers call add_fused_lm_head.
+NEWEST_TRL, FUSED_SINCE = "1.16.0", "1.15.0"
+# Of SFT's loss_type: chunked_nll, and its being the default.
+_CHUNKED_SINCE, _CHUNKED_BY_DEFAULT_SINCE = "1.4.0", "1.7.0"
+# The first release that gathers the output layer's weight at stage 3, by trainer.
+_GATHERED_SINCE = {"sft": "1.6.0", "grpo": "1.6.0", "dpo": "1.9.0"}
+# vllm_gpu_memory_utilization without the key, and the first release whose vllm_mode is colocate without it.
+_VLLM_SHARE, _COLOCATES_SINCE = 0.3, "1.0.0"
+_SFT_LOSSES = ("nll", "dft", "chunked_nll")
+_LIGER_KEYS = ("use_liger_kernel", "use_liger")
+
+
+def trl_release(file: TrainerFile, stated: Mapping[str, str] | None) -> str | None:
+    """Return the release of TRL that a file is read for; None for another trainer's.
+
+    Raise UserError if --release names one for another trainer's file.
+    """
+    release = (stated or {}).get("trl")
+    if file.trainer.name == "TRL":
+        return release or NEWEST_TRL
+    if release is not None:
+        raise no_trl_file(file.name)
+    return None
+
+
+def _is_since(release: str, first: str) -> bool:
+    return release_key(release) >= release_key(first)
+
+
+def no_trl_file(name: str) -> UserError:
+    return UserError(f"--release trl is for a file of TRL, and {name} is none", "leave it out")
+
+
+def with_loss(file: TrainerFile, release: str) -> TrainerFile:
+    """Return TRL's file with the loss of a release, and findings of a loss_type that the release does not have."""
+    values, findings = {**file.values, "loss_kernel": _loss(file, release)}, file.findings
+    if is_grpo(file):
+        # _with_vllm has the memory.
+        findings = tuple(item for item in findings if item.key != "use_vllm")
+    return dataclasses.replace(file, values=values, findings=(*findings, *_wrong_losses(file, release)))
+
+
+def trained_by(file: TrainerFile) -> str:
+    """Return the trainer of TRL: sft, dpo, grpo or reward."""
+    if file.document.get(REWARD_KEY) is not None:
+        return "reward"
+    if is_grpo(file):
+        return "grpo"
+    return "dpo" if file.values.get("objective") in ("dpo", "pairs") else "sft"
+
+
+def _loss(file: TrainerFile, release: str) -> LossKernel:
+    """Return the kernel of the loss. Since the fused head Liger's kernels are those of layers alone
+    (fused_linear_cross_entropy: False in each trainer), and a reward model has no logits in any release."""
+    trainer = trained_by(file)
+    if trainer == "reward" or _is_since(release, FUSED_SINCE):
+        return "trl"
+    if file.values.get("loss_kernel") == "liger":
+        return "liger"
+    if trainer != "sft":
+        return "log_softmax"
+    kernels: dict[Any, LossKernel] = {"dft": "log_softmax", "nll": "transformers", "chunked_nll": "chunked_nll"}
+    default: LossKernel = "chunked_nll" if _is_since(release, _CHUNKED_BY_DEFAULT_SINCE) else "transformers"
+    loss_type = file.document.get("loss_type")
+    return kernels.get(loss_type if isinstance(loss_type, str) else None, default)
+
+
+def _wrong_losses(file: TrainerFile, release: str) -> Iterator[Finding]:
+    """Yield a finding if SFT ends with an error for its loss_type."""
+    loss_type = file.document.get("loss_type")
+    if loss_type is None or trained_by(file) != "sft":
+        return
+    ends = f"TRL {release} ends with an error"
+    if loss_type not in _SFT_LOSSES:
+        yield file.refused("loss_type", f"{ends}: SFT has no loss {clip(loss_type)}", f"set {' or '.join(_SFT_LOSSES)}")
+    elif loss_type == "chunked_nll" and not _is_since(release, _CHUNKED_SINCE):
+        yield file.refused("loss_type", f"{ends}: SFT has it since {_CHUNKED_SINCE}", "set nll")
+    elif _is_since(release, FUSED_SINCE):
+        return
+    elif loss_type == "chunked_nll" and any(file.keys.get("loss_kernel") == name for name in _LIGER_KEYS):
+        yield file.refused("loss_type", f"{ends}: it does not run with use_liger_kernel", "take one of them out")
+
+
+def with_release(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
+    """Return the case of TRL's file with what depends on the release and the engine."""
+    errors = _unsharded_head(file, release, case.stage)
+    return _with_vllm(file, release, dataclasses.replace(case, trl=release, findings=(*case.findings, *errors)))
+
+
+def _unsharded_head(file: TrainerFile, release: str, stage: int) -> Iterator[Finding]:
+    """Yield a finding if the release reads the output layer's weight, which stage 3 shards, without gathering it."""
+    trainer, kernel = trained_by(file), file.values["loss_kernel"]
+    reads_weight = kernel == "chunked_nll" or (kernel == "liger" and trainer != "sft")
+    if stage != 3 or not reads_weight or _is_since(release, _GATHERED_SINCE[trainer]):
+        return
+    key = "loss_type" if kernel == "chunked_nll" else file.keys["loss_kernel"]
+    message = f"at stage 3 TRL {release} ends with a size mismatch: it reads the head's weight without gathering it"
+    yield file.refused(key, message, f"TRL {_GATHERED_SINCE[trainer]} gathers it")
+
+
+def _with_vllm(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
+    """Return the case with the memory of GRPO's vLLM: in the mode colocate it has a share of each GPU, which its sleep
+    mode frees for a step (trl/generation/vllm_generation.py)."""
+    document = file.document
+    if not is_grpo(file) or not _is_on(file, "use_vllm"):
+        return case
+    usual = "colocate" if _is_since(release, _COLOCATES_SINCE) else "server"
+    if str(document.get("vllm_mode") or usual).lower() == "server":
+        note = file.noted("use_vllm", "vLLM generates on the GPUs of its server: none of these bytes are here", "vllm")
+        return dataclasses.replace(case, vllm="server", findings=(*case.findings, note))
+    share = document.get("vllm_gpu_memory_utilization")
+    share = _VLLM_SHARE if share is None else share
+    size = 0.0 if case.request.box.device is ANY_DEVICE else share * case.request.box.device.visible_gib * GIB
+    note = _vllm_note(file, share, size)
+    taken = 0.0 if _is_on(file, "vllm_enable_sleep_mode") else size
+    request = dataclasses.replace(case.request, beside_bytes=taken)
+    return dataclasses.replace(case, vllm="colocate", request=request, findings=(*case.findings, note))
+
+
+def _is_on(file: TrainerFile, name: str) -> bool:
+    return str(file.document.get(name)).lower() == "true"
+
+
+def _vllm_note(file: TrainerFile, share: float, size: float) -> Finding:
+    key = "vllm_gpu_memory_utilization"
+    key = key if file.document.get(key) is not None else "use_vllm"
+    if _is_on(file, "vllm_enable_sleep_mode"):
+        of = f", {rounded(size / GIB)} GiB," * bool(size)
+        message = f"vLLM's {share:g} of each GPU{of} is free during a step, and taken while it generates"
+        return file.noted(key, f"{message}, next to weights and optimizer", "vllm")
+    if not size:
+        return file.not_counted("use_vllm", f"vLLM takes {share:g} of each GPU: --hardware BOX adds it; {NOT_MODELLED}")
+    return file.noted(key, f"vLLM takes {share:g} of each GPU, {rounded(size / GIB)} GiB: the peak has them", "vllm")
