@@ -21,6 +21,8 @@ ENGINES = ("deepspeed", "accelerate", "torch")
 _STATED = (*PACKAGES, "trl")
 _NAMES = {"deepspeed": "DeepSpeed", "accelerate": "Accelerate", "torch": "torch", "transformers": "transformers"}
 _PARTS = 3
+# The release of Accelerate whose no_sync() calls set_requires_gradient_sync of FSDP2 (pull request 3762).
+_DEFERS_REDUCTION = "1.11.0"
 # Of DeepSpeed's releases with 1-bit optimizers, at stages 1 to 3.
 REFUSE_1_BIT = "end with an AssertionError: no 1-bit optimizer runs with ZeRO"
 
@@ -85,8 +87,19 @@ def release_document(case: ConfigCase) -> dict[str, Any]:
 
 
 def with_releases(case: ConfigCase, releases: Mapping[str, str] | None) -> ConfigCase:
-    """Return the case with the releases of --release."""
-    return dataclasses.replace(case, stated_releases=releases) if releases else case
+    """Return the case with the releases of --release, and with the gradients that they keep between micro-batches."""
+    if not releases:
+        return case
+    case, request = dataclasses.replace(case, stated_releases=releases), case.request
+    accelerate, is_fsdp2 = releases.get("accelerate"), request.strategy.is_fsdp and request.fsdp_version == 2
+    if not (accelerate and is_fsdp2 and request.accumulation > 1) or request.sync_each_batch:
+        return case
+    if release_key(accelerate) >= release_key(_DEFERS_REDUCTION):
+        return case
+    message = f"Accelerate {accelerate} reduces FSDP2's gradients in each micro-batch: its no_sync has no effect there"
+    finding = Finding("noted", ACCUMULATION, message, f"since {_DEFERS_REDUCTION} it has")
+    request = dataclasses.replace(request, sync_each_batch=True)
+    return dataclasses.replace(case, request=request, findings=(*case.findings, finding))
 
 
 def release_facts(case: ConfigCase) -> dict[str, str | None]:

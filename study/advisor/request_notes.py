@@ -101,6 +101,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "replicas": request.data_ranks // request.fsdp_ranks,
         "ranks": request.box.ranks,
         "precision": request.precision,
+        "pure": request.pure,
         "stage": strategy.zero_stage or 0,
         "loaded": f"{format_number(unsharded_4_bit_bytes(request) / GIB)} GiB",
         "on_host": request.loads_on_host,

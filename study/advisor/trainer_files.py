@@ -305,9 +305,10 @@ def without_value(file: TrainerFile, field: str) -> TrainerFile:
 
 def loads_16_bits(file: TrainerFile, engine: UserFile, precision: str) -> bool:
     """Whether a program without DeepSpeed trains the 16-bit weights that it loads: Accelerate makes those of FSDP fp32
-    in mixed precision (fsdp2_prepare_model)."""
+    in mixed precision (fsdp2_prepare_model), unless the trainer has a function in its place."""
     is_mixed = any(file.keys.get("precision") == key for key in ("bf16", "bfloat16")) or "precision" not in file.keys
-    is_cast = engine.fsdp is not None and is_mixed
+    keeps = file.trainer.keeps_16_bits and engine.sharding is None and file.values.get("peft") != "lora"
+    is_cast = engine.fsdp is not None and is_mixed and not keeps
     return file.values.get("loaded") == "bf16" and precision == "bf16" and engine.deepspeed is None and not is_cast
 
 

@@ -79,6 +79,8 @@ class Trainer:
     not_modelled: Mapping[str, str]
     # Trained weights are cast to fp32 after they are loaded.
     casts_to_fp32: bool = False
+    # FSDP2 trains the 16-bit weights that are loaded: the trainer replaces Accelerate's fsdp2_prepare_model.
+    keeps_16_bits: bool = False
     # FSDP's version without a key for it; None: it depends on the release of transformers.
     fsdp_version: int | None = None
     refusals: tuple[Refusal, ...] = ()
@@ -381,6 +383,8 @@ AXOLOTL = Trainer(
         ),
     ),
     defaults={"seq_length": 512, "micro_batch": 1, "accumulation": 1, "precision": "bf16", "loaded": "bf16"},
+    # patch_accelerate_fsdp2 in monkeypatch/accelerate/fsdp2.py, which patch_manager.py applies.
+    keeps_16_bits=True,
     lora_defaults={"double_quant": True},
     not_modelled=_shared(
         sample_packing=_PACKED,

@@ -21,7 +21,7 @@ from study.config.errors import UserError, clip, describe_cause, first_line, req
 from study.config.printing import progress_line
 from study.host.folders import cache_directory
 from study.predictor.lora_targets import peft_targets
-from study.predictor.shape import BEFORE, Call, ModelShape, Parameter, can_adapt
+from study.predictor.shape import BEFORE, FUSED_ATTENTIONS, Call, ModelShape, Parameter, can_adapt
 from study.records.directory import write_json
 from study.workloads.presets import TEXT_MODEL_SIZES, check_depth
 
@@ -41,7 +41,7 @@ class LiveShape(ModelShape):
 
     @property
     def fused_attentions(self) -> tuple[str, ...]:
-        return tuple(self.survey["fused"])
+        return FUSED_ATTENTIONS if self.survey["sdpa"] else tuple(self.survey["other_attentions"])
 
     @property
     def flash_kernels(self) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ class LiveShape(ModelShape):
     def module_calls(self) -> tuple[Call, dict[int, Call]]:
         """Return the calls in the order of a trace, or in that of the model's modules without a trace."""
         length = min(64, self.positions or 64)
-        has_sdpa = "sdpa" in self.fused_attentions
+        has_sdpa = self.survey["sdpa"]
         answer = measure(self, mode="engine", dropout=False, fused=has_sdpa, cuda=True, length=length)
         called: list[Any] = []
         kinds = dict[str, str]()

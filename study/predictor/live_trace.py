@@ -38,7 +38,6 @@ from transformers.models.auto import modeling_auto
 
 from study.config.errors import UserError, describe_cause, first_line
 from study.config.flags import RunConfig
-from study.predictor.shape import FUSED_ATTENTIONS
 from study.workloads.architecture import add_adapters
 from study.workloads.presets import TEXT_MODEL_SIZES
 
@@ -87,7 +86,8 @@ def survey(
         "image_patches": _assumed_patches(model),
         "class": type(model).__name__,
         "is_stand_in": document["model_type"] not in transformers.CONFIG_MAPPING,
-        "fused": fused_attentions(type(model), text),
+        "sdpa": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
+        "other_attentions": _other_attentions(type(model)),
         "flash_kernels": type(model)._compatible_flash_implementations or [],
         "rotary": _computes_positions(model),
         "params": structure.rows(fsdp2_groups),
@@ -111,11 +111,9 @@ def survey(
     }
 
 
-def fused_attentions(model_class: Any, text: Any) -> list[str]:
-    """Return the names of the fused attentions of a class. One that transformers' sdpa does not compute, such as that
-    with sinks, has them if any attention can be registered, as the trace does."""
-    if model_class._supports_sdpa and getattr(text, "attn_logit_softcapping", None) is None:
-        return list(FUSED_ATTENTIONS)
+def _other_attentions(model_class: Any) -> list[str]:
+    """Return the names of the fused attentions that a class has whatever its sdpa; none if no attention can be
+    registered, as the trace does."""
     if not model_class._supports_attention_backend:
         return []
     supported = {

@@ -22,7 +22,8 @@ from engines import ROOT
 from study.advisor import explain, explain_releases, predict_command
 from study.advisor.calculator import Calculator
 from study.advisor.explain import first_line
-from study.advisor.explain_case import ConfigCase
+from study.advisor.explain_case import ACCUMULATION, ConfigCase
+from study.advisor.explain_findings import findings
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.trainer_files import WITHOUT, read_trainer_file, shipped_engines
 from study.advisor.trainer_keys import HF_OPTIMIZERS, OTHER_FIELDS, REMOVED_HF_KEYS, TRAINERS
@@ -35,6 +36,7 @@ from study.config.text import rounded
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
+from study.predictor.state import predict_state
 from study.predictor.time import device_bytes, predict_time
 
 FOLDER = ROOT / "tests" / "data" / "trainers"
@@ -990,3 +992,37 @@ def test_vllm_generates_without_gathers_for_each_token(mode: str, where: str, tm
         (answer,) = (item for item in explain.find_answers(case) if "generating" in item.question)
         assert (f"vLLM generates on {where}" in answer.short) == ("vllm_mode" in keys)
         assert ("min for each batch" in answer.short) != ("vllm_mode" in keys)
+
+
+def test_axolotl_trains_16_bit_weights_under_fsdp2(tmp_path: Path) -> None:
+    """Its fsdp2_prepare_model has no line of Accelerate's that makes trained weights fp32."""
+    plain = {"base_model": "qwen2-7b", "sequence_len": 2048, "micro_batch_size": 1, "bf16": True}
+    settings = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}
+    case = read(write(tmp_path, plain | {"fsdp_version": 2, "fsdp_config": settings}), *BOX)
+    state = predict_state(case.request)
+    # Weights, gradients and two moments of two bytes; shards have a little padding.
+    assert state.device == pytest.approx(8 * case.shape.parameters / 8, rel=1e-3)
+    (note,) = (item for item in case.findings if item.rule == "no-masters")
+    assert "AdamW loses small updates" in note.message
+    for document in (
+        plain | {"fsdp_version": 1, "fsdp_config": settings},
+        {"model_name_or_path": "qwen2-7b", "dtype": "bfloat16", "bf16": True, "fsdp": "full_shard"}
+        | {"fsdp_config": {"version": 2}, "per_device_train_batch_size": 1},
+    ):
+        other = read(write(tmp_path, document), *BOX)
+        assert other.request.strategy.is_fsdp
+        assert "no-masters" not in {item.rule for item in other.findings}
+        assert predict_state(other.request).device > 1.9 * state.device
+
+
+def test_accelerate_before_1_11_reduces_gradients_of_fsdp2_in_each_micro_batch(tmp_path: Path) -> None:
+    launch = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+    file, flags = write(tmp_path, launch, "fsdp.yaml"), ("qwen2-7b", "--accumulation", "8", *BOX)
+    cases = {release: read(file, *flags, "--release", f"accelerate={release}") for release in ("1.10.0", "1.11.0")}
+    synced = read(file, *flags, "--sync_each_batch")
+    assert figures(cases["1.10.0"].request) == figures(synced.request) != figures(cases["1.11.0"].request)
+    rules = {release: {item.rule for item in findings(case)} for release, case in cases.items()}
+    assert "whole-gradients" in rules["1.11.0"] - rules["1.10.0"]
+    told = [item.message for item in cases["1.10.0"].findings if item.key == ACCUMULATION]
+    assert told == ["Accelerate 1.10.0 reduces FSDP2's gradients in each micro-batch: its no_sync has no effect there"]
+    assert figures(read(file, *flags).request) == figures(cases["1.11.0"].request)
