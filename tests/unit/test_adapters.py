@@ -743,7 +743,7 @@ class TrlHead(torch.autograd.Function):
 
 
 def trl_head(inputs: torch.Tensor, weight: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
-    applied: torch.Tensor = TrlHead.apply(inputs[torch.arange(len(inputs))], weight)  # type: ignore[no-untyped-call]
+    applied: torch.Tensor = TrlHead.apply(inputs[torch.arange(len(inputs))], weight)
     return applied.sum()
 
 

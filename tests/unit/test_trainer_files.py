@@ -23,6 +23,7 @@ from study.advisor import explain, predict_command
 from study.advisor.calculator import Calculator
 from study.advisor.explain import first_line
 from study.advisor.explain_case import ConfigCase
+from study.advisor.explain_releases import release_line
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.trainer_files import WITHOUT, read_trainer_file, shipped_engines
 from study.advisor.trainer_keys import HF_OPTIMIZERS, OTHER_FIELDS, REMOVED_HF_KEYS, TRAINERS
@@ -882,7 +883,7 @@ def test_the_loss_is_that_of_the_release_of_trl(
         case = read(file, *kernel.split(), *words, *BOX)
         assert case.request.loss_kernel == expected
         origin = "newest read" if release is None else "--release"
-        assert re.search(rf"TRL \d+\.\d+\.\d+ \({origin}\)", explain.release_line(case))
+        assert re.search(rf"TRL \d+\.\d+\.\d+ \({origin}\)", release_line(case))
         assert not [item for item in case.findings if item.kind == "refused"]
 
 
