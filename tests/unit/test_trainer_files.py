@@ -19,11 +19,12 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from engines import ROOT
-from study.advisor import explain, explain_releases, predict_command
+from study.advisor import explain, predict_command
 from study.advisor.calculator import Calculator
 from study.advisor.explain import first_line
 from study.advisor.explain_case import ACCUMULATION, ConfigCase
 from study.advisor.explain_findings import findings
+from study.advisor.explain_releases import release_line
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.trainer_files import WITHOUT, read_trainer_file, shipped_engines
 from study.advisor.trainer_keys import HF_OPTIMIZERS, OTHER_FIELDS, REMOVED_HF_KEYS, TRAINERS
@@ -884,7 +885,7 @@ def test_the_loss_is_that_of_the_release_of_trl(
         case = read(file, *kernel.split(), *words, *BOX)
         assert case.request.loss_kernel == expected
         origin = "newest read" if release is None else "--release"
-        assert re.search(rf"TRL \d+\.\d+\.\d+ \({origin}\)", explain_releases.release_line(case))
+        assert re.search(rf"TRL \d+\.\d+\.\d+ \({origin}\)", release_line(case))
         assert not [item for item in case.findings if item.kind == "refused"]
 
 
