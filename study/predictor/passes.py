@@ -32,7 +32,7 @@ _UNIT_FORWARD_OF_LAYER, _UNIT_BACKWARD_OF_LAYER = 0.54, 0.43
 # --- Counts from transformers' layers: reads and writes of one tensor of the hidden width, forward and backward (norms
 # 4 + 8, residuals 6 + 4, dropout 4 + 6, transposing heads 6 + 6), of the inner width, and of the attention scores if
 # attention is not fused. Llama's norms compute in fp32, and its queries and keys have rotary positions.
-_HIDDEN_PASSES, _HIDDEN_PASSES_GATED = 44, 76
+_HIDDEN_PASSES, _HIDDEN_PASSES_RMS = 44, 76
 _INNER_PASSES, _INNER_PASSES_GATED = 5, 10
 _SCORE_PASSES = 18
 # Bytes of traffic per logit: written, cast to fp32, softmax, and the same backward.
@@ -171,15 +171,25 @@ def _counted_work(request: Request, rates: _Rates) -> _Work:
 
 def _elementwise_s(request: Request, constants: Constants, rates: _Rates) -> float:
     """Return seconds of a layer's operations other than matrix products and attention, forward and backward."""
-    shape, tokens = request.shape, request.micro_batch * request.sequence_length
-    hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
+    shape = request.shape
+    hidden = _HIDDEN_PASSES_RMS if shape.has_rms_norms else _HIDDEN_PASSES
     inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
+    inner_over_hidden = shape.inner / shape.hidden
     factor = constants.compiled_traffic if request.compiled else constants.eager_traffic
-    traffic = factor * (shape.layers * (hidden * shape.hidden + inner * shape.inner))
+    per_element = factor * (hidden + inner * inner_over_hidden)
     if request.compiled and request.torch_gate:
-        unfused_width = _HIDDEN_PASSES_OF_TORCH * shape.hidden + inner * shape.inner
-        traffic += (constants.eager_traffic - factor) * shape.layers * unfused_width
-    return tokens * request.loose_bytes * traffic / rates.memory
+        unfused = _HIDDEN_PASSES_OF_TORCH + inner * inner_over_hidden
+        per_element += (constants.eager_traffic - factor) * unfused
+    return _hidden_elements(request) * request.loose_bytes * per_element / rates.memory
+
+
+def _hidden_elements(request: Request) -> float:
+    """Return the elements of the hidden states of all layers. A trace has those of an image, too, on which a length in
+    tokens has no influence."""
+    shape = request.shape
+    if shape.is_traced:
+        return trace(request).hidden_elements
+    return request.micro_batch * request.sequence_length * shape.layers * shape.hidden
 
 
 def _logits_s(request: Request, rates: _Rates) -> float:

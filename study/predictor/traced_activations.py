@@ -26,6 +26,8 @@ class Trace:
     attention: float = 0.0
     layers_forward: float = 0.0
     backward: float = 0.0
+    # Elements of the hidden states of all layers, which are what their inputs have.
+    hidden_elements: float = 0.0
     missing: str | None = None
 
 
@@ -90,6 +92,7 @@ def _traced(request: Request, has_casts: bool) -> Trace:
         attention=passes.flops("attention"),
         layers_forward=passes.batch * passes.total("forward", passes.first),
         backward=passes.flops("backward"),
+        hidden_elements=passes.batch * passes.total("elements", passes.first, recomputed=False),
         missing=answer["missing"],
     )
 
