@@ -38,7 +38,7 @@ from study.config.text import format_parameters, rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
-from study.predictor.communication import ASSUMED_OF_LINE, bus_bandwidth_gb_per_s
+from study.predictor.communication import ASSUMED_OF_LINE, pcie_notes
 from study.predictor.hardware import Hardware, HardwareFlags, pair_notes, parse_int, real
 from study.predictor.models import model_shape
 from study.predictor.request import Request
@@ -50,6 +50,7 @@ from study.predictor.time import (
     host_adam_note,
     lora_note,
     max_offload_slowdown,
+    unvalidated_notes,
     usable_bytes,
 )
 from study.releases.causes import least_sound_release, unsound_releases
@@ -557,6 +558,7 @@ def _program_notes(best: Option) -> Iterator[str]:
         yield f"ZeRO-1 on one GPU shards nothing, but {precision}; single keeps fp32 weights and autocasts"
     yield from _sync_notes(request)
     yield from _link_notes(request)
+    yield from unvalidated_notes(request.box)
     half = "float16" if request.precision.startswith("fp16") else "bfloat16"
     if request.pure:
         stores = f", bnb_4bit_quant_storage=torch.{half}" * request.strategy.is_fsdp
@@ -586,10 +588,7 @@ def _link_notes(request: Request) -> Iterator[str]:
     if box.nodes > 1:
         line = f"{box.network_gb_per_s:g} GB/s of network bandwidth per GPU (--network_gb_per_s)"
         yield f"{line}, {ASSUMED_OF_LINE}"
-    if box.uses_pcie_links:
-        payload, machine = request.stored.parameters * request.weight_bytes, dataclasses.replace(box, nodes=1)
-        rate = rounded(bus_bandwidth_gb_per_s(machine, "all_gather", payload))
-        yield f"ranks are assumed to communicate at {rate} GB/s over PCIe (--bus_gb_per_s): without peer-to-peer less"
+    yield from pcie_notes(request)
     yield from pair_notes(box)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
+from study.config.text import rounded
 from study.config.yaml_sections import load_package_yaml
 from study.predictor.adapters import computes_adapters_in_fp32
 from study.predictor.hardware import Hardware
@@ -72,6 +73,16 @@ def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes:
         return node_rate
     line = box.network_gb_per_s * box.gpus_per_node
     return min(node_rate, _network_gb_per_s(line, box.ranks, collective, payload_bytes))
+
+
+def pcie_notes(request: Request) -> Iterator[str]:
+    """Yield the assumed speed of PCIe between the GPUs of a machine."""
+    box = request.box
+    if not box.uses_pcie_links or not math.isinf(box.bus_gb_per_s):
+        return
+    payload, machine = request.stored.parameters * request.weight_bytes, dataclasses.replace(box, nodes=1)
+    rate = rounded(bus_bandwidth_gb_per_s(machine, "all_gather", payload))
+    yield f"ranks are assumed to communicate at {rate} GB/s over PCIe (--bus_gb_per_s): without peer-to-peer less"
 
 
 def _network_gb_per_s(line: float, ranks: int, collective: Collective, payload_bytes: float) -> float:

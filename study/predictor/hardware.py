@@ -386,10 +386,12 @@ def box_notices(box: Hardware) -> Iterator[str]:
 
 
 def pair_notes(box: Hardware) -> Iterator[str]:
-    """Yield the assumed links between the GPUs of a node, if they join pairs: some nodes of these GPUs have none."""
-    if box.device.pair_gb_per_s is not None and box.gpus_per_node > 1 and math.isinf(box.bus_gb_per_s):
-        pair = f"NVLink of {box.device.pair_gb_per_s:g} GB/s between two GPUs of a node"
-        yield f"{pair} is assumed, as on boards of four {box.device.name}: --bus_gb_per_s sets the speed of others"
+    """Yield the assumed links between the GPUs of a node, if NVLink joins pairs: some nodes of these GPUs have none."""
+    device = box.device
+    is_nvidia = device.compute_capability is not None
+    if is_nvidia and device.pair_gb_per_s is not None and box.gpus_per_node > 1 and math.isinf(box.bus_gb_per_s):
+        pair = f"NVLink of {device.pair_gb_per_s:g} GB/s between two GPUs of a node"
+        yield f"{pair} is assumed, as on boards of four {device.name}: --bus_gb_per_s sets the speed of others"
 
 
 def box_from_device_name(device_name: str, ranks: int, nodes: int) -> Hardware:

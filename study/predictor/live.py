@@ -58,6 +58,10 @@ class LiveShape(ModelShape):
         return tuple(len(list(units)) for _, units in lists)
 
     @property
+    def has_rms_norms(self) -> bool:
+        return bool(self.survey["rms_norms"])
+
+    @property
     def caps_logits(self) -> bool:
         # The trace has the product's saved tensors.
         return False
@@ -213,7 +217,7 @@ def live_shape(
         name=name,
         model_type=str(document["model_type"]),
         params=tuple(Parameter(*row) for row in survey["params"]),
-        gated=True,
+        gated=survey["gated"],
         lora_rank=rank,
         lora_targets=targets,
         lora_saved=saved,

@@ -9,6 +9,7 @@ GPUs the operations that CUDA's autocast computes in fp32 are in fp32.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -90,6 +91,8 @@ def survey(
         "other_attentions": _other_attentions(type(model)),
         "flash_kernels": type(model)._compatible_flash_implementations or [],
         "rotary": _computes_positions(model),
+        "gated": structure.is_gated(sizes["hidden"], sizes["inner"]),
+        "rms_norms": structure.has_rms_norms,
         "params": structure.rows(fsdp2_groups),
         "shape": {
             "family": "causal-lm" if _head(document)[1] else "sequence-classification",
@@ -170,6 +173,27 @@ class _Structure:
         last = max(in_layers, default=0)
         return [len(self.units) if number > last else place for number, place in enumerate(places)]
 
+    def is_gated(self, hidden: int, inner: int) -> bool:
+        """Whether a feed-forward block has a gate: three matrices of hidden by inner width, or one twice as wide as the
+        inner width."""
+        matrices = collections.Counter[str]()
+        for name, parameter in self.parameters:
+            if parameter.dim() < 2 or not self.find_unit(name):
+                continue
+            sizes = sorted(parameter.shape[-2:])
+            if sizes == sorted((hidden, 2 * inner)):
+                return True
+            if sizes == sorted((hidden, inner)):
+                module = name.removesuffix(".weight").removesuffix(".base_layer")
+                matrices[module.rpartition(".")[0]] += 1
+        return 3 in matrices.values()
+
+    @property
+    def has_rms_norms(self) -> bool:
+        """Whether layers have norms of transformers' own code with a scale alone, as Llama's: they compute in fp32."""
+        modules = (module for name, module in self.model.named_modules() if self.find_unit(name))
+        return any(_is_rms_norm(module) for module in modules)
+
     def fsdp2_groups(self) -> Mapping[int, set[str]]:
         """Return the groups of FSDP2 with each parameter."""
         groups = _fsdp_groups(self.model, self.embedding, self.head, self.is_tied)
@@ -212,6 +236,13 @@ class _Structure:
 def _has_decoder(model: Any) -> bool:
     """Whether labels are the tokens of a decoder besides an encoder."""
     return bool(model.config.is_encoder_decoder) and "labels" in inspect.signature(model.forward).parameters
+
+
+def _is_rms_norm(module: Any) -> bool:
+    """Whether a module has one vector, a scale, and no code of torch."""
+    own = dict(module.named_parameters(recurse=False))
+    is_scale = [*own] == ["weight"] and own["weight"].dim() == 1
+    return is_scale and not type(module).__module__.startswith("torch.")
 
 
 def _read_sizes(text: Any) -> dict[str, int]:

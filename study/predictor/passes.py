@@ -32,7 +32,7 @@ _UNIT_FORWARD_OF_LAYER, _UNIT_BACKWARD_OF_LAYER = 0.54, 0.43
 # --- Counts from transformers' layers: reads and writes of one tensor of the hidden width, forward and backward (norms
 # 4 + 8, residuals 6 + 4, dropout 4 + 6, transposing heads 6 + 6), of the inner width, and of the attention scores if
 # attention is not fused. Llama's norms compute in fp32, and its queries and keys have rotary positions.
-_HIDDEN_PASSES, _HIDDEN_PASSES_GATED = 44, 76
+_HIDDEN_PASSES, _HIDDEN_PASSES_RMS = 44, 76
 _INNER_PASSES, _INNER_PASSES_GATED = 5, 10
 _SCORE_PASSES = 18
 # Bytes of traffic per logit: written, cast to fp32, softmax, and the same backward.
@@ -172,7 +172,7 @@ def _counted_work(request: Request, rates: _Rates) -> _Work:
 def _elementwise_s(request: Request, constants: Constants, rates: _Rates) -> float:
     """Return seconds of a layer's operations other than matrix products and attention, forward and backward."""
     shape, tokens = request.shape, _tokens_of_a_layer(request)
-    hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
+    hidden = _HIDDEN_PASSES_RMS if shape.has_rms_norms else _HIDDEN_PASSES
     inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
     factor = constants.compiled_traffic if request.compiled else constants.eager_traffic
     # Norms and residuals of a rank's own tokens, and its own heads.

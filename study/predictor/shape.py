@@ -133,6 +133,11 @@ class ModelShape(abc.ABC):
         """Whether positions are rows of a table, so that a longer sequence ends with an error; RoPE computes any."""
 
     @property
+    def has_rms_norms(self) -> bool:
+        """Whether its norms are Llama's, which compute in fp32: of the table, those of families with a gate."""
+        return self.gated
+
+    @property
     @abc.abstractmethod
     def caps_logits(self) -> bool:
         """Whether a tanh caps the logits, whose bytes a count adds and a trace includes."""

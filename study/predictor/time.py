@@ -12,7 +12,7 @@ from study.config.text import rounded, rounded_seconds
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.adapters import LAYER_OPERATORS, adapter_operators
-from study.predictor.communication import ASSUMED_OF_LINE, communication_time, falling_network
+from study.predictor.communication import ASSUMED_OF_LINE, communication_time, falling_network, pcie_notes
 from study.predictor.constants import FITTED, Constants
 from study.predictor.hardware import Device, Hardware, pair_notes
 from study.predictor.micro_batch import hardware_flops, model_flops
@@ -388,6 +388,21 @@ def _uncorrected(request: Request, constants: Constants) -> StepTime:
     return predict_time(dataclasses.replace(request, correction=None), constants=constants)
 
 
+# Devices with published step times.
+_TIMED_DEVICES = frozenset(_INTERVALS.get("timed_devices", ()))
+
+
+def _lacks_times(box: Hardware) -> bool:
+    """Whether a GPU of the table has no published step time."""
+    return bool(box.device.names) and not box.is_cpu_only and box.device.name not in _TIMED_DEVICES
+
+
+def unvalidated_notes(box: Hardware) -> Iterator[str]:
+    """Yield that no published run has a GPU's time, if none has."""
+    if _lacks_times(box):
+        yield f"no published run on {box.device.name} validates this time"
+
+
 def _time_estimate(request: Request, figure: str, value: float) -> Estimate:
     """Return a time or a speed with its interval; without one if published figures of its kind do not give it."""
     shape, correction = request.shape, request.correction
@@ -399,7 +414,7 @@ def _time_estimate(request: Request, figure: str, value: float) -> Estimate:
     if correction is not None and (correction.step_factor or correction.launch_factor):
         return estimate(f"calibrated_{figure}", value)
     # With LoRA, or with several GPUs but no NVLink, there are none that were predicted before they were known.
-    is_known = not (shape.lora_rank or request.box.uses_pcie_links or shape.is_traced)
+    is_known = not (shape.lora_rank or request.box.uses_pcie_links or shape.is_traced or _lacks_times(request.box))
     return estimate(figure, value) if is_known else Estimate(value)
 
 
@@ -427,8 +442,7 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
         " recomputation",
     ]
     notes += _rate_notes(device, name)
-    if device.names and device.compute_capability is None and not request.box.is_cpu_only:
-        notes.append(f"no published run on {device.name} validates this time")
+    notes += unvalidated_notes(request.box)
     if memory is not None and device.memory_gib and device_bytes(memory) > usable_bytes(request.box):
         notes.append(f"this does not fit: the time assumes more memory of each {device.name}")
     if request.tensor_group is not None:
@@ -438,6 +452,7 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
     if request.swapped:
         notes.append(f"NVMe reads {request.box.nvme_read_gb_per_s} and writes {request.box.nvme_write_gb_per_s} GB/s")
     notes += pair_notes(request.box)
+    notes += pcie_notes(request)
     if request.box.nodes > 1:
         notes.append(f"{request.box.network_gb_per_s:g} GB/s of network bandwidth per GPU, {ASSUMED_OF_LINE}")
     if falling := falling_network(request.box.nodes):

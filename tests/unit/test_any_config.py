@@ -23,6 +23,7 @@ from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import read_strategy
 from study.predictor.communication import sent_bytes
+from study.predictor.constants import FITTED
 from study.predictor.families import FAMILIES as TABLE
 from study.predictor.hardware import to_box
 from study.predictor.live import LiveShape, live_shape
@@ -30,6 +31,7 @@ from study.predictor.live_trace import quiet
 from study.predictor.memory import predict_memory
 from study.predictor.micro_batch import predict_activations
 from study.predictor.models import model_shape
+from study.predictor.passes import _device_rates, _elementwise_s, passes_s
 from study.predictor.request import Attention, Request
 from study.predictor.shape import FUSED_ATTENTIONS, resolve_length, with_adapters
 from study.predictor.state import predict_state
@@ -288,6 +290,29 @@ def test_a_class_that_stands_for_another_and_an_encoder_that_is_a_classifier_are
         rule, _, words = says.partition(" ")
         assert list(notes) == [rule] * bool(says)
         assert words in notes.get(rule, "")
+
+
+def test_traced_layers_have_the_traffic_of_their_own_norms_and_feed_forward_blocks(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    bert = {**sizes, "intermediate_size": 128, "model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(bert))
+    counted = dataclasses.replace(make_request(read_shape("opt"), "ddp"), shape=model_shape(str(tmp_path)))
+    twin = make_request(read_shape("roberta", **sizes, intermediate_size=128), "ddp")
+    assert not counted.shape.is_traced
+    assert twin.shape.is_traced
+    rates = _device_rates(counted, FITTED)
+    assert _elementwise_s(twin, FITTED, rates) == _elementwise_s(counted, FITTED, rates)
+    kinds = {name: (read_shape(name).gated, read_shape(name).has_rms_norms) for name in ("opt", "vit", "mixtral")}
+    assert kinds == {"opt": (False, False), "vit": (False, False), "mixtral": (True, True)}
+    # A gate in one matrix with the other half, beside torch's norms.
+    modern = read_shape("modernbert")
+    assert (modern.gated, modern.has_rms_norms) == (True, False)
+
+
+def test_a_length_in_tokens_does_not_change_the_step_of_a_model_of_images() -> None:
+    request = make_request(read_shape("vit"), "ddp")
+    shorter = dataclasses.replace(request, sequence_length=1)
+    assert passes_s(shorter, FITTED) == passes_s(request, FITTED)
 
 
 def test_a_class_that_cannot_be_created_is_named_with_what_is_missing(capsys, tmp_path) -> None:

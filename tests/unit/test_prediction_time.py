@@ -109,6 +109,9 @@ def test_the_formula_counts_the_flops_that_torch_counts_and_recomputed_ones_are_
         # Four GH200 in a node are linked in pairs, so that two use a third of their links.
         ("4xGH200", "all_gather", 2**34, 362),
         ("2xGH200", "all_gather", 2**34, 362 / 3),
+        # One link of 64 GB/s joins each two MI300X, of seven.
+        ("4xMI300X", "all_gather", 2**34, 234.89 * 192 / 300),
+        ("2xMI325X", "all_gather", 2**34, 234.89 * 64 / 300),
     ],
 )
 def test_bandwidth_is_the_measured_one_if_there_is_one(box, collective, payload, expected):
@@ -263,7 +266,7 @@ def test_adapters_of_16_bit_weights_have_fp32_gradients_in_ddp_s_buckets_and_all
 
 
 @pytest.mark.parametrize(
-    ("box", "is_known"), [("8x4090", False), ("2x8xT4", False), ("4090", True), ("8xA100", True), ("4xGH200", True)]
+    ("box", "is_known"), [("8x4090", False), ("2x8xT4", False), ("4090", True), ("8xA100", True), ("4xGH200", False)]
 )
 def test_a_time_of_gpus_that_meet_over_pcie_has_no_interval(box: str, is_known: bool) -> None:
     time = predict_time(make_request(strategy=read_strategy("zero1"), box=to_box(box), precision="fp16-engine"))
@@ -422,11 +425,21 @@ def test_cards_of_any_line_rate_have_the_share_of_it_that_is_printed(box: str, p
 
 
 @pytest.mark.parametrize(
-    ("box", "is_named"), [("4xGH200", True), ("2x4xGH200-144", True), ("GH200", False), ("4xH100", False)]
+    ("box", "is_named"),
+    [("4xGH200", True), ("2x4xGH200-144", True), ("GH200", False), ("4xH100", False), ("4xMI300X", False)],
 )
 def test_links_between_pairs_of_gpus_are_named(box: str, is_named: bool) -> None:
     notes = predict_time(make_request(strategy=read_strategy("zero3"), box=to_box(box))).notes
     assert any("NVLink of 150 GB/s between two GPUs of a node is assumed" in note for note in notes) == is_named
+
+
+@pytest.mark.parametrize(("box", "is_named"), [("4x3090", True), ("3090", False), ("4xH100", False)])
+def test_the_assumed_speed_of_pcie_between_gpus_is_named(box: str, is_named: bool) -> None:
+    request = make_request(strategy=read_strategy("zero3"), box=to_box(box))
+    assumed = "ranks are assumed to communicate at 19.8 GB/s over PCIe"
+    assert any(note.startswith(assumed) for note in predict_time(request).notes) == is_named
+    given = dataclasses.replace(request, box=dataclasses.replace(request.box, bus_gb_per_s=10.0))
+    assert not any("over PCIe" in note for note in predict_time(given).notes)
 
 
 def test_a_step_that_waits_for_the_cpu_says_so() -> None:
@@ -446,9 +459,10 @@ def test_a_step_that_waits_for_the_cpu_says_so() -> None:
 def test_a_device_without_published_runs_is_named() -> None:
     shape, strategy = model_shape("qwen3-14b"), read_strategy("zero1")
     request = Request(shape, strategy, to_box("8xMI300X"), 2048, 1, 1, "bf16", False, "sdpa")
-    note = "no published run on MI300X validates this time"
-    assert note in predict_time(request).notes
-    assert note not in predict_time(dataclasses.replace(request, box=to_box("8xH200"))).notes
+    for name, is_timed in (("MI300X", False), ("B200", False), ("L40S", False), ("H100", True), ("A100", True)):
+        time = predict_time(dataclasses.replace(request, box=to_box(name)))
+        assert any("no published run on" in note for note in time.notes) != is_timed, name
+        assert (time.step_s.low is not None) == is_timed, name
     # 51 % of its peak, by the table that has the other devices' rates.
     peak = request.box.device.peak_tflops["bf16"]
     assert peak is not None

@@ -28,7 +28,15 @@ from study.predictor.run_predictions import compare_figures as own_compared
 from study.predictor.run_predictions import host_memory_table, saving_table, study_rows
 from study.predictor.run_predictions import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
-from study.predictor.validation import Measurement, predicted_peak, published_rows, refused_sources, score, sources
+from study.predictor.validation import (
+    Measurement,
+    implausibility,
+    predicted_peak,
+    published_rows,
+    refused_sources,
+    score,
+    sources,
+)
 from study.predictor.validation.setups import (
     SetupFigure,
     SetupPair,
@@ -632,8 +640,14 @@ def intervals_text(frame: pd.DataFrame) -> str:
             "worst": round(float(host.max()), 3),
             "rows": len(host),
         }
-    document = {"single_error": fit_single_error(), **table}
+    document = {"single_error": fit_single_error(), **table, "timed_devices": _timed_devices()}
     return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(document, sort_keys=False)
+
+
+def _timed_devices() -> list[str]:
+    """Return the devices of published step times, by which a time on others is not validated."""
+    timed = (row for row in published_rows() if row.step_s is not None and implausibility(row) is None)
+    return sorted({row.request.box.device.name for row in timed})
 
 
 def _published_ratios(frame: pd.DataFrame) -> dict[str, tuple[pd.Series, pd.Series | None]]:
