@@ -89,8 +89,12 @@ def _import_engines(strategies: Sequence[str], imported: Sequence[str]) -> None:
             # Older releases lack some; a combination that needs one fails with the message of its import.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+    import_operators(strategies)
+
+
+def import_operators(strategies: Sequence[str]) -> None:
+    """Compile and load operators in this process, so that no fork compiles or waits for another's compilation."""
     for name in strategies:
-        # In this process, so that no fork compiles or waits for another's compilation.
         with contextlib.suppress(Unsupported, ImportError):
             build_operators(read_strategy(name), cache_directory(), say=lambda line: print(line, file=sys.stderr))
 

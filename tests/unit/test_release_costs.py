@@ -15,6 +15,7 @@ from study import cli
 from study.compositions.features import make_combination
 from study.config.errors import UserError
 from study.releases.costs import (
+    COSTS,
     CombinationCost,
     CostTable,
     changed_figures,
@@ -27,6 +28,7 @@ from study.releases.costs import (
     read_costs,
     read_list,
     run,
+    select_table,
 )
 
 TABLE = read_costs()
@@ -59,9 +61,16 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert CostTable.read(tmp_path / "costs.json") == TABLE
 
 
-def test_every_release_has_every_combination() -> None:
-    names = [make_combination(name.split(",")).name for name in read_list()]
-    assert all(list(costs) == names for costs in TABLE.releases.values())
+@pytest.mark.parametrize("package", COSTS)
+def test_every_release_has_every_combination(package: str) -> None:
+    names = [make_combination(name.split(",")).name for name in read_list(package)]
+    assert all(list(costs) == names for costs in read_costs(package).releases.values())
+
+
+@pytest.mark.parametrize("package", COSTS)
+def test_a_combination_is_looked_up_in_the_table_that_has_it(package: str) -> None:
+    for name in read_list(package):
+        assert select_table(make_combination(name.split(","))).package == package
 
 
 @pytest.mark.parametrize(
@@ -94,7 +103,7 @@ def test_a_release_that_fails_is_no_change() -> None:
 
 
 def test_every_change_has_a_cause_and_every_cause_a_change() -> None:
-    changes = list(find_changes(TABLE))
+    changes = [change for package in COSTS for change in find_changes(read_costs(package))]
     assert not [change for change in changes if change.cause is None]
     assert {change.cause for change in changes} == set(read_cost_causes())
 
