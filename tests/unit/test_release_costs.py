@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 
 from engines import run_without_torch
 from study import cli
-from study.compositions.features import make_combination
+from study.compositions.features import Combination, make_combination
 from study.config.errors import UserError
+from study.host.stacks import stacks
 from study.releases.costs import (
     COSTS,
     CombinationCost,
@@ -30,6 +32,7 @@ from study.releases.costs import (
     run,
     select_table,
 )
+from tools import release_costs
 
 TABLE = read_costs()
 NEWEST = TABLE.names[-1]
@@ -160,3 +163,32 @@ def test_the_document_of_costs_has_the_figures_and_their_changes(capsys: pytest.
 def test_no_torch_is_imported_for_stored_costs() -> None:
     result = run_without_torch("releases", "costs")
     assert f"deepspeed {NEWEST}" in result.stdout
+
+
+def test_the_tool_measures_what_a_file_lacks_and_keeps_the_order_of_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, asked = tmp_path / "costs.json", list[str]()
+    CostTable({}, {"1.0.0": {"zero3,accumulation,lora": cost(sent_bytes=1)}}, "accelerate").write(file)
+
+    def measure(combinations: list[Combination], **_: Any) -> dict[str, CombinationCost]:
+        asked.extend(combination.name for combination in combinations)
+        return {combination.name: cost() for combination in combinations}
+
+    monkeypatch.setitem(COSTS, "accelerate", file)
+    monkeypatch.setattr(release_costs, "install", lambda _: set())
+    monkeypatch.setattr(release_costs, "measure_costs", measure)
+    # Of the second one this is not the usual name.
+    monkeypatch.setattr(release_costs, "read_list", lambda _: ["zero3", "zero3,lora,accumulation", "ddp"])
+    assert release_costs.main(["accelerate", "--releases", "1.0.0"]) == 0
+    assert asked == ["zero3", "ddp"]
+    measured = CostTable.read(file).releases["1.0.0"]
+    assert list(measured) == ["zero3", "zero3,accumulation,lora", "ddp"]
+    assert measured["zero3,accumulation,lora"].sent_bytes == 1
+
+
+def test_a_release_is_a_layer_unless_it_is_the_installed_one() -> None:
+    installed = version("accelerate")
+    assert release_costs._choose_stack("accelerate", installed).layers == []
+    assert release_costs._choose_stack("accelerate", "1.10.1").layers == ["accelerate-1.10.1"]
+    assert release_costs._choose_stack("deepspeed", "0.19.5") == stacks()["0.19.5"]
