@@ -653,7 +653,8 @@ class AccelerateDeepSpeedLoop(_AccelerateLoop):
                 self.note_gradients(step)
             return engine_step(*arguments, **keywords)
 
-        engine.step = step_after_noting
+        if self.notes_figures:
+            engine.step = step_after_noting
         for micro_step in range(self.combination.micro_steps):
             with self.accelerator.accumulate(self.model):
                 with self.loss(step, micro_step) as loss:

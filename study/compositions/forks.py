@@ -91,8 +91,12 @@ def _import_engines(strategies: Sequence[str], imported: Sequence[str]) -> None:
                 importlib.import_module(name)
     # As in study/sweep/fork_server.py: otherwise each rank calls the compiler.
     getattr(sys.modules.get("deepspeed.ops"), "__compatible_ops__", None)
+    import_operators(strategies)
+
+
+def import_operators(strategies: Sequence[str]) -> None:
+    """Compile and load operators in this process, so that no fork compiles or waits for another's compilation."""
     for name in strategies:
-        # In this process, so that no fork compiles or waits for another's compilation.
         with contextlib.suppress(Unsupported, ImportError):
             build_operators(read_strategy(name), cache_directory(), say=lambda line: print(line, file=sys.stderr))
 

@@ -1,6 +1,6 @@
 """`study releases costs`: memory, communication and host time of a step under each release, with causes of changes.
 
-It reads the document that tools/release_costs.py writes, and starts the engines only for --measure.
+It reads the documents that tools/release_costs.py writes, and starts the engines only for --measure.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from study.config.places import install_command
 from study.config.printing import TextTable, print_page, print_result
 from study.host.stacks import package_version, release_key
 
-COSTS = Path(__file__).with_name("costs.json")
+# By the package whose releases are measured, while the others are the installed ones.
+COSTS = {
+    "deepspeed": Path(__file__).with_name("costs.json"),
+    "accelerate": Path(__file__).with_name("accelerate_costs.json"),
+}
 _CAUSES = Path(__file__).with_name("cost_causes.yaml")
 _SERVER = "study.costs.server"
-# Packages besides DeepSpeed that are the same under every measured release.
-OTHER_PACKAGES = ("torch", "accelerate", "transformers", "peft")
+_PACKAGES = ("deepspeed", "torch", "accelerate", "transformers", "peft")
 # Repetitions of a measurement: state, bytes and collectives are equal in all of them.
 _REPEATS = 2
 # Of a measurement, for the time of a step; one more is watched for the other figures.
@@ -94,10 +97,12 @@ class CombinationCost:
 
 @dataclasses.dataclass
 class CostTable:
-    """Costs by release of DeepSpeed and by combination."""
+    """Costs by release of a package and by combination."""
 
+    # The packages that are the same under every release.
     packages: dict[str, str]
     releases: dict[str, dict[str, CombinationCost]]
+    package: str = "deepspeed"
 
     @property
     def names(self) -> list[str]:
@@ -111,19 +116,24 @@ class CostTable:
             release: {name: CombinationCost(**fields) for name, fields in costs.items()}
             for release, costs in document["releases"].items()
         }
-        return cls(document["packages"], releases)
+        return cls(document["packages"], releases, document["package"])
 
     def write(self, file: Path) -> None:
         releases = {
             release: {name: cost.document() for name, cost in self.releases[release].items()} for release in self.names
         }
-        lines = json.dumps({"packages": self.packages, "releases": releases}, indent=1)
-        file.write_text(lines + "\n", encoding="utf-8")
+        document = {"package": self.package, "packages": self.packages, "releases": releases}
+        file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 @functools.cache
-def read_costs() -> CostTable:
-    return CostTable.read(COSTS)
+def read_costs(package: str = "deepspeed") -> CostTable:
+    return CostTable.read(COSTS[package])
+
+
+def other_packages(package: str) -> dict[str, str]:
+    """Return the installed packages that are the same under every measured release of one."""
+    return {name: package_version(name) or "" for name in _PACKAGES if name != package}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +141,7 @@ class CostCause:
     """One entry of cost_causes.yaml: why figures change in a release."""
 
     title: str
+    package: str
     # Releases between which it came.
     after: str
     by: str
@@ -142,7 +153,8 @@ class CostCause:
     def explains(self, change: CostChange) -> bool:
         levels = change.combination.levels
         return (
-            change.figure in self.figures
+            change.package == self.package
+            and change.figure in self.figures
             and release_key(self.after) <= release_key(change.before)
             and release_key(change.release) <= release_key(self.by)
             and all(levels & alternatives for alternatives in self.features)
@@ -160,6 +172,7 @@ class CostChange:
     release: str
     old: float
     new: float
+    package: str = "deepspeed"
 
     @property
     def factor(self) -> float:
@@ -176,6 +189,7 @@ def read_cost_causes() -> tuple[CostCause, ...]:
     return tuple(
         CostCause(
             title=entry["title"],
+            package=entry.get("package", "deepspeed"),
             after=entry["after"],
             by=entry["by"],
             figures=tuple(entry["figures"]),
@@ -188,9 +202,9 @@ def read_cost_causes() -> tuple[CostCause, ...]:
     )
 
 
-def read_list() -> list[str]:
-    """Return the combinations that tools/release_costs.py measures."""
-    return list(yaml.safe_load(_CAUSES.read_text(encoding="utf-8"))["measured"])
+def read_list(package: str = "deepspeed") -> list[str]:
+    """Return the combinations that tools/release_costs.py measures under releases of a package."""
+    return list(yaml.safe_load(_CAUSES.read_text(encoding="utf-8"))["measured"][package])
 
 
 def find_changes(table: CostTable) -> Iterator[CostChange]:
@@ -202,7 +216,8 @@ def find_changes(table: CostTable) -> Iterator[CostChange]:
                 continue
             for figure in changed_figures(earlier, cost):
                 combination = make_combination(name.split(","))
-                yield CostChange(combination, figure, before, release, earlier.figure(figure), cost.figure(figure))
+                old, new = earlier.figure(figure), cost.figure(figure)
+                yield CostChange(combination, figure, before, release, old, new, table.package)
 
 
 def changed_figures(earlier: CombinationCost, later: CombinationCost) -> list[str]:
@@ -281,12 +296,13 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"costs takes no {options.strategy!r}", "name a combination: --features zero3,accumulation")
     combination: Combination | None = getattr(options, "features", None)
     if options.measure:
-        measured = [combination] if combination else [make_combination(name.split(",")) for name in read_list()]
-        return _compare_installed(measured, options.json)
-    table = read_costs()
+        listed = [make_combination(name.split(",")) for package in COSTS for name in read_list(package)]
+        return _compare_installed([combination] if combination else listed, options.json)
     if combination is None:
-        print_result(options.json, lambda: _document(table, table.names[-1:]), overview(table))
+        tables = [read_costs(package) for package in COSTS]
+        print_result(options.json, lambda: _document_of_all(tables), _page_of_all(tables))
         return _SAME_COSTS
+    table = select_table(combination)
     document = _document(table, table.names, combination)
     if not document["releases"]:
         command = f"study releases costs --measure --features {combination.name}"
@@ -295,6 +311,22 @@ def run(options: argparse.Namespace) -> int:
         return _NOT_STORED
     print_result(options.json, lambda: document, history(table, combination))
     return _SAME_COSTS
+
+
+def select_table(combination: Combination) -> CostTable:
+    """Return the table of a combination: that of Accelerate's releases if it is trained in Accelerate's loop."""
+    return read_costs("accelerate" if combination.has("accelerate") else "deepspeed")
+
+
+def _document_of_all(tables: Iterable[CostTable]) -> dict[str, Any]:
+    """Return the newest releases' costs and every change: DeepSpeed's, with the other packages' by their names."""
+    documents = {table.package: _document(table, table.names[-1:]) for table in tables}
+    return documents.pop("deepspeed") | documents
+
+
+def _page_of_all(tables: Iterable[CostTable]) -> list[str | TextTable]:
+    pages = [overview(table) for table in tables]
+    return [part for page in pages for part in (*page, "")][:-1]
 
 
 def _document(table: CostTable, releases: Iterable[str], combination: Combination | None = None) -> dict[str, Any]:
@@ -332,7 +364,7 @@ def overview(table: CostTable) -> list[str | TextTable]:
     newest = table.names[-1]
     rows = [[name, *_texts(cost)] for name, cost in table.releases[newest].items()]
     page: list[str | TextTable] = [
-        f"one training step with deepspeed {newest}: rank 0 of 2 on CPUs; {_packages(table)}",
+        f"one training step with {table.package} {newest}: rank 0 of 2 on CPUs; {_packages(table)}",
         "",
         TextTable(["combination", *_LABELS.values()], rows),
         "",
@@ -345,7 +377,7 @@ def overview(table: CostTable) -> list[str | TextTable]:
 
 
 def _notes(table: CostTable) -> list[str]:
-    parameters = table.releases[table.names[-1]][_UNIT].parameters
+    parameters = next(cost.parameters for cost in table.releases[table.names[-1]].values() if cost.is_measured)
     return [
         f"in bytes for each of the {parameters / 1e6:.2f} M parameters; peak: all tensors at the fullest moment",
         f"host time: CPU time of the process, in steps of ddp; only differences above {_SAME['host_time']:.0%} count "
@@ -361,7 +393,7 @@ def history(table: CostTable, combination: Combination) -> list[str | TextTable]
     page: list[str | TextTable] = [
         f"one training step of {name}: rank 0 of 2 on CPUs; {_packages(table)}",
         "",
-        TextTable(["deepspeed", *_LABELS.values()], rows),
+        TextTable([table.package, *_LABELS.values()], rows),
     ]
     page += [f"{release}: {cost.kind}: {cost.says}" for release, cost in measured if not cost.is_measured]
     changes = group_changes(change for change in find_changes(table) if change.combination == combination)
@@ -436,12 +468,22 @@ def _packages(table: CostTable) -> str:
     return ", ".join(f"{name} {version}" for name, version in table.packages.items())
 
 
+def _compare(name: str, measured: CombinationCost) -> _Comparison:
+    """Return a measurement with the stored one of the installed release, or else of the newest."""
+    table = select_table(make_combination(name.split(",")))
+    installed = package_version(table.package)
+    release = installed if installed in table.releases else table.names[-1]
+    return _Comparison(measured, table.releases[release].get(name), f"{table.package} {release}")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
     """Costs of a combination under the installed release and as stored; None if it is not stored."""
 
     measured: CombinationCost
     stored: CombinationCost | None
+    # Package and release of the stored ones.
+    release: str
 
     @property
     def is_compared(self) -> bool:
@@ -459,35 +501,36 @@ class _Comparison:
         # A machine's speed is not the release's.
         return _OTHER_COSTS if set(self.differs_in) - {"host_time"} else _SAME_COSTS
 
-    def rows(self, name: str, release: str) -> list[list[str]]:
+    def rows(self, name: str) -> list[list[str]]:
         if self.stored is None or not self.is_compared:
             return [[name, self.measured.says or "measured", "", *_texts(self.measured)]]
         return [
             [name, "here", ", ".join(self.differs_in), *_texts(self.measured)],
-            ["", release, "", *_texts(self.stored)],
+            ["", self.release, "", *_texts(self.stored)],
         ]
 
     def document(self) -> dict[str, Any]:
         stored = self.stored.document() if self.stored is not None else None
-        return {"measured": self.measured.document(), "stored": stored, "differs_in": self.differs_in}
+        return {
+            "measured": self.measured.document(),
+            "release": self.release,
+            "stored": stored,
+            "differs_in": self.differs_in,
+        }
 
 
 def _compare_installed(combinations: list[Combination], as_json: bool) -> int:
     """Measure the installed release, and print its figures next to those of the newest stored release."""
-    installed = package_version("deepspeed")
     if missing := [name for name in ("torch", "deepspeed") if package_version(name) is None]:
         fix = f"install the release to measure, or those of this study: {install_command('train', missing=missing)}"
         raise UserError(f"not installed here: {' and '.join(missing)}", fix)
-    table = read_costs()
-    release = installed if installed in table.releases else table.names[-1]
     measured = measure_costs(combinations, report=lambda line: print_page([line], sys.stderr))
-    compared = {name: _Comparison(cost, table.releases[release].get(name)) for name, cost in measured.items()}
-    rows = [row for name, comparison in compared.items() for row in comparison.rows(name, release)]
+    compared = {name: _compare(name, cost) for name, cost in measured.items()}
+    rows = [row for name, comparison in compared.items() for row in comparison.rows(name)]
     document = {
-        "installed": installed,
-        "stored": release,
+        "installed": {package: package_version(package) for package in COSTS},
         "combinations": {name: comparison.document() for name, comparison in compared.items()},
     }
-    columns = ["combination", "deepspeed", "differs in", *_LABELS.values()]
+    columns = ["combination", "release", "differs in", *_LABELS.values()]
     print_result(as_json, lambda: document, [TextTable(columns, rows)])
     return max((comparison.status for comparison in compared.values()), default=_SAME_COSTS)

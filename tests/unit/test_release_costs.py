@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 
 from engines import run_without_torch
 from study import cli
-from study.compositions.features import make_combination
+from study.compositions.features import Combination, make_combination
 from study.config.errors import UserError
+from study.host.stacks import stacks
 from study.releases.costs import (
+    COSTS,
     CombinationCost,
     CostTable,
     changed_figures,
@@ -27,7 +30,9 @@ from study.releases.costs import (
     read_costs,
     read_list,
     run,
+    select_table,
 )
+from tools import release_costs
 
 TABLE = read_costs()
 NEWEST = TABLE.names[-1]
@@ -59,9 +64,27 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert CostTable.read(tmp_path / "costs.json") == TABLE
 
 
-def test_every_release_has_every_combination() -> None:
-    names = [make_combination(name.split(",")).name for name in read_list()]
-    assert all(list(costs) == names for costs in TABLE.releases.values())
+@pytest.mark.parametrize("package", COSTS)
+def test_every_release_has_every_combination(package: str) -> None:
+    names = [make_combination(name.split(",")).name for name in read_list(package)]
+    assert all(list(costs) == names for costs in read_costs(package).releases.values())
+
+
+@pytest.mark.parametrize("package", COSTS)
+def test_a_combination_is_looked_up_in_the_table_that_has_it(package: str) -> None:
+    for name in read_list(package):
+        assert select_table(make_combination(name.split(","))).package == package
+
+
+def test_a_model_of_zero_init_kept_no_gathered_weights() -> None:
+    """Rows of zero3 had been stored under this name: they had that change."""
+    neighbours = ("0.19.2", "0.19.5")
+    changes = [change for change in find_changes(TABLE) if (change.before, change.release) == neighbours]
+    peaks = {change.combination.name for change in changes if change.figure == "peak"}
+    assert "zero3" in peaks
+    assert not {name for name in peaks if "zero_init" in name}
+    sent = {change.combination.name for change in changes if change.figure == "sent"}
+    assert {"zero3,accumulation", "zero3,accumulation,zero_init"} <= sent
 
 
 @pytest.mark.parametrize(
@@ -94,7 +117,7 @@ def test_a_release_that_fails_is_no_change() -> None:
 
 
 def test_every_change_has_a_cause_and_every_cause_a_change() -> None:
-    changes = list(find_changes(TABLE))
+    changes = [change for package in COSTS for change in find_changes(read_costs(package))]
     assert not [change for change in changes if change.cause is None]
     assert {change.cause for change in changes} == set(read_cost_causes())
 
@@ -151,3 +174,32 @@ def test_the_document_of_costs_has_the_figures_and_their_changes(capsys: pytest.
 def test_no_torch_is_imported_for_stored_costs() -> None:
     result = run_without_torch("releases", "costs")
     assert f"deepspeed {NEWEST}" in result.stdout
+
+
+def test_the_tool_measures_what_a_file_lacks_and_keeps_the_order_of_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, requested = tmp_path / "costs.json", list[str]()
+    CostTable({}, {"1.0.0": {"zero3,accumulation,lora": cost(sent_bytes=1)}}, "accelerate").write(file)
+
+    def measure(combinations: list[Combination], **_: Any) -> dict[str, CombinationCost]:
+        requested.extend(combination.name for combination in combinations)
+        return {combination.name: cost() for combination in combinations}
+
+    monkeypatch.setitem(COSTS, "accelerate", file)
+    monkeypatch.setattr(release_costs, "install", lambda _: set())
+    monkeypatch.setattr(release_costs, "measure_costs", measure)
+    # Of the second one this is not the usual name.
+    monkeypatch.setattr(release_costs, "read_list", lambda _: ["zero3", "zero3,lora,accumulation", "ddp"])
+    assert release_costs.main(["accelerate", "--releases", "1.0.0"]) == 0
+    assert requested == ["zero3", "ddp"]
+    measured = CostTable.read(file).releases["1.0.0"]
+    assert list(measured) == ["zero3", "zero3,accumulation,lora", "ddp"]
+    assert measured["zero3,accumulation,lora"].sent_bytes == 1
+
+
+def test_a_release_is_a_layer_unless_it_is_the_installed_one() -> None:
+    installed = version("accelerate")
+    assert release_costs._choose_stack("accelerate", installed).layers == []
+    assert release_costs._choose_stack("accelerate", "1.10.1").layers == ["accelerate-1.10.1"]
+    assert release_costs._choose_stack("deepspeed", "0.19.5") == stacks()["0.19.5"]

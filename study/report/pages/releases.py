@@ -71,6 +71,10 @@ def page(records: Records) -> str:
         costs=_cost_changes(read_costs()),
         cost_releases=read_costs().names,
         cost_combinations=len(read_list()),
+        accelerate_costs=_cost_changes(read_costs("accelerate")),
+        accelerate_deepspeed=read_costs("accelerate").packages["deepspeed"],
+        accelerate_releases=read_costs("accelerate").names,
+        accelerate_combinations=len(read_list("accelerate")),
     )
 
 
