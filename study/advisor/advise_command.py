@@ -440,24 +440,32 @@ def _groups_text(question: advise.AdviceRequest) -> str:
     return f" in tensor-parallel groups of {question.tensor_ranks}" * (question.tensor_ranks > 1)
 
 
+# What stands for the reason of a missing part of the peak, after its first line.
+_WITHOUT_VERDICT = "no verdict"
+
+
 def _left_out_lines(options: Sequence[Option], box: Hardware) -> Iterator[str]:
     """Yield the options that do not fit, and their needs, by the limit that they exceed."""
     usable, needs = usable_bytes(box), dict[str, list[str]]()
+    a_rank = f"do not fit {rounded(usable / GIB)} GiB a rank"
     for option in options:
-        limit, need = "for another reason", option.why
+        limit, need = "do not fit for another reason", option.why
         if (peak := device_bytes(option.memory)) > usable:
-            limit, need = f"{rounded(usable / GIB)} GiB a rank", rounded(peak / GIB)
+            limit, need = a_rank, rounded(peak / GIB)
         elif (loading := option.memory.loading) > usable:
-            limit, need = f"{rounded(usable / GIB)} GiB a rank while weights are loaded", rounded(loading / GIB)
+            limit, need = f"{a_rank} while weights are loaded", rounded(loading / GIB)
         elif box.host_gib_per_node and excess_bytes(option.memory, box) > 0 and unswapped_kind(option.request) is None:
-            limit = f"{round(box.host_gib_per_node, 1):,g} GiB of host memory a node"
+            limit = f"do not fit {round(box.host_gib_per_node, 1):,g} GiB of host memory a node"
             need = f"{rounded(option.memory.host_peak.value / GIB)}, {advise.host_flag(option)}"
             if box.is_cpu_only:
                 # Its ranks are there, too.
                 limit += ", all ranks together"
                 need = rounded(box.host_gib_per_node + excess_bytes(option.memory, box) / GIB)
+        elif option.memory.missing:
+            # The first line has the reason, which is that of all.
+            limit, need = _WITHOUT_VERDICT, f"{rounded(peak / GIB)} GiB without it"
         needs.setdefault(limit, []).append(f"{option.name} ({need})")
-    yield from (f"do not fit {limit}: {', '.join(names)}" for limit, names in needs.items())
+    yield from (f"{limit}: {', '.join(names)}" for limit, names in needs.items())
 
 
 def _verdict(advice: Advice) -> str:
@@ -637,6 +645,8 @@ def _row(option: Option, best: Option | None) -> list[str]:
 
 def remark(option: Option, best: Option | None) -> str:
     """Return why an option does not fit, or why it is not recommended although it is as fast."""
+    if option.memory.missing and excess_bytes(option.memory, option.request.box) <= 0:
+        return _WITHOUT_VERDICT
     if not option.fits or best is None:
         return option.why
     if option is best:

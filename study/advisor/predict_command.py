@@ -502,7 +502,7 @@ def _document(
         "device_bytes": device_bytes(memory),
         "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced,
-        "time": dataclasses.asdict(time),
+        "time": None if memory.missing else dataclasses.asdict(time),
         "measured": [run_document(run) for run in runs],
         "sent_bytes_per_step": dataclasses.asdict(estimate("sent", sent_bytes(request))),
         "leaving_node_bytes_per_step": leaving_bytes(request),
@@ -641,33 +641,41 @@ def _page(
                 else "none",
             ),
             *_leaving_row(request),
-            (
-                "time of one step",
-                ", ".join(
-                    f"{part.replace('_', ' ')} {rounded_seconds(seconds)}"
-                    for part, seconds in time.parts.items()
-                    if seconds
-                ),
-            ),
+            *_time_row(memory, time),
         ],
     )
     if details:
         yield "\nfigures with their interval, which covers 80 % of published measurements"
         yield _intervals(request, memory, time, name, unit)
-    tokens_per_s = time.tokens_per_s_per_gpu.value * request.box.ranks
-    # The speed of an option that does not fit would be compared with others.
-    speed = (
-        [] if memory.missing or not fits(memory, request.box) else [f"{rounded(tokens_per_s)} tokens/s of all ranks"]
-    )
-    speed += [f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"] if time.mfu and time.hfu else []
     yield ""
     yield from (
-        "; ".join(speed),
+        *_speed_lines(request, memory, time),
         *request_notes(request, details),
         *_adapted_notes(request),
-        *time.notes,
+        *([] if memory.missing else time.notes),
         *memory.notes,
     )
+
+
+def _time_row(memory: MemoryUse, time: StepTime) -> Iterator[tuple[str, str]]:
+    """Yield the parts of a step, if nothing is missing of them."""
+    if memory.missing:
+        return
+    parts = ((part.replace("_", " "), seconds) for part, seconds in time.parts.items() if seconds)
+    yield "time of one step", ", ".join(f"{part} {rounded_seconds(seconds)}" for part, seconds in parts)
+
+
+def _speed_lines(request: Request, memory: MemoryUse, time: StepTime) -> Iterator[str]:
+    """Yield the speed of all ranks and MFU. The speed of an option that does not fit would be compared with others."""
+    if memory.missing:
+        return
+    figures = []
+    if fits(memory, request.box):
+        figures.append(f"{rounded(time.tokens_per_s_per_gpu.value * request.box.ranks)} tokens/s of all ranks")
+    if time.mfu and time.hfu:
+        figures.append(f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}")
+    if figures:
+        yield "; ".join(figures)
 
 
 def _part_rows(memory: MemoryUse, traced: float | None) -> list[tuple[str, str, str]]:
@@ -705,7 +713,8 @@ def _intervals(request: Request, memory: MemoryUse, time: StepTime, name_of_unit
     ):
         if figure is not None:
             rows.append((title, *_with_interval(figure, functools.partial(_in_unit, size))))
-    rows.append(("step", *_with_interval(time.step_s, rounded_seconds)))
+    if memory.missing is None:
+        rows.append(("step", *_with_interval(time.step_s, rounded_seconds)))
     return TextTable(("", "", ""), rows, indent=2)
 
 

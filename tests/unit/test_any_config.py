@@ -270,6 +270,19 @@ def test_a_loop_over_the_tokens_ends_its_trace_within_seconds() -> None:
     assert time.monotonic() - started < 1
 
 
+def test_a_model_without_a_verdict_has_no_step(capsys, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", **sizes}))
+    options = [str(tmp_path), "--hardware", "8xH100", "--seq_length", "4096"]
+    assert main(["predict", *options, "--strategy", "zero2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [document["fits"], document["time"]] == [None, None]
+    assert main(["predict", *options, "--strategy", "zero2"]) == 0
+    page = capsys.readouterr().out
+    assert "no step time" in page
+    assert not any(words in page for words in ("time of one step", "MFU", "\n\n\n"))
+
+
 def test_a_class_that_stands_for_another_and_an_encoder_that_is_a_classifier_are_named(tmp_path: Path) -> None:
     kimi = {**CONFIGS["deepseek_v3"], "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
     sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
