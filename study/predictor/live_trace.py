@@ -123,7 +123,7 @@ def _other_attentions(model_class: Any) -> list[str]:
         "flash_attention_2": model_class._supports_flash_attn,
         "flex_attention": model_class._supports_flex_attn,
     }
-    return [name for name, is_there in supported.items() if is_there]
+    return [name for name, is_supported in supported.items() if is_supported]
 
 
 class _Structure:
@@ -174,7 +174,7 @@ class _Structure:
         return [len(self.units) if number > last else place for number, place in enumerate(places)]
 
     def is_gated(self, hidden: int, inner: int) -> bool:
-        """Whether a feed-forward block has a gate: three matrices of hidden by inner width, or one twice as wide as the
+        """Whether a feed-forward block has a gate: three of hidden by inner width, or one twice as wide as the
         inner width."""
         matrices = collections.Counter[str]()
         for name, parameter in self.parameters:
@@ -240,8 +240,8 @@ def _has_decoder(model: Any) -> bool:
 
 def _is_rms_norm(module: Any) -> bool:
     """Whether a module has one vector, a scale, and no code of torch."""
-    own = dict(module.named_parameters(recurse=False))
-    is_scale = [*own] == ["weight"] and own["weight"].dim() == 1
+    parameters = dict(module.named_parameters(recurse=False))
+    is_scale = [*parameters] == ["weight"] and parameters["weight"].dim() == 1
     return is_scale and not type(module).__module__.startswith("torch.")
 
 

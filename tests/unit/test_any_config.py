@@ -317,7 +317,7 @@ def test_traced_layers_have_the_traffic_of_their_own_norms_and_feed_forward_bloc
     assert _elementwise_s(twin, FITTED, rates) == _elementwise_s(counted, FITTED, rates)
     kinds = {name: (read_shape(name).gated, read_shape(name).has_rms_norms) for name in ("opt", "vit", "mixtral")}
     assert kinds == {"opt": (False, False), "vit": (False, False), "mixtral": (True, True)}
-    # A gate in one matrix with the other half, beside torch's norms.
+    # A gate in one matrix with the other half, next to torch's norms.
     modern = read_shape("modernbert")
     assert (modern.gated, modern.has_rms_norms) == (True, False)
 
@@ -497,8 +497,8 @@ def test_eager_attention_that_was_not_asked_for_is_named() -> None:
     (note,) = (item.says for item in request_findings(on_ampere) if item.rule == "eager")
     assert "set flex_attention" in note
     for name in ("eager", "flash_attention_2", "flex_attention"):
-        asked = dataclasses.replace(request, attention=name)
-        assert not [item for item in request_findings(asked) if item.rule == "eager"]
+        requested = dataclasses.replace(request, attention=name)
+        assert not [item for item in request_findings(requested) if item.rule == "eager"]
 
 
 def test_flash_attention_with_sinks_needs_hopper() -> None:

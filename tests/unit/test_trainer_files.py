@@ -945,8 +945,8 @@ def test_a_sharded_head_ends_a_run_of_older_trl(
     words = () if release is None else ("--release", f"trl={release}")
     for engine, is_sharded in ((Z3, True), (Z2, False)):
         case = read(write(tmp_path, SFT | keys | {"deepspeed": engine}), *words, *BOX)
-        found = [item.key for item in case.findings if "size mismatch" in item.message]
-        assert found == [ends] * (is_sharded and ends is not None)
+        mismatches = [item.key for item in case.findings if "size mismatch" in item.message]
+        assert mismatches == [ends] * (is_sharded and ends is not None)
 
 
 GRPO = {**ARGUMENTS, "model_name_or_path": "qwen2.5-7b", "num_generations": 8, "deepspeed": Z3, "use_vllm": True}
@@ -967,11 +967,11 @@ GRPO = {**ARGUMENTS, "model_name_or_path": "qwen2.5-7b", "num_generations": 8, "
 def test_colocated_vllm_has_its_share_of_the_gpu(keys: dict[str, Any], words: str, gib: float, tmp_path: Path) -> None:
     case = read(write(tmp_path, GRPO | keys), *words.split(), *BOX)
     alone = read(write(tmp_path, GRPO | {"use_vllm": False}), *words.split(), *BOX)
-    taken = device_bytes(case.memory) - device_bytes(alone.memory)
-    assert taken == pytest.approx(gib * GIB, rel=0.01)
+    vllm_bytes = device_bytes(case.memory) - device_bytes(alone.memory)
+    assert vllm_bytes == pytest.approx(gib * GIB, rel=0.01)
     verdict = first_line(case)
     assert "not modelled" not in verdict
-    assert (f" + {rounded(taken / GIB)} of vLLM of " in verdict) == (gib > 0)
+    assert (f" + {rounded(vllm_bytes / GIB)} of vLLM of " in verdict) == (gib > 0)
 
 
 def test_vllm_without_hardware_is_left_out_by_name(tmp_path: Path) -> None:
@@ -1010,10 +1010,10 @@ def test_axolotl_trains_16_bit_weights_under_fsdp2(tmp_path: Path) -> None:
         {"model_name_or_path": "qwen2-7b", "dtype": "bfloat16", "bf16": True, "fsdp": "full_shard"}
         | {"fsdp_config": {"version": 2}, "per_device_train_batch_size": 1},
     ):
-        other = read(write(tmp_path, document), *BOX)
-        assert other.request.strategy.is_fsdp
-        assert "no-masters" not in {item.rule for item in other.findings}
-        assert predict_state(other.request).device > 1.9 * state.device
+        sharded = read(write(tmp_path, document), *BOX)
+        assert sharded.request.strategy.is_fsdp
+        assert "no-masters" not in {item.rule for item in sharded.findings}
+        assert predict_state(sharded.request).device > 1.9 * state.device
 
 
 def test_accelerate_before_1_11_reduces_gradients_of_fsdp2_in_each_micro_batch(tmp_path: Path) -> None:
@@ -1024,6 +1024,8 @@ def test_accelerate_before_1_11_reduces_gradients_of_fsdp2_in_each_micro_batch(t
     assert figures(cases["1.10.0"].request) == figures(synced.request) != figures(cases["1.11.0"].request)
     rules = {release: {item.rule for item in findings(case)} for release, case in cases.items()}
     assert "whole-gradients" in rules["1.11.0"] - rules["1.10.0"]
-    told = [item.message for item in cases["1.10.0"].findings if item.key == ACCUMULATION]
-    assert told == ["Accelerate 1.10.0 reduces FSDP2's gradients in each micro-batch: its no_sync has no effect there"]
+    messages = [item.message for item in cases["1.10.0"].findings if item.key == ACCUMULATION]
+    assert messages == [
+        "Accelerate 1.10.0 reduces FSDP2's gradients in each micro-batch: its no_sync has no effect there"
+    ]
     assert figures(read(file, *flags).request) == figures(cases["1.11.0"].request)
