@@ -152,7 +152,7 @@ class _Structure:
         return [len(self.units) if number > last else place for number, place in enumerate(places)]
 
     def is_gated(self, hidden: int, inner: int) -> bool:
-        """Whether a feed-forward block has a gate: three matrices of hidden by inner width, or one twice as wide as the
+        """Whether a feed-forward block has a gate: three matrices of hidden by inner width, or one of hidden by twice the
         inner width."""
         matrices = collections.Counter[str]()
         for name, parameter in self.parameters:
@@ -213,8 +213,8 @@ class _Structure:
 
 def _is_rms_norm(module: Any) -> bool:
     """Whether a module has one vector, a scale, and no code of torch."""
-    own = dict(module.named_parameters(recurse=False))
-    is_scale = [*own] == ["weight"] and own["weight"].dim() == 1
+    vectors = dict(module.named_parameters(recurse=False))
+    is_scale = [*vectors] == ["weight"] and vectors["weight"].dim() == 1
     return is_scale and not type(module).__module__.startswith("torch.")
 
 
