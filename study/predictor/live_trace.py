@@ -152,8 +152,7 @@ class _Structure:
         return [len(self.units) if number > last else place for number, place in enumerate(places)]
 
     def is_gated(self, hidden: int, inner: int) -> bool:
-        """Whether a feed-forward block has a gate: three matrices of hidden by inner width, or one of hidden by twice the
-        inner width."""
+        """Whether a feed-forward block has a gate: three matrices of hidden x inner width, or one of twice that."""
         matrices = collections.Counter[str]()
         for name, parameter in self.parameters:
             if parameter.dim() < 2 or not self.find_unit(name):
@@ -168,7 +167,7 @@ class _Structure:
 
     @property
     def has_rms_norms(self) -> bool:
-        """Whether layers have norms of transformers' own code with a scale alone, as Llama's: they compute in fp32."""
+        """Whether layers have norms of transformers' own code with only a scale, as Llama's: they compute in fp32."""
         modules = (module for name, module in self.model.named_modules() if self.find_unit(name))
         return any(_is_rms_norm(module) for module in modules)
 
