@@ -174,8 +174,7 @@ class _Structure:
         return [len(self.units) if number > last else place for number, place in enumerate(places)]
 
     def is_gated(self, hidden: int, inner: int) -> bool:
-        """Whether a feed-forward block has a gate: three of hidden by inner width, or one twice as wide as the
-        inner width."""
+        """Whether a feed-forward block has a gate: three matrices of hidden x inner width, or one of twice that."""
         matrices = collections.Counter[str]()
         for name, parameter in self.parameters:
             if parameter.dim() < 2 or not self.find_unit(name):
@@ -190,7 +189,7 @@ class _Structure:
 
     @property
     def has_rms_norms(self) -> bool:
-        """Whether layers have norms of transformers' own code with a scale alone, as Llama's: they compute in fp32."""
+        """Whether layers have norms of transformers' own code with only a scale, as Llama's: they compute in fp32."""
         modules = (module for name, module in self.model.named_modules() if self.find_unit(name))
         return any(_is_rms_norm(module) for module in modules)
 
@@ -240,8 +239,8 @@ def _has_decoder(model: Any) -> bool:
 
 def _is_rms_norm(module: Any) -> bool:
     """Whether a module has one vector, a scale, and no code of torch."""
-    parameters = dict(module.named_parameters(recurse=False))
-    is_scale = [*parameters] == ["weight"] and parameters["weight"].dim() == 1
+    vectors = dict(module.named_parameters(recurse=False))
+    is_scale = [*vectors] == ["weight"] and vectors["weight"].dim() == 1
     return is_scale and not type(module).__module__.startswith("torch.")
 
 

@@ -317,7 +317,7 @@ def test_traced_layers_have_the_traffic_of_their_own_norms_and_feed_forward_bloc
     assert _elementwise_s(twin, FITTED, rates) == _elementwise_s(counted, FITTED, rates)
     kinds = {name: (read_shape(name).gated, read_shape(name).has_rms_norms) for name in ("opt", "vit", "mixtral")}
     assert kinds == {"opt": (False, False), "vit": (False, False), "mixtral": (True, True)}
-    # A gate in one matrix with the other half, next to torch's norms.
+    # A gate in one matrix with the other half, and torch's norms.
     modern = read_shape("modernbert")
     assert (modern.gated, modern.has_rms_norms) == (True, False)
 
