@@ -679,9 +679,9 @@ def test_fsdp_s_sharded_gradients_stay_on_the_stream_that_reduced_them_and_decid
 
 @pytest.mark.parametrize("model_type", ["bert", "gpt2", "gpt_neo", "gptj", "gpt_neox", "llama", "gemma2"])
 def test_a_sample_longer_than_a_table_of_positions_is_refused_and_rope_computes_any(model_type: str) -> None:
-    limits = {"n_positions": 8, "max_position_embeddings": 8, "type_vocab_size": 2}
-    layers = {"attention_types": [[["global", "local"], 2]]} if model_type == "gpt_neo" else {}
-    shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | limits | layers)
+    limits: dict[str, Any] = {"n_positions": 8, "max_position_embeddings": 8, "type_vocab_size": 2}
+    limits |= {"attention_types": [[["global", "local"], 2]]} if model_type == "gpt_neo" else {}
+    shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | limits)
     config = transformers.CONFIG_MAPPING[model_type].from_dict(json.loads(shape.document))
     model, tokens = transformers.AutoModel.from_config(config).eval(), torch.zeros(1, 9, dtype=torch.long)
     if shape.has_position_table:
