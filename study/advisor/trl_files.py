@@ -1,4 +1,4 @@
-"""What a file of TRL trains with a release of TRL: its loss, and the memory of its vLLM."""
+"""The loss and the memory of vLLM of a TRL file, by the release of TRL."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _wrong_losses(file: TrainerFile, release: str) -> Iterator[Finding]:
 
 
 def with_release(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
-    """Return the case of TRL's file with what depends on the release and the engine."""
+    """Return the case of TRL's file with the errors and the memory that depend on the release and the engine."""
     errors = _unsharded_head(file, release, case.stage)
     return _with_vllm(file, release, dataclasses.replace(case, trl=release, findings=(*case.findings, *errors)))
 
@@ -118,8 +118,8 @@ def _unsharded_head(file: TrainerFile, release: str, stage: int) -> Iterator[Fin
 
 
 def _with_vllm(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
-    """Return the case with the memory of GRPO's vLLM: in the mode colocate it has a share of each GPU, which its sleep
-    mode frees for a step (trl/generation/vllm_generation.py)."""
+    """Return the case with the memory of GRPO's vLLM: in the mode colocate it has a fraction of each GPU, which its
+    sleep mode frees for a step (trl/generation/vllm_generation.py)."""
     document = file.document
     if not is_grpo(file) or not _is_on(file, "use_vllm"):
         return case
@@ -127,12 +127,12 @@ def _with_vllm(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
     if str(document.get("vllm_mode") or usual).lower() == "server":
         note = file.noted("use_vllm", "vLLM generates on the GPUs of its server: none of these bytes are here", "vllm")
         return dataclasses.replace(case, vllm="server", findings=(*case.findings, note))
-    share = document.get("vllm_gpu_memory_utilization")
-    share = _VLLM_SHARE if share is None else share
-    size = 0.0 if case.request.box.device is ANY_DEVICE else share * case.request.box.device.visible_gib * GIB
-    note = _vllm_note(file, share, size)
-    taken = 0.0 if _is_on(file, "vllm_enable_sleep_mode") else size
-    request = dataclasses.replace(case.request, beside_bytes=taken)
+    fraction = document.get("vllm_gpu_memory_utilization")
+    fraction = _VLLM_SHARE if fraction is None else fraction
+    size = 0.0 if case.request.box.device is ANY_DEVICE else fraction * case.request.box.device.visible_gib * GIB
+    note = _vllm_note(file, fraction, size)
+    vllm_bytes = 0.0 if _is_on(file, "vllm_enable_sleep_mode") else size
+    request = dataclasses.replace(case.request, vllm_bytes=vllm_bytes)
     return dataclasses.replace(case, vllm="colocate", request=request, findings=(*case.findings, note))
 
 
@@ -140,13 +140,15 @@ def _is_on(file: TrainerFile, name: str) -> bool:
     return str(file.document.get(name)).lower() == "true"
 
 
-def _vllm_note(file: TrainerFile, share: float, size: float) -> Finding:
+def _vllm_note(file: TrainerFile, fraction: float, size: float) -> Finding:
     key = "vllm_gpu_memory_utilization"
     key = key if file.document.get(key) is not None else "use_vllm"
     if _is_on(file, "vllm_enable_sleep_mode"):
         of = f", {rounded(size / GIB)} GiB," * bool(size)
-        message = f"vLLM's {share:g} of each GPU{of} is free during a step, and taken while it generates"
+        message = f"vLLM's {fraction:g} of each GPU{of} is free during a step, and taken while it generates"
         return file.noted(key, f"{message}, next to weights and optimizer", "vllm")
     if not size:
-        return file.not_counted("use_vllm", f"vLLM takes {share:g} of each GPU: --hardware BOX adds it; {NOT_MODELLED}")
-    return file.noted(key, f"vLLM takes {share:g} of each GPU, {rounded(size / GIB)} GiB: the peak has them", "vllm")
+        return file.not_counted(
+            "use_vllm", f"vLLM takes {fraction:g} of each GPU: --hardware BOX adds it; {NOT_MODELLED}"
+        )
+    return file.noted(key, f"vLLM takes {fraction:g} of each GPU, {rounded(size / GIB)} GiB: the peak has them", "vllm")
