@@ -434,9 +434,9 @@ def _verdict(case: ConfigCase) -> str:
 
 def _peak_text(request: Request, peak: float) -> str:
     """Return the GiB of a peak, those of vLLM apart."""
-    if not request.other_bytes:
+    if not request.vllm_bytes:
         return rounded(peak / GIB)
-    return f"{rounded((peak - request.other_bytes) / GIB)} + {rounded(request.other_bytes / GIB)} of vLLM"
+    return f"{rounded((peak - request.vllm_bytes) / GIB)} + {rounded(request.vllm_bytes / GIB)} of vLLM"
 
 
 def is_too_large_to_load(case: ConfigCase) -> bool:

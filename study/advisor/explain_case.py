@@ -71,7 +71,7 @@ class ConfigCase:
     generated_tokens: int | None = None
     # Lines about the settings of a trainer's file.
     read_from: tuple[str, ...] = ()
-    # The release of TRL that reads the file, and the place of its vLLM: the same GPUs, or a server.
+    # The release of TRL whose file it is, and the place of its vLLM: the same GPUs, or a server.
     trl: str | None = None
     vllm: Literal["colocate", "server"] | None = None
     # Of the packages of a run, whose settings these are; None: the installed ones.

@@ -1,4 +1,4 @@
-"""Read a file of TRL as a release of TRL does: its loss, and the memory of its vLLM."""
+"""The loss and the memory of vLLM of a TRL file, by the release of TRL."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _wrong_losses(file: TrainerFile, release: str) -> Iterator[Finding]:
 
 
 def with_release(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
-    """Return the case of TRL's file with the settings that depend on the release and the engine."""
+    """Return the case of TRL's file with the errors and the memory that depend on the release and the engine."""
     errors = _unsharded_head(file, release, case.stage)
     return _with_vllm(file, release, dataclasses.replace(case, trl=release, findings=(*case.findings, *errors)))
 
@@ -118,8 +118,8 @@ def _unsharded_head(file: TrainerFile, release: str, stage: int) -> Iterator[Fin
 
 
 def _with_vllm(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
-    """Return the case with the memory of GRPO's vLLM: in the mode colocate it has a part of each GPU, which its sleep
-    mode frees for a step (trl/generation/vllm_generation.py)."""
+    """Return the case with the memory of GRPO's vLLM: in the mode colocate it has a fraction of each GPU, which its
+    sleep mode frees for a step (trl/generation/vllm_generation.py)."""
     document = file.document
     if not is_grpo(file) or not _is_on(file, "use_vllm"):
         return case
@@ -132,7 +132,7 @@ def _with_vllm(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
     size = 0.0 if case.request.box.device is ANY_DEVICE else fraction * case.request.box.device.visible_gib * GIB
     note = _vllm_note(file, fraction, size)
     vllm_bytes = 0.0 if _is_on(file, "vllm_enable_sleep_mode") else size
-    request = dataclasses.replace(case.request, other_bytes=vllm_bytes)
+    request = dataclasses.replace(case.request, vllm_bytes=vllm_bytes)
     return dataclasses.replace(case, vllm="colocate", request=request, findings=(*case.findings, note))
 
 

@@ -303,8 +303,8 @@ def predict_memory(request: Request) -> MemoryUse:
     parts = {name: peak.parts.get(name, 0.0) for name in PARTS}
     parts["context"] = 0.0 if request.box.is_cpu_only else _cuda_context_bytes(request.box.ranks)
     parts["fragmentation"] = free
-    if request.other_bytes:
-        parts[BESIDE] = request.other_bytes
+    if request.vllm_bytes:
+        parts[BESIDE] = request.vllm_bytes
     if excess:
         parts[MEASURED_EXCESS] = excess
     return MemoryUse(
@@ -376,7 +376,7 @@ def _at_most_the_device(request: Request, peak: Estimate) -> Estimate:
     correction = request.correction
     if correction is None or correction.find_measured_factor(request) is None or peak.high is None:
         return peak
-    room = request.box.device.visible_gib * GIB - _outside_tensors_bytes(request)
+    room = request.box.device.visible_gib * GIB - _unpooled_bytes(request)
     return dataclasses.replace(peak, high=max(peak.value, min(peak.high, room)))
 
 
@@ -442,7 +442,7 @@ def least_device_bytes(request: Request, at_upper: bool = False) -> float:
         reserved += request.correction.find_excess(request, allocated - exact)
     if at_upper:
         reserved = max(reserved, _peak_estimate(request, reserved, 0.0, exact).high or 0.0)
-    return max(reserved + _outside_tensors_bytes(request), loading_device_bytes(request))
+    return max(reserved + _unpooled_bytes(request), loading_device_bytes(request))
 
 
 def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: float, needed: float) -> float:
@@ -468,7 +468,7 @@ def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: 
         passes = max(point.without(*excluded) - min(point.parts["gradients"], sharded) for point in passing)
         return max(needed, constant + other_streams + sharded + max(steps - sharded, passes))
     passes = other_streams + max(point.without("gradients", *excluded) for point in passing)
-    available = request.box.device.visible_gib * 2**30 - _outside_tensors_bytes(request)
+    available = request.box.device.visible_gib * 2**30 - _unpooled_bytes(request)
     return max(needed, min(constant + passes + steps, available))
 
 
@@ -477,9 +477,9 @@ def _cuda_context_bytes(ranks: int) -> float:
     return float(CONTEXT_BYTES + (0 if ranks == 1 else COMMUNICATOR_OF_TWO_BYTES if ranks == 2 else COMMUNICATOR_BYTES))
 
 
-def _outside_tensors_bytes(request: Request) -> float:
+def _unpooled_bytes(request: Request) -> float:
     """Return the bytes of the GPU outside of torch's allocator."""
-    return _cuda_context_bytes(request.box.ranks) + request.other_bytes
+    return _cuda_context_bytes(request.box.ranks) + request.vllm_bytes
 
 
 def kept_for_backward(request: Request) -> float:

@@ -297,7 +297,7 @@ class Request:
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
     expandable_segments: bool = False
     # Bytes of each GPU that another engine takes in the same process: vLLM next to the training of GRPO.
-    other_bytes: float = 0.0
+    vllm_bytes: float = 0.0
     # The ranks that divide the tensors of each layer: the shape is then the part of one of them. None without division.
     tensor_group: TensorGroup | None = None
     # Tokens of an encoder-decoder model's decoder; None: as many as `sequence_length`.

@@ -945,8 +945,8 @@ def test_a_sharded_head_ends_a_run_of_older_trl(
     words = () if release is None else ("--release", f"trl={release}")
     for engine, is_sharded in ((Z3, True), (Z2, False)):
         case = read(write(tmp_path, SFT | keys | {"deepspeed": engine}), *words, *BOX)
-        mismatches = [item.key for item in case.findings if "size mismatch" in item.message]
-        assert mismatches == [ends] * (is_sharded and ends is not None)
+        errors = [item.key for item in case.findings if "size mismatch" in item.message]
+        assert errors == [ends] * (is_sharded and ends is not None)
 
 
 GRPO = {**ARGUMENTS, "model_name_or_path": "qwen2.5-7b", "num_generations": 8, "deepspeed": Z3, "use_vllm": True}
@@ -967,11 +967,11 @@ GRPO = {**ARGUMENTS, "model_name_or_path": "qwen2.5-7b", "num_generations": 8, "
 def test_colocated_vllm_has_its_share_of_the_gpu(keys: dict[str, Any], words: str, gib: float, tmp_path: Path) -> None:
     case = read(write(tmp_path, GRPO | keys), *words.split(), *BOX)
     alone = read(write(tmp_path, GRPO | {"use_vllm": False}), *words.split(), *BOX)
-    vllm_bytes = device_bytes(case.memory) - device_bytes(alone.memory)
-    assert vllm_bytes == pytest.approx(gib * GIB, rel=0.01)
+    difference = device_bytes(case.memory) - device_bytes(alone.memory)
+    assert difference == pytest.approx(gib * GIB, rel=0.01)
     verdict = first_line(case)
     assert "not modelled" not in verdict
-    assert (f" + {rounded(vllm_bytes / GIB)} of vLLM of " in verdict) == (gib > 0)
+    assert (f" + {rounded(difference / GIB)} of vLLM of " in verdict) == (gib > 0)
 
 
 def test_vllm_without_hardware_is_left_out_by_name(tmp_path: Path) -> None:
