@@ -388,19 +388,19 @@ def _uncorrected(request: Request, constants: Constants) -> StepTime:
     return predict_time(dataclasses.replace(request, correction=None), constants=constants)
 
 
-# Devices with published step times.
+# Devices with published or own step times.
 _TIMED_DEVICES = frozenset(_INTERVALS.get("timed_devices", ()))
 
 
 def _lacks_times(box: Hardware) -> bool:
-    """Whether a GPU of the table has no published step time."""
+    """Whether no step of a GPU of the table was measured."""
     return bool(box.device.names) and not box.is_cpu_only and box.device.name not in _TIMED_DEVICES
 
 
 def unvalidated_notes(box: Hardware) -> Iterator[str]:
-    """Yield that no published run has a GPU's time, if none has."""
+    """Yield that no measured step validates a GPU's time, if none does."""
     if _lacks_times(box):
-        yield f"no published run on {box.device.name} validates this time"
+        yield f"no measured step on {box.device.name} validates this time"
 
 
 def _time_estimate(request: Request, figure: str, value: float) -> Estimate:

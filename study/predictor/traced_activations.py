@@ -272,7 +272,7 @@ class _TracedStack:
     def peak(self) -> float:
         """The largest temporaries of any layer."""
         peaks = (self.above[name] + max(sizes.values(), default=0.0) for name, sizes in self.temporaries.items())
-        return max(0.0, *peaks)
+        return max(peaks, default=0.0)
 
     def freed(self, kind: str, gradients: Mapping[str, float]) -> Iterator[tuple[str, float]]:
         """Yield the bytes below the peak after each gradient of a traced layer, by parameter."""

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from study.config.errors import UserError, first_line
+from study.records.rows import RUN_COLUMNS
 
 RUNS_FILE = "runs.parquet"
 
@@ -40,7 +41,7 @@ def read_columns(folder: Path, names: Sequence[str]) -> list[SimpleNamespace]:
 
 
 def read_row(folder: Path, place: int) -> SimpleNamespace:
-    """Return one of a report's runs with all columns of its file; raise UserError."""
+    """Return one of a report's runs, with None for columns that its file lacks; raise UserError."""
     file = folder / RUNS_FILE
     try:
         # pyarrow.parquet.read_table imports pandas.
@@ -48,7 +49,7 @@ def read_row(folder: Path, place: int) -> SimpleNamespace:
             (row,) = table.read().slice(place, 1).to_pylist()
     except (OSError, ValueError) as error:
         raise _unreadable(file, error) from None
-    return SimpleNamespace(**row)
+    return SimpleNamespace(**(dict.fromkeys(RUN_COLUMNS) | row))
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:

@@ -113,7 +113,9 @@ def test_frozen_weights_in_a_flat_parameter_with_adapters_have_gradients() -> No
     assert model_flops(separate) < model_flops(request)
     box = to_box("2xA100")
     timed = (dataclasses.replace(request, box=box) for request in (separate, request))
-    (forward, backward), (same, more) = (passes_s(request, FITTED) for request in timed)
+    # Without the waits for units of adapters, which the other one has.
+    constants = dataclasses.replace(FITTED, launch_s=0.0)
+    (forward, backward), (same, more) = (passes_s(request, constants) for request in timed)
     assert same == forward
     assert more > backward
 

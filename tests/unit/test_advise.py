@@ -371,7 +371,8 @@ def test_advice_for_lora_loads_frozen_weights_in_16_bits_and_is_compared_with_lo
 def test_another_optimizer_is_compared_without_the_optimizer_on_the_host(tmp_path: Path) -> None:
     usual, smaller = ask(LLAMA_8B, "8xH100"), ask(LLAMA_8B, "8xH100", "--optimizer", "adamw_8bit")
     names = {option.name for option in usual.options if not option.request.strategy.offloads}
-    assert {option.name for option in smaller.options} == names
+    # bitsandbytes' optimizers crash on FSDP2's tensors.
+    assert {option.name for option in smaller.options} == names - {"fsdp2"}
     assert {option.request.optimizer for option in smaller.options} == {"adamw_8bit"}
     for advice, moments in ((usual, 8), (smaller, 2 * (1 + 4 / 256))):
         (option,) = [option for option in advice.options if option.name == "zero3"]

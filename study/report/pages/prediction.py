@@ -640,14 +640,14 @@ def intervals_text(frame: pd.DataFrame) -> str:
             "worst": round(float(host.max()), 3),
             "rows": len(host),
         }
-    document = {"single_error": fit_single_error(), **table, "timed_devices": _timed_devices()}
+    document = {"single_error": fit_single_error(), **table, "timed_devices": _timed_devices(frame)}
     return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(document, sort_keys=False)
 
 
-def _timed_devices() -> list[str]:
-    """Return the devices of published step times, by which a time on others is not validated."""
-    timed = (row for row in published_rows() if row.step_s is not None and implausibility(row) is None)
-    return sorted({row.request.box.device.name for row in timed})
+def _timed_devices(frame: pd.DataFrame) -> list[str]:
+    """Return the devices of published and own step times, without which a time is not validated."""
+    timed = frame[frame["step_s"].notna() & frame["predicted_step_s"].notna()]
+    return sorted({*timed["device"]} & {device.name for device in known_devices()})
 
 
 def _published_ratios(frame: pd.DataFrame) -> dict[str, tuple[pd.Series, pd.Series | None]]:
