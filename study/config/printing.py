@@ -62,12 +62,15 @@ def progress_line(message: str, *, in_logs: bool = False) -> Iterator[None]:
     line = _Line(message)
     timer = threading.Timer(_SILENT_S, line.show)
     timer.daemon = True
-    timer.start()
+    # A browser's Python has no threads.
+    with contextlib.suppress(RuntimeError):
+        timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        timer.join()
+        if timer.ident is not None:
+            timer.join()
         line.clear()
 
 

@@ -111,11 +111,10 @@ def test_frozen_weights_in_a_flat_parameter_with_adapters_have_gradients() -> No
     assert accumulated_bytes(accumulating) == 4 * sum(param.elements for param in in_layers)
     separate = dataclasses.replace(request, fsdp_mixed_units=False)
     assert model_flops(separate) < model_flops(request)
-    box = to_box("2xA100")
-    timed = (dataclasses.replace(request, box=box) for request in (separate, request))
+    timed = (dataclasses.replace(request, box=to_box("2xA100")) for request in (separate, request))
     # Without the waits for units of adapters, which the other one has.
-    constants = dataclasses.replace(FITTED, launch_s=0.0)
-    (forward, backward), (same, more) = (passes_s(request, constants) for request in timed)
+    unlaunched = dataclasses.replace(FITTED, launch_s=0.0)
+    (forward, backward), (same, more) = (passes_s(request, unlaunched) for request in timed)
     assert same == forward
     assert more > backward
 

@@ -127,10 +127,10 @@ def test_the_formula_of_activations_matches_the_traced_code_with_adapters_and_as
         assert_recomputed_as_traced(dataclasses.replace(request, micro_batch=2, sequence_length=256))
 
 
-def assert_recomputed_as_traced(request):
+def assert_recomputed_as_traced(request, least=0.96):
     # A trace has tensors, and not the blocks that an allocator gives to them.
     peak = max(point.total - point.parts["allocator"] for point in device_snapshots(request) if not point.step)
-    assert 0.96 <= peak / trace_activations(request).backward_peak <= 1.06, request.precision
+    assert least <= peak / trace_activations(request).backward_peak <= 1.06, request.precision
 
 
 def assert_activations_as_traced(request, rel):

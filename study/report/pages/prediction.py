@@ -23,6 +23,7 @@ from study.benchmark.scores import scores as benchmark_scores
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
 from study.host.memory import GIB
+from study.predictor.hardware import known_devices
 from study.predictor.recorded_runs import ALL_STATE, SENT
 from study.predictor.run_predictions import compare_figures as own_compared
 from study.predictor.run_predictions import host_memory_table, saving_table, study_rows
@@ -30,7 +31,6 @@ from study.predictor.run_predictions import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
 from study.predictor.validation import (
     Measurement,
-    implausibility,
     predicted_peak,
     published_rows,
     refused_sources,
