@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,17 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from study.metrics.inventory import live_tensors
 from study.metrics.traffic import TrafficWatch
 
 RANKS = 2
 
-
-# A thread of gloo may free a tensor, which the profiler does not see: then a size is too large.
-REPEATS = 6
+SETTLED_AFTER_S = 0.005
 
 
 def divide_by_torch(model: torch.nn.Module, mesh: DeviceMesh) -> None:
@@ -87,31 +90,59 @@ def set_full_widths(model: torch.nn.Module) -> None:
             module.in_features = module.weight.shape[1]
 
 
-def changes_of(action: Callable[[], Any]) -> tuple[int, int]:
-    """Return the bytes that an action leaves allocated, and those of its peak."""
-    gc.collect()
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        kept = action()
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of live tensors that operations made within it: `now`, and `peak` between two operations.
+
+    The profiler's memory events do not count what a thread of gloo frees, and a sum of them has it for ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.peak = 0
+
+    def __enter__(self) -> LiveBytes:
         gc.collect()
-    events = profile.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    now = peak = 0
-    for _, size in changes:
-        now += size
-        peak = max(peak, now)
-    del kept
-    return now, peak
+        # Without the tensors before it, which an operation may write into.
+        self._before = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in live_tensors()}
+        super().__enter__()
+        return self
+
+    @property
+    def now(self) -> int:
+        return sum(size for _, size in list(self._known.values()))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and not is_traceable_wrapper_subclass(leaf):
+                self._see(leaf.untyped_storage())
+        if self.now > self.peak:
+            # A thread of gloo frees a collective's input some time after the collective.
+            time.sleep(SETTLED_AFTER_S)
+            self.peak = max(self.peak, self.now)
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key not in self._before and key not in self._known:
+            reference = weakref.ref(storage, lambda _: self._known.pop(key, None))
+            self._known[key] = (reference, storage.nbytes())
 
 
-def changes_of_passes(
-    model: torch.nn.Module, forward: Callable[[], torch.Tensor], losses: list[torch.Tensor]
-) -> tuple[int, int]:
-    """Return the bytes that a forward pass leaves, and the peak of the backward pass after it."""
-    model.zero_grad()
-    losses.clear()
-    saved, _ = changes_of(forward)
-    _, peak = changes_of(lambda: losses[0].backward())
-    return saved, saved + peak
+def changes_of_passes(forward: Callable[[], torch.Tensor]) -> tuple[int, int]:
+    """Return the bytes that a forward pass leaves, and the peak of both passes."""
+    with LiveBytes() as live:
+        loss = forward()
+        gc.collect()
+        time.sleep(SETTLED_AFTER_S)
+        saved = live.now
+        loss.backward()
+    return saved, live.peak
 
 
 def measure(case: dict[str, Any], mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
@@ -147,8 +178,7 @@ def measure(case: dict[str, Any], mesh: DeviceMesh, folder: Path) -> dict[str, A
             step()
         model.zero_grad()
         losses.clear()
-        passes = [changes_of_passes(model, forward, losses) for _ in range(REPEATS)]
-        saved, peak = (min(sizes) for sizes in zip(*passes, strict=True))
+        saved, peak = changes_of_passes(forward)
     params = [param for _, param in model.named_parameters()]
     local = [param.to_local() if isinstance(param, DTensor) else param for param in params]
     loss = losses[0].full_tensor() if isinstance(losses[0], DTensor) else losses[0]
