@@ -526,7 +526,7 @@ def advice_notes(advice: Advice, best: Option, riskier: Option | None) -> Iterat
     if optimizer != "adamw":
         yield f"no optimizer on the host is compared: DeepSpeed refuses {optimizer} there, and {REPLACED}"
     question = advice.question
-    if refusal := advise.fsdp_refusal(question):
+    if refusal := advise.why_no_fsdp(question):
         yield f"no FSDP is compared: {refusal}"
     yield from question.shape.notes()
     yield from request_notes(best.request, without=OVERFLOWS)

@@ -117,6 +117,10 @@ class ModelShape(abc.ABC):
     has_decoder: bool = False
     encoder_reads_tokens: bool = True
 
+    def why_no_fsdp(self, version: int) -> str | None:
+        """Return the reason why a version of FSDP cannot train it; None if it can."""
+        return self.fsdp1_refusal if version == 1 else self.fsdp_refusal
+
     @property
     @abc.abstractmethod
     def fused_attentions(self) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ def count_activations(request: Request) -> Activations:
         layer=layer.saved,
         scores=layer.scores,
         checkpoint=layer.checkpoint,
+        input=layer.saved_input,
         outside=ends.saved,
         tail=ends.tail,
         layer_forward=layer.forward_temporaries,
@@ -258,6 +259,27 @@ class _TableLayer:
         return self.tokens * self.shape.hidden * self.stream / self.request.stream_ranks + self.kept_products
 
     @property
+    def saved_input(self) -> float:
+        """Bytes of a recomputed layer's input that are among the tensors that it saves: a norm in fp32 or a matrix in
+        the computing type saves the input itself, and otherwise a copy of it in the other type."""
+        if not self.request.gradient_checkpointing:
+            return 0.0
+        if not self.family.begins_with_norm:
+            is_saved = self.mode != "autocast" and self.reads_input_itself
+        elif self.kernels is not None or self.mode != "engine":
+            is_saved = True
+        else:
+            is_saved = not self.hidden_tensors.in_fp32
+        return is_saved * self.residual / self.request.stream_ranks
+
+    @property
+    def reads_input_itself(self) -> bool:
+        """Whether a matrix or an adapter saves the attention's input."""
+        if self.shape.lora_rank is None:
+            return True
+        return not self.request.lora_dropout and not adapted_modules(self.shape).isdisjoint(READS_INPUT)
+
+    @property
     def widened(self) -> int:
         """The last product's input, which peft casts to fp32 for its adapter (_cast_input_dtype in peft's
         tuners/tuners_utils.py), and autocast back to 16 bits."""
@@ -280,18 +302,61 @@ class _TableLayer:
         if self.kernels is not None and not self.request.torch_gate:
             return 1.0
         in_fp32 = self.is_autocast_on_cuda and self.family.inner_on_cuda
-        return self.family.inner_gradients + (2.0 if in_fp32 else 0.0)
+        return self.family.inner_gradients + (3.0 if in_fp32 else 0.0)
 
     @property
     def hidden_gradient(self) -> int:
         """The gradient of a layer's input or output."""
         return self.tokens * self.width * self.shape.hidden
 
+    @property
+    def last_is_adapted(self) -> bool:
+        """Whether the block's last matrix has an adapter."""
+        return self.family.block[-1] in adapted_modules(self.shape)
+
+    @property
+    def unsaved_product(self) -> float:
+        """The last matrix's input if nothing saves it: the matrix is frozen, and has no adapter."""
+        if self.shape.lora_rank is None:
+            return 0.0
+        return self.tokens * max(0.0, -_shared_input(self.request, self.family.block[-1:], self.shape.inner))
+
+    @property
+    def at_product(self) -> float:
+        """Temporaries at the gradient of the last matrix's input: with an adapter the gradients of both products and
+        their sum, when that input is freed."""
+        inner = self.tokens * self.width * self.shape.inner
+        return (2 if self.last_is_adapted else 1) * inner
+
+    @property
+    def at_gate(self) -> float:
+        """Temporaries at the gradients of gate or activation: the last matrix's input is freed, if it was saved, and
+        autocast's copy of the matrix."""
+        inner = self.tokens * self.width * self.shape.inner
+        if self.kernels is not None and not self.request.torch_gate:
+            # Both are written over saved tensors.
+            return inner
+        last = (matrix for matrix in self.shape.layer_matrices if matrix.name.startswith(self.family.block[-1]))
+        return self.inner_gradients * inner + self.unsaved_product - self.cast_bytes(last)
+
+    @property
+    def residual(self) -> int:
+        """The residual stream, or its gradient."""
+        return self.tokens * self.stream * self.shape.hidden
+
+    @property
+    def at_end_of_recomputation(self) -> float:
+        """Temporaries before the first gradient: what peft casts, the outputs of the last matrix and of its adapter
+        with their sum (Linear.forward in peft's layer.py), and the norm's output in fp32, still an argument then."""
+        if not (self.request.gradient_checkpointing and self.widened):
+            return 0.0
+        norm_output = self.residual if self.family.begins_with_norm else 0
+        return self.widened + 3 * self.hidden_gradient + norm_output
+
     @functools.cached_property
     def in_block(self) -> float:
         """Temporaries of the feed-forward block: gradients of its width, and that of its output."""
-        gradients = self.tokens * self.width * self.inner_gradients * self.shape.inner
-        return gradients + self.hidden_gradient + self.widened
+        return max(self.at_product, self.at_gate, self.at_end_of_recomputation) + self.residual
 
     @property
     def norm(self) -> float:
@@ -313,8 +378,14 @@ class _TableLayer:
     @functools.cached_property
     def in_attention(self) -> float:
         """Temporaries of a norm, or of the scores and their gradient, above the block's freed tensors."""
-        scores = self.largest_scores + self.pairs * self.width
-        return max(self.norm, scores) - self.block_saved
+        return max(self.norm, self.score_gradients) - self.block_saved
+
+    @property
+    def score_gradients(self) -> float:
+        """Eager attention's scores and their gradient, with those of the residual stream and of the values."""
+        if self.is_fused:
+            return 0.0
+        return self.largest_scores + self.pairs * self.width + self.residual + self.hidden_gradient
 
     @functools.cached_property
     def backward_temporaries(self) -> float:
@@ -328,7 +399,9 @@ class _TableLayer:
         after = {
             block[-1]: self.in_block,
             "": self.in_attention - block_casts,
-            "reads": _NORM_GRADIENTS * 2 * self.hidden_gradient / self.request.stream_ranks - self.saved,
+            "reads": _NORM_GRADIENTS * 2 * self.hidden_gradient / self.request.stream_ranks
+            + self.saved_input
+            - self.saved,
         }
         if self.family.gated:
             # The activation, the product and a gradient are freed before the gate's matrix.

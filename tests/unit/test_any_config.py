@@ -112,9 +112,9 @@ def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type
     if model_type in ("mixtral", "deepseek_v3", "gpt_oss", "bart", "vit", "gemma3_text", "mamba2"):
         for precision in ("fp32", "bf16-engine", "bf16"):
             request = make_request(shape, "single", checkpointing=True)
-            # Of BART under autocast 0.950: its stacks have separate means, and which bytes are missing is not known.
-            least = 0.95 if model_type == "bart" else 0.96
-            assert_recomputed_as_traced(dataclasses.replace(request, precision=precision), least)
+            # The whole BART's trace makes masks for its decoder, which a GPU does not: in 16 bits, from one of bytes.
+            masks = (2 + 1) * request.micro_batch * request.sequence_length**2 if model_type == "bart" else 0
+            assert_recomputed_as_traced(dataclasses.replace(request, precision=precision), without=masks)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3"])
