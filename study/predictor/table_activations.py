@@ -345,18 +345,22 @@ class _TableLayer:
         return self.tokens * self.stream * self.shape.hidden
 
     @property
-    def at_end_of_recomputation(self) -> float:
-        """Temporaries before the first gradient: what peft casts, the outputs of the last matrix and of its adapter
-        with their sum (Linear.forward in peft's layer.py), and the norm's output in fp32, still an argument then."""
-        if not (self.request.gradient_checkpointing and self.widened):
+    def before_gradients(self) -> float:
+        """Temporaries at the end of a recomputation: of its last matrix what peft casts, the outputs of matrix and
+        adapter with their sum (Linear.forward in peft's layer.py), and the norm's output in fp32, still an argument;
+        of a norm after it the matrix's input, still a variable (BertLayer.feed_forward_chunk), outputs and its own."""
+        if not self.request.gradient_checkpointing:
             return 0.0
         norm_output = self.residual if self.family.begins_with_norm else 0
-        return self.widened + 3 * self.hidden_gradient + norm_output
+        in_matrix = self.widened + 3 * self.hidden_gradient + norm_output if self.widened else 0
+        if self.family.begins_with_norm:
+            return in_matrix
+        return max(in_matrix, self.unsaved_product + 2 * self.hidden_gradient + self.residual)
 
     @functools.cached_property
     def in_block(self) -> float:
         """Temporaries of the feed-forward block: gradients of its width, and that of its output."""
-        return max(self.at_product, self.at_gate, self.at_end_of_recomputation) + self.residual
+        return max(self.at_product, self.at_gate, self.before_gradients) + self.residual
 
     @property
     def norm(self) -> float:
