@@ -130,7 +130,7 @@ def test_the_formula_of_activations_matches_the_traced_code_with_adapters_and_as
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ("mistral", "mpt", "qwen2", "gemma2")])
 def test_recomputed_layers_with_adapters_on_some_matrices_have_the_traced_peak(model_type):
-    """Wide layers, few tokens: without the gradients of a block whose last product saves nothing 8 to 13 % too little."""
+    """Wide layers, few tokens: without gradients of a block whose last product saves nothing 8 to 13 % too little."""
     attention = {"gpt2": ("c_attn",), "gpt_neox": ("query_key_value",), "bert": ("query", "value")}
     plain = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | WIDE)
     for targets in (attention.get(model_type, ("q_proj", "v_proj")), ()):
