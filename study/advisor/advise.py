@@ -950,7 +950,7 @@ def safer_lines(advice: Advice) -> Iterator[str]:
     question, best, scenarios = advice.question, advice.best, dict[str, AdviceRequest]()
     if best is None or best.is_safe:
         return
-    if question.trainer.loss_kernel == "transformers" and question.shape.family == "causal-lm":
+    if question.trainer.loss_kernel == "transformers" and question.shape.has_word_logits:
         scenarios["--chunked_loss"] = _with_chunked_loss(question)
     for label, scenario in (scenarios | _with_fewer_tokens(question)).items():
         changed = advise_without_losers(scenario, candidates(scenario))

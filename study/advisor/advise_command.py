@@ -860,6 +860,8 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     shape = request.shape
     if shape.lora_targets or shape.lora_saved or shape.lora_dora or request.lora_dropout or shape.has_decoder:
         return None
+    if shape.headless_class:
+        return None
     if request.loss_kernel != "transformers":
         return None
     if request.optimizer != "adamw" or request.sync_each_batch or request.tensor_group is not None:

@@ -14,7 +14,7 @@ from study.predictor.families import READS_INPUT, Kept
 from study.predictor.products import adapter_products
 from study.predictor.request import Request, cache_by_request
 from study.predictor.shape import INFIX, ModelShape, Parameter, trains_embedding, trains_head
-from study.predictor.table_shape import find_family
+from study.predictor.table_shape import find_family, has_head
 
 # Tensors of the hidden width that are queries, keys, values and the attention's output, in families that count none of
 # the width of the query heads.
@@ -440,12 +440,14 @@ class _TableEnds:
     @property
     def logits(self) -> int:
         """Elements of a language model's logits (LlamaForCausalLM.forward)."""
-        return 0 if self.is_classifier else self.layer.tokens * self.shape.vocabulary
+        return self.layer.tokens * self.shape.vocabulary if has_head(self.shape) and not self.is_classifier else 0
 
     @property
     def head_input(self) -> int:
         """Bytes per element of the head's input; a classifier reads a part of the layers' output."""
-        return 0 if self.is_classifier and self.layer.stream > self.layer.width else self.layer.width
+        if not has_head(self.shape) or (self.is_classifier and self.layer.stream > self.layer.width):
+            return 0
+        return self.layer.width
 
     @property
     def last_norm(self) -> int:
@@ -525,7 +527,8 @@ def _adapter_difference(request: Request, mode: str) -> _AdapterDifference:
         # The attention output is cast to fp32 for the adapter and back to 16 bits, which makes a second tensor.
         layer += width * shape.heads * shape.head_dim
     # The frozen head does not save its input, nor the frozen last norm its product.
-    head_input = width if shape.family == "causal-lm" and not trains_head(shape) else 0
+    has_frozen_head = shape.family == "causal-lm" and not shape.headless_class and not trains_head(shape)
+    head_input = width if has_frozen_head else 0
     last_product = norm_product if family.multiplying_norms else 0
     # Without recomputation the first norm saves nothing: the frozen embeddings have no gradient.
     first = 0 if trains_embedding(shape) else -(4 if family.multiplying_norms else stream)
