@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from study.advisor import advise, measured, predict_command
+from study.advisor import advise, longer, measured, predict_command
 from study.advisor.advise import Advice, Option
 from study.advisor.fitted import fit_settings
 from study.advisor.request_notes import OVERFLOWS, request_findings, request_notes
@@ -200,13 +200,15 @@ def run(
             advice = advise.advise(question)
             riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
             plain, safer = advise.plain_option_in_16_bits(advice), list(advise.safer_lines(advice))
+            rows = longer.longer_rows(advice)
         best, files = advice.best, None
         if best and options.output:
             files = write_files(best, options.output, flags.nvme_path, flags.workload.model_name_or_path)
         # Only a request that prints them reads the records, which takes as long as the advice.
         similar = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
-        document = functools.partial(_document, advice, riskier, plain, [*safer, *what_ifs], similar, files, runs)
-        lines = [*calibration_lines(runs), *what_ifs, *(similar if options.details else [])]
+        document = functools.partial(_document, advice, riskier, plain, [*safer, *what_ifs], similar, files, runs, rows)
+        shown = similar if options.details else []
+        lines = [*calibration_lines(runs), *what_ifs, *shown, *longer.longer_lines(advice, rows)]
         # It compares adapters, too.
         page = _page(advice, riskier, plain, lines, files, flags, options.details, safer)
         print_result(options.json, document, page, options.details or files is not None)
@@ -323,6 +325,7 @@ def _document(
     similar: list[str],
     files: AdvisedFiles | None,
     runs: Sequence[PredictedRun] = (),
+    rows: Sequence[longer.LongerRow] = (),
 ) -> dict[str, Any]:
     question, best, runner_up = advice.question, advice.best, advice.runner_up
     return {
@@ -347,6 +350,7 @@ def _document(
         "faster_if_it_fits": riskier and entry(riskier),
         "plain_in_16_bits": plain and entry(plain),
         "changes": [*advise.adapters_lines(advice), *what_ifs],
+        "longer": [row.document for row in rows],
         "optimizer_on_host": advise.offload_line(advice),
         "nearest": similar,
         "measured": [run_document(run) for run in runs],
@@ -387,7 +391,7 @@ def _page(
     advice: Advice,
     riskier: Option | None,
     plain: Option | None,
-    lines: list[str],
+    lines: Sequence[str | TextTable],
     files: AdvisedFiles | None,
     flags: AdviseFlags,
     details: bool,
