@@ -200,15 +200,13 @@ def run(
             advice = advise.advise(question)
             riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
             plain, safer = advise.plain_option_in_16_bits(advice), list(advise.safer_lines(advice))
-            rows = longer.longer_rows(advice)
         best, files = advice.best, None
         if best and options.output:
             files = write_files(best, options.output, flags.nvme_path, flags.workload.model_name_or_path)
         # Only a request that prints them reads the records, which takes as long as the advice.
         similar = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
-        document = functools.partial(_document, advice, riskier, plain, [*safer, *what_ifs], similar, files, runs, rows)
-        shown = similar if options.details else []
-        lines = [*calibration_lines(runs), *what_ifs, *shown, *longer.longer_lines(advice, rows)]
+        document = functools.partial(_document, advice, riskier, plain, [*safer, *what_ifs], similar, files, runs)
+        lines = [*calibration_lines(runs), *what_ifs, *(similar if options.details else [])]
         # It compares adapters, too.
         page = _page(advice, riskier, plain, lines, files, flags, options.details, safer)
         print_result(options.json, document, page, options.details or files is not None)
@@ -325,7 +323,6 @@ def _document(
     similar: list[str],
     files: AdvisedFiles | None,
     runs: Sequence[PredictedRun] = (),
-    rows: Sequence[longer.LongerRow] = (),
 ) -> dict[str, Any]:
     question, best, runner_up = advice.question, advice.best, advice.runner_up
     return {
@@ -350,7 +347,7 @@ def _document(
         "faster_if_it_fits": riskier and entry(riskier),
         "plain_in_16_bits": plain and entry(plain),
         "changes": [*advise.adapters_lines(advice), *what_ifs],
-        "longer": [row.document for row in rows],
+        "longer": [row.document for row in longer.longer_rows(advice)],
         "optimizer_on_host": advise.offload_line(advice),
         "nearest": similar,
         "measured": [run_document(run) for run in runs],
@@ -391,7 +388,7 @@ def _page(
     advice: Advice,
     riskier: Option | None,
     plain: Option | None,
-    lines: Sequence[str | TextTable],
+    lines: list[str],
     files: AdvisedFiles | None,
     flags: AdviseFlags,
     details: bool,
@@ -429,6 +426,7 @@ def _page(
         yield from _notes(advice, best, riskier)
         yield from _plain_lines(plain, best, flags)
     yield from lines
+    yield from longer.longer_lines(advice)
     if details and (line := advise.offload_line(advice)) is not None:
         yield line
     if best and files:

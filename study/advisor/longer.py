@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from study.advisor.advise import Advice, AdviceRequest, Option, candidates
@@ -114,32 +114,34 @@ class _Features:
     tiled: bool = False
 
     def request(self, question: AdviceRequest, strategy: Strategy, ranks: int, length: int) -> Request:
-        """Return the request of a sample, whose tokens so many ranks divide."""
+        """Return the request of a sample, whose tokens are divided over ranks."""
         trainer = question.trainer
         if self.has_loss:
             trainer = dataclasses.replace(trainer, loss_kernel="liger", keeps_outputs=False)
-        asked = dataclasses.replace(question, sequence_length=length // ranks, trainer=trainer)
+        divided = dataclasses.replace(question, sequence_length=length // ranks, trainer=trainer)
         samples = max(1, round((question.global_batch or 0) * ranks / question.box.ranks))
-        request = asked.configuration(strategy, 1, samples, checkpointing=True)
+        request = divided.configuration(strategy, 1, samples, checkpointing=True)
         return dataclasses.replace(
             request, sequence_ranks=ranks, checkpoints_on_host=self.on_host, tiled_mlp=self.tiled
         )
 
 
 def longer_rows(advice: Advice) -> list[LongerRow]:
-    """Return what makes room for longer samples, each row with the features of those before it; nothing if a sample's
-    tensors are not what fills the memory, or of models and programs whose features are not predicted."""
+    """Return the features that make room for longer samples, each row with those of the rows before it.
+
+    Empty unless one sample's tensors fill the memory, and for models and programs whose features are not predicted.
+    """
     question = advice.question
     if not (_is_predicted(question) and _is_full_of_one_sample(advice)):
         return []
     steps: list[tuple[str | None, _Features]] = [(None, _Features())]
-    for feature, field in ((LOSS, "has_loss"), (RANKS, "over_ranks"), (HOST, "on_host"), (TILES, "tiled")):
-        if _has_use(feature, question):
-            steps.append((feature, dataclasses.replace(steps[-1][1], **{field: True})))
+    for name, field in ((LOSS, "has_loss"), (RANKS, "over_ranks"), (HOST, "on_host"), (TILES, "tiled")):
+        if _has_use(name, question):
+            steps.append((name, dataclasses.replace(steps[-1][1], **{field: True})))
     rows = list[LongerRow]()
     for feature, features in steps:
         # Ranks that share a sample may need no offload: the strategy is chosen with them, and stays.
-        is_settled = feature in (HOST, TILES) and rows[-1].is_safe
+        is_settled = feature in (HOST, TILES) and bool(rows) and rows[-1].is_safe
         row = _same_row(rows[-1], question, feature, features) if is_settled else _row(question, feature, features)
         rows += [] if row is None else [row]
     return rows
@@ -162,8 +164,8 @@ def _is_full_of_one_sample(advice: Advice) -> bool:
     """Whether one sample's tensors are the largest part of the peak, and not even recomputation makes room for two."""
     option = advice.best or min(advice.options, key=lambda option: timing.device_bytes(option.memory))
     parts = option.memory.device_parts
-    of_sample = sum(parts[name] for name in _PARTS_OF_A_SAMPLE)
-    if of_sample <= max(size for name, size in parts.items() if name not in _PARTS_OF_A_SAMPLE):
+    sample_bytes = sum(parts[name] for name in _PARTS_OF_A_SAMPLE)
+    if sample_bytes <= max(size for name, size in parts.items() if name not in _PARTS_OF_A_SAMPLE):
         return False
     return advice.best is None or (option.request.micro_batch == 1 and not _has_room_for_two(option))
 
@@ -248,7 +250,7 @@ def _with_longest(row: LongerRow, question: AdviceRequest, features: _Features) 
 
 
 def _longest(question: AdviceRequest, features: _Features, chosen: Request) -> int:
-    """Return the most tokens of a sample with which the bound of a row's strategy fits, a multiple of `_STEP_TOKENS`."""
+    """Return the most tokens with which the bound of a row's strategy fits, a multiple of `_STEP_TOKENS`."""
     ranks = chosen.sequence_ranks
     step = math.lcm(_STEP_TOKENS, ranks)
 
@@ -265,9 +267,9 @@ def _longest(question: AdviceRequest, features: _Features, chosen: Request) -> i
     return low * step
 
 
-def longer_lines(advice: Advice, rows: Sequence[LongerRow]) -> Iterator[str | TextTable]:
+def longer_lines(advice: Advice) -> Iterator[str | TextTable]:
     """Yield the table of rows, and the settings of their features; without rows the settings alone."""
-    question = advice.question
+    question, rows = advice.question, longer_rows(advice)
     if rows:
         length = f"at {question.sequence_length:,} tokens, micro-batch 1 and checkpointing"
         yield f"\nfor longer samples, {length}, each row with those above it (no speed is predicted):"

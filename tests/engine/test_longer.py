@@ -106,8 +106,8 @@ def test_a_rank_saves_and_allocates_the_predicted_bytes(measured: list[dict[str,
 
 
 def test_each_feature_computes_the_loss_of_one_rank(measured: list[dict[str, Any]]) -> None:
-    alike = [place for place, name in enumerate(NAMES) if name.startswith("llama") and "4keys" in name]
-    losses = {NAMES[place]: measured[place]["loss"] for place in alike}
+    places = [place for place, name in enumerate(NAMES) if name.startswith("llama") and "4keys" in name]
+    losses = {NAMES[place]: measured[place]["loss"] for place in places}
     exact = [loss for name, loss in losses.items() if "float32" in name]
     assert max(exact) - min(exact) < 1e-5
     assert max(abs(loss - exact[0]) for loss in losses.values()) < 0.02

@@ -1,4 +1,4 @@
-"""Write the saved bytes and the peak of rank 0 of two, and the loss, for samples divided by Ulysses or with tiled blocks.
+"""Write the saved bytes, the peak and the loss of rank 0 of two whose samples Ulysses divides, or with tiled blocks.
 
 A case has `config`, `dtype`, `batch`, `tokens` of a whole sample, `checkpoints`, `ulysses` and `tiled`.
 """
