@@ -760,7 +760,7 @@ def _why_nothing_fits(advice: Advice) -> str:
     return (
         f"nothing fits, and no number of GPUs helps: one sample needs {needed} GiB on its"
         f" rank ({breakdown}) of {rounded(usable / GIB)}; use {', '.join(helps)}, or split its tokens over ranks"
-        " (strategies cp and ulysses_zero3, which are not predicted)"
+        " (strategies cp and ulysses_zero3)"
     )
 
 
@@ -1195,7 +1195,7 @@ def _scenarios(question: AdviceRequest) -> dict[str, AdviceRequest]:
     if box.nodes > 1:
         scenarios["an eighth of the network"] = _with_box(question, network_gb_per_s=box.network_gb_per_s / 8)
     longer, positions = 2 * question.sequence_length, question.shape.positions
-    if positions is None or longer <= positions:
+    if positions is None or longer <= positions or not question.shape.has_position_table:
         scenarios[f"{longer} tokens per sample"] = dataclasses.replace(question, sequence_length=longer)
     if box.gpus_per_node > 1:
         scenarios["half the GPUs"] = _with_box(question, gpus_per_node=box.gpus_per_node // 2)

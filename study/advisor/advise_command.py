@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from study.advisor import advise, measured, predict_command
+from study.advisor import advise, longer, measured, predict_command
 from study.advisor.advise import Advice, Option
 from study.advisor.fitted import fit_settings
 from study.advisor.request_notes import OVERFLOWS, request_findings, request_notes
@@ -347,6 +347,7 @@ def _document(
         "faster_if_it_fits": riskier and entry(riskier),
         "plain_in_16_bits": plain and entry(plain),
         "changes": [*advise.adapters_lines(advice), *what_ifs],
+        "longer": [row.document for row in longer.longer_rows(advice)],
         "optimizer_on_host": advise.offload_line(advice),
         "nearest": similar,
         "measured": [run_document(run) for run in runs],
@@ -425,6 +426,7 @@ def _page(
         yield from _notes(advice, best, riskier)
         yield from _plain_lines(plain, best, flags)
     yield from lines
+    yield from longer.longer_lines(advice)
     if details and (line := advise.offload_line(advice)) is not None:
         yield line
     if best and files:

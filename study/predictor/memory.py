@@ -86,9 +86,34 @@ def predict_host_memory(request: Request) -> NodeMemory:
 
 
 def estimate_host_peak(request: Request) -> Estimate:
-    """Return the peak of a node's host memory with its interval; it does not depend on the micro-batch."""
-    host = _host_memory(request)
+    """Return the peak of a node's host memory with its interval; without checkpoints there it does not depend on the
+    micro-batch."""
+    host = _host_in_steps(request)
     return estimate("host", max(host.load, host.train, host.save))
+
+
+def checkpoints_on_host_bytes(request: Request) -> float:
+    """Return a rank's bytes of recomputed layers' inputs in host memory: each is a pinned tensor (_empty_cpu_like in
+    DeepSpeed's offload_activations.py)."""
+    if not (request.checkpoints_on_host and request.gradient_checkpointing):
+        return 0.0
+    stacks = predict_activations(request).first_layers(request.shape.layers)
+    return sum(count * pinned_bytes(stack.checkpoint) for stack, count in stacks) / request.checkpoint_every
+
+
+def _host_in_steps(request: Request) -> NodeMemory:
+    """Return a node's memory with the checkpoints of a micro-batch."""
+    host, checkpoints = _host_memory(request), checkpoints_on_host_bytes(request)
+    if not checkpoints:
+        return host
+    node = request.box.gpus_per_node * checkpoints
+    return dataclasses.replace(
+        host,
+        buffers=host.buffers + node,
+        pinned=host.pinned + node,
+        train=host.train + node,
+        rank=host.rank + checkpoints,
+    )
 
 
 @cache_by_request
@@ -294,7 +319,7 @@ def predict_memory(request: Request) -> MemoryUse:
     allocator = _allocator_bytes(request)
     points = device_snapshots(request)
     peak = _highest(points, state, allocator)
-    host = _host_memory(request)
+    host = _host_in_steps(request)
     excess = 0.0
     if request.correction is not None:
         excess = request.correction.find_excess(request, peak.total - state.exact)
@@ -873,6 +898,11 @@ def _upper_hull(points: list[tuple[int, float, int]]) -> list[int]:
     return [index for _, _, index in hull]
 
 
+# Inputs of recomputed layers that a device has while the others are in host memory: max_fwd_stash_count and
+# keep_last_count of DeepSpeed's offload_activations.py.
+_CHECKPOINTS_ON_DEVICE = 3
+
+
 def _stored(request: Request, saved: Activations, layers: int, working: bool = False) -> dict[str, float]:
     """Return activation bytes saved by the first `layers` layers, and with `working` the last one's temporaries."""
     recomputed = request.gradient_checkpointing
@@ -880,9 +910,12 @@ def _stored(request: Request, saved: Activations, layers: int, working: bool = F
     full_layers = layers - recomputed_layers
     scores = full_layers * saved.scores
     activations = 0.0
+    most = float(_CHECKPOINTS_ON_DEVICE if request.checkpoints_on_host else layers)
     for stack, count in saved.first_layers(layers):
         with_checkpoint = count / request.checkpoint_every if recomputed else 0.0
-        activations += with_checkpoint * stack.checkpoint + (count - with_checkpoint) * (stack.saved - saved.scores)
+        on_device = min(with_checkpoint, most)
+        most -= on_device
+        activations += on_device * stack.checkpoint + (count - with_checkpoint) * (stack.saved - saved.scores)
         activations += stack.shared if with_checkpoint else 0.0
     activations += saved.outside
     # autocast's copies live as long as the graph; recomputed layers cast again.

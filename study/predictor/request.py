@@ -300,6 +300,13 @@ class Request:
     vllm_bytes: float = 0.0
     # The ranks that divide the tensors of each layer: the shape is then the part of one of them. None without division.
     tensor_group: TensorGroup | None = None
+    # Ranks that divide a sample by tokens (DeepSpeed's Ulysses). `sequence_length` is then the part of one of them, and
+    # the state is sharded over all ranks; speeds and sent bytes are not predicted.
+    sequence_ranks: int = 1
+    # Inputs of recomputed layers are in host memory until the backward pass.
+    checkpoints_on_host: bool = False
+    # The feed-forward block has the tokens of one tile at a time, and runs a second time in the backward pass.
+    tiled_mlp: bool = False
     # Tokens of an encoder-decoder model's decoder; None: as many as `sequence_length`.
     target_length: int | None = None
     # By measured runs of the same model, hardware and program; None without one.
@@ -437,6 +444,9 @@ class Request:
             target_length=None,
             accumulation=min(2, self.accumulation),
             gradient_checkpointing=False,
+            sequence_ranks=1,
+            checkpoints_on_host=False,
+            tiled_mlp=False,
             box=self.box.with_any_network,
             correction=None,
         )

@@ -153,7 +153,10 @@ class _TableLayer:
 
     @property
     def inner_per_token(self) -> float:
-        """Gate, activation and input of the last product (LlamaMLP.forward; torch: silu, gelu, mul, linear)."""
+        """Gate, activation and input of the last product (LlamaMLP.forward; torch: silu, gelu, mul, linear). A tiled
+        block saves its input alone, which the norm's output is (TiledMLP.forward in DeepSpeed's ulysses_sp.py)."""
+        if self.request.tiled_mlp:
+            return 0.0
         return self.width * self.inner_tensors * self.shape.inner
 
     @property
@@ -166,6 +169,16 @@ class _TableLayer:
     def key_per_token(self) -> float:
         """Keys and values of fused attention (torch: _scaled_dot_product_flash_attention)."""
         return self.width * self.saved_tensors.key * self.key
+
+    @property
+    def exchanged_per_token(self) -> float:
+        """Tensors of Ulysses: the exchange makes a second one of attention's output, which the output matrix reads, and
+        copies of each key head if there are fewer than ranks (UlyssesSPAttentionHF.forward in ulysses_sp.py)."""
+        ranks = self.request.sequence_ranks
+        if ranks == 1:
+            return 0.0
+        copies = max(1, ranks // self.shape.key_value_heads) - 1
+        return float(self.width * (self.query + 2 * copies * self.key))
 
     @property
     def head_norms_per_token(self) -> float:
@@ -195,6 +208,7 @@ class _TableLayer:
             + self.inner_per_token
             + self.query_per_token
             + self.key_per_token
+            + self.exchanged_per_token
             + self.head_norms_per_token
             + self.adapters.layer
             + self.dropout_masks_per_token
@@ -290,10 +304,21 @@ class _TableLayer:
     @property
     def forward_temporaries(self) -> float:
         """The larger of the feed-forward block's tensors (LlamaMLP.forward) and the scores that are live at once."""
-        in_block = self.tokens * self.width * (2 * self.shape.inner + self.shape.hidden) + self.widened
+        in_block = self.block_tokens * self.width * (2 * self.shape.inner + self.shape.hidden) + self.widened
+        if self.request.tiled_mlp:
+            # The outputs of all tiles, and the tensor that joins them.
+            in_block += 2 * self.hidden_gradient
         return max(in_block, self.family.scores_forward * self.largest_scores)
 
     # The backward pass.
+
+    @functools.cached_property
+    def block_tokens(self) -> int:
+        """Tokens of the feed-forward block's tensors at once: all, or those of a tile, at most as many as the hidden
+        width of each sample (tiled_mlp_forward in ulysses_sp.py)."""
+        if not self.request.tiled_mlp:
+            return self.tokens
+        return math.ceil(self.tokens / math.ceil(self.request.sequence_length / self.shape.hidden))
 
     @property
     def inner_gradients(self) -> float:
@@ -360,7 +385,15 @@ class _TableLayer:
     @functools.cached_property
     def in_block(self) -> float:
         """Temporaries of the feed-forward block: gradients of its width, and that of its output."""
-        return max(self.at_product, self.at_gate, self.before_gradients) + self.residual
+        largest = self.in_tile if self.request.tiled_mlp else max(self.at_product, self.at_gate, self.before_gradients)
+        return largest + self.residual
+
+    @property
+    def in_tile(self) -> float:
+        """Temporaries of a tile, whose tensors are temporary, too, and the gradient of the block's input, which is one
+        tensor (TiledMLP.backward)."""
+        inner = self.block_tokens * self.width * (self.inner_gradients + self.inner_tensors) * self.shape.inner
+        return inner + self.hidden_gradient + self.widened
 
     @property
     def norm(self) -> float:
@@ -375,14 +408,30 @@ class _TableLayer:
         gathered = self.gathered_tensors / 2
         divided = (self.hidden_tensors.in_computing_type / 2 - gathered) / self.request.stream_ranks
         narrow = (gathered + divided) * self.shape.hidden
-        in_computing_type = self.width * (self.inner_tensors * self.shape.inner + narrow)
+        in_computing_type = self.inner_per_token + self.width * narrow
         in_fp32 = 2 * self.hidden_tensors.in_fp32 * self.shape.hidden / self.request.stream_ranks
         return self.tokens * (in_computing_type + in_fp32) + self.tokens * _adapter_inputs(self.request).block
 
     @functools.cached_property
     def in_attention(self) -> float:
         """Temporaries of a norm, or of the scores and their gradient, above the block's freed tensors."""
-        return max(self.norm, self.score_gradients) - self.block_saved
+        working = max(self.norm, self.score_gradients)
+        if self.request.tiled_mlp:
+            # These exceed a tile's tensors, and are less than those of a whole block: the gradients of the norm's
+            # output and of the residual stream, or of attention.
+            working = max(working + 2 * self.hidden_gradient, self.attention_gradients)
+        return working - self.block_saved
+
+    @property
+    def attention_gradients(self) -> float:
+        """Gradients in a fused attention's backward pass: of its output, queries, keys and values, and of the residual
+        stream. On a GPU that of the queries accumulates in fp32, and those of grouped keys and values have the width of
+        the queries (mha_bwd in flash_api.cpp of flash-attention 2, which torch has, too)."""
+        queries, is_gpu = 2.0, not self.request.box.is_cpu_only
+        if is_gpu:
+            queries += 4 / self.width + (2 if self.shape.key_value_heads < self.shape.heads else 0)
+        per_token = self.width * (queries * self.query + 2 * self.key)
+        return self.tokens * per_token + self.hidden_gradient
 
     @property
     def score_gradients(self) -> float:
@@ -409,7 +458,7 @@ class _TableLayer:
         }
         if self.family.gated:
             # The activation, the product and a gradient are freed before the gate's matrix.
-            freed = (self.inner_gradients + 1) * self.tokens * self.width * self.shape.inner
+            freed = (self.inner_gradients + 1) * self.block_tokens * self.width * self.shape.inner
             after[block[1]] = self.in_block - freed + self.hidden_gradient
         after[block[0]] = self.norm - self.block_saved - block_casts
         return after
