@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from engines import ROOT
+from study.advisor.advise_command import _study_command
 from study.advisor.predict_command import check_attention
 from study.advisor.request_notes import request_findings
 from study.cli import main
@@ -368,6 +369,9 @@ def test_a_decoder_without_an_output_layer_of_words_is_that_of_transformers(kind
         predict_memory(make_request(shape, "fsdp2")).peak_allocated.value for shape in (counted, language)
     )
     assert language_peak - counted_peak > 20e6
+    # study/train.py would train the language model.
+    commands = [_study_command(make_request(shape, "zero2"), "folder", ["run"]) for shape in (language, counted)]
+    assert [command is None for command in commands] == [False, True]
     assert not [item for item in request_findings(make_request(language, "zero2")) if item.rule == "headless"]
 
 
