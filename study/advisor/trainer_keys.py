@@ -623,7 +623,7 @@ def _example(script: str, length: int | None, *marks: str, target: int | None = 
             *(Key(name, "seq_length", to_count) for name in ("block_size", "max_seq_length", "max_source_length")),
             Key("max_target_length", "target_length", to_count),
         ),
-        defaults=TRAINING_ARGUMENTS.defaults | {name: value for name, value in lengths.items() if value is not None},
+        defaults={**TRAINING_ARGUMENTS.defaults, **{name: value for name, value in lengths.items() if value}},
         similar=TRAINING_ARGUMENTS.similar | {"val_max_target_length", "max_answer_length"},
         **changes,
     )
@@ -701,7 +701,7 @@ DPO_LOSSES = frozenset(
         *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
     }
 )
-# Keys and losses of TRL's KTOConfig, whose samples are no pairs.
+# Keys and losses of TRL's KTOConfig, whose samples are single completions.
 KTO_KEYS = ("desirable_weight", "undesirable_weight")
 KTO_LOSSES = frozenset({"kto", "apo_zero_unpaired"})
 # A file with this key is for TRL's RewardTrainer.
@@ -743,7 +743,7 @@ TRL = Trainer(
         Key(REWARD_KEY, "objective", lambda value: Counted("pairs", f"{_REWARD}; not modelled")),
         Key("precompute_ref_log_probs", "objective", when_on("pairs")),
         *(Key(name, "objective", lambda value: Counted("grpo", _SUPERVISED)) for name in GRPO_KEYS),
-        # Of samples that are no pairs, which trainer_files.py reads.
+        # Read in trainer_files.py.
         *(Key(name, "objective", lambda value: "kto") for name in KTO_KEYS),
         *(Key(name, "objective", lambda value: "dpo") for name in ("beta", *DPO_KEYS)),
         Key("loss_type", "objective", by_dpo_loss),

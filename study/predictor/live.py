@@ -22,10 +22,12 @@ from study.config.printing import progress_line
 from study.host.folders import cache_directory
 from study.predictor.lora_targets import peft_targets
 from study.predictor.shape import BEFORE, FUSED_ATTENTIONS, Call, ModelShape, Parameter, can_adapt
-from study.predictor.table_shape import SIZE_KEYS
 from study.records.directory import write_json
 from study.workloads.presets import TEXT_MODEL_SIZES, check_depth
 
+# Keys of a config.json for the layers of a model, and for the text model of one with images or sounds.
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_TEXT_PARTS = ("text_config", "llm_config", "thinker_config")
 # Pixels a side of the usual images of transformers' convolutional classes.
 USUAL_IMAGE = 224
 
@@ -276,14 +278,11 @@ def _sizes(shape: LiveShape) -> str:
     """Return the sizes that have a verdict in place of a class without one: those of its text model or, without any, of
     its layers."""
     document = json.loads(shape.document)
-    if any(isinstance(document.get(part), dict) for part in ("text_config", "llm_config", "thinker_config")):
+    layers = next((document[key] for key in _LAYER_KEYS if key in document), None)
+    if layers is None or any(isinstance(document.get(part), dict) for part in _TEXT_PARTS):
         return TEXT_MODEL_SIZES
-    words = {word: next((document[key] for key in keys if key in document), None) for word, keys in SIZE_KEYS.items()}
-    words["vocabulary"] = words["vocabulary"] or shape.vocabulary
-    if None in words.values():
-        return TEXT_MODEL_SIZES
-    named = ",".join(f"{word}={size}" for word, size in words.items())
-    return f"these sizes have a verdict, of its layers alone: {named}"
+    sizes = f"layers={layers},hidden={shape.hidden},heads={shape.heads},vocabulary={shape.vocabulary}"
+    return f"these sizes have a verdict, of its layers alone: {sizes}"
 
 
 _loops: dict[tuple[str, bool | int | str, bool | int | str | None], str] = {}

@@ -283,15 +283,15 @@ def with_named_class(shape: TableShape, document: Mapping[str, Any]) -> TableSha
     is_base = name.lower() == f"{shape.model_type.replace('_', '')}model"
     if shape.family != "causal-lm" or not (is_base or name.endswith(_WITH_LABELS)):
         return shape
-    embedding, *others = (param for param in shape.params if not param.name.startswith(f"{OUTPUT_LAYER}."))
+    embedding, *remaining = (param for param in shape.params if not param.name.startswith(f"{OUTPUT_LAYER}."))
     labels = 1 if is_base else _count_labels(document, shape.name)
     scores = list[Parameter]()
     if not is_base:
-        index, has_bias = 1 + len(others), name.endswith(_WITH_BIAS)
+        index, has_bias = 1 + len(remaining), name.endswith(_WITH_BIAS)
         scores.append(Parameter(index, f"{_LABEL_SCORES}.weight", labels * shape.hidden, labels, shape.layers))
         scores += [Parameter(index + 1, f"{_LABEL_SCORES}.bias", labels, labels, shape.layers)] * has_bias
     # An embedding that no output layer shares is a group of FSDP2.
-    params = (dataclasses.replace(embedding, regathered=True), *others, *scores)
+    params = (dataclasses.replace(embedding, regathered=True), *remaining, *scores)
     return dataclasses.replace(shape, params=params, vocabulary=labels, tied=False, headless_class=name)
 
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from engines import ROOT
+from study.advisor.advise_command import _study_command
 from study.advisor.predict_command import check_attention
 from study.advisor.request_notes import request_findings
 from study.cli import main
@@ -35,7 +36,7 @@ from study.predictor.micro_batch import predict_activations
 from study.predictor.models import model_shape, shape_of_document
 from study.predictor.passes import _device_rates, _elementwise_s, passes_s
 from study.predictor.request import Attention, Request
-from study.predictor.shape import FUSED_ATTENTIONS, resolve_length, with_adapters
+from study.predictor.shape import FUSED_ATTENTIONS, ModelShape, resolve_length, with_adapters
 from study.predictor.state import predict_state
 from study.predictor.table_shape import shape_of_architecture
 from study.predictor.traced_activations import trace
@@ -55,7 +56,7 @@ def read_shape(model_type: str, **changed: object) -> LiveShape:
     return live_shape(model_type, {**CONFIGS[model_type], "model_type": model_type, **changed})
 
 
-def make_request(shape: LiveShape, strategy: str, *, ranks: int = 4, checkpointing: bool = False) -> Request:
+def make_request(shape: ModelShape, strategy: str, *, ranks: int = 4, checkpointing: bool = False) -> Request:
     precision: Precision = "bf16-engine" if strategy.startswith("zero") else "bf16"
     length = min(64, shape.positions or 64)
     return Request(
@@ -128,7 +129,7 @@ def test_a_find_family_the_table_is_equal_to_its_trace(model_type: str) -> None:
     live = live_shape("", {**document, "model_type": model_type})
     for strategy in ("zero2", "zero3", "ddp", "fsdp2"):
         for checkpointing in (False, True):
-            a, b = (make_request(shape, strategy, checkpointing=checkpointing) for shape in (table, live))  # type: ignore[arg-type]
+            a, b = (make_request(shape, strategy, checkpointing=checkpointing) for shape in (table, live))
             assert predict_state(a) == predict_state(b)
             # DDP broadcasts the rotary frequencies, which the table leaves out.
             assert sent_bytes(b) - sent_bytes(a) in ((0.0, live.buffer_bytes * 1.0) if strategy == "ddp" else (0.0,))
@@ -270,7 +271,7 @@ def test_a_loop_over_the_tokens_ends_its_trace_within_seconds() -> None:
     # The remedy has the bytes of as many tokens in longer samples.
     wider = dataclasses.replace(short, sequence_length=32, micro_batch=2 * short.micro_batch)
     layers = [predict_activations(request).layer for request in (short, wider)]
-    assert layers[0] == pytest.approx(layers[1], rel=1e-3)
+    assert layers[0] == pytest.approx(layers[1], rel=0.02)
     assert "Error" not in str(predict_memory(long).missing)
     # Another precision has the same loop, and is not traced again.
     started = time.monotonic()
@@ -327,7 +328,7 @@ def test_a_class_that_stands_for_another_and_an_encoder_that_is_a_classifier_are
         (deepseek, ""),
     ):
         (tmp_path / "config.json").write_text(json.dumps(document))
-        request = make_request(model_shape(str(tmp_path)), "zero2")  # type: ignore[arg-type]
+        request = make_request(model_shape(str(tmp_path)), "zero2")
         notes = {item.rule: item.says for item in request_findings(request) if item.rule in ("stand-in", "classifier")}
         rule, _, words = says.partition(" ")
         assert list(notes) == [rule] * bool(says)
@@ -368,6 +369,9 @@ def test_a_decoder_without_an_output_layer_of_words_is_that_of_transformers(kind
         predict_memory(make_request(shape, "fsdp2")).peak_allocated.value for shape in (counted, language)
     )
     assert language_peak - counted_peak > 20e6
+    # study/train.py would train the language model.
+    commands = [_study_command(make_request(shape, "zero2"), "folder", ["run"]) for shape in (language, counted)]
+    assert [command is None for command in commands] == [False, True]
     assert not [item for item in request_findings(make_request(language, "zero2")) if item.rule == "headless"]
 
 
@@ -431,7 +435,7 @@ def test_adapters_are_those_of_peft_on_the_live_model() -> None:
     shape = with_adapters(read_shape("olmo2"), 4)
     layer = 4 * (64 * 4 + 32 * 2 + 64 * 2 + 128 * 0) + 4 * (3 * (64 + 128))
     assert shape.trained_parameters == 3 * layer
-    assert predict_memory(make_request(shape, "zero2")).missing is None  # type: ignore[arg-type]
+    assert predict_memory(make_request(shape, "zero2")).missing is None
 
 
 def test_of_composite_configs_the_part_that_is_trained_is_counted(tmp_path, capsys):

@@ -362,7 +362,7 @@ def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
         (ARGUMENTS | {"precompute_ref_log_probs": True}, {"reference_model": False, "micro_batch": 4}),
         (ARGUMENTS | {"center_rewards_coefficient": 0.01}, {"reference_model": False, "micro_batch": 4}),
         (ARGUMENTS | {"dataset_name": "a/b"}, {"sequence_length": 1024, "gradient_checkpointing": True}),
-        # KTO's samples are no pairs, and other losses of samples that are none are KTO's.
+        # KTO's samples are single completions.
         (ARGUMENTS | {"beta": 0.1, "desirable_weight": 1.5}, {"reference_model": True, "micro_batch": 2}),
         (ARGUMENTS | {"beta": 0.1, "loss_type": "apo_zero_unpaired"}, {"reference_model": True, "micro_batch": 2}),
         (
