@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import re
 from typing import Any
 
 import pytest
 
 from forked import fork_ranks
+from study.advisor import longer
 from study.config.flags import Precision
 from study.config.strategies import read_strategy
 from study.predictor.hardware import CPU_CORE, box_of_ranks
-from study.predictor.memory import device_snapshots
+from study.predictor.memory import CHECKPOINTS_ON_DEVICE, device_snapshots
 from study.predictor.micro_batch import predict_activations
 from study.predictor.request import Request
 from study.predictor.table_shape import shape_of_architecture
@@ -88,6 +91,25 @@ def make_request(case: dict[str, Any]) -> Request:
         sequence_ranks=ranks,
         tiled_mlp=case["tiled"],
     )
+
+
+def test_the_named_settings_and_counts_are_those_of_the_installed_libraries() -> None:
+    from accelerate import ParallelismConfig
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.activation_checkpointing import offload_activations
+    from deepspeed.runtime.sequence_parallel import ulysses_sp
+
+    fields = {field.name for field in dataclasses.fields(ParallelismConfig)}
+    assert {"sp_size", "sp_backend", "cp_size"} <= fields
+    assert re.findall(r"(?<=ParallelismConfig\()\w+", longer.SETTINGS[longer.RANKS]) == ["sp_size", "cp_size"]
+    assert constants.SEQ_PARALLEL_COMMUNICATION_DATA_TYPE in longer.SETTINGS[longer.RANKS]
+    assert constants.SEQ_PARALLEL_COMMUNICATION_DATA_TYPE_DEFAULT == "fp32"
+    manager = offload_activations.get_checkpoint_hidden_states_offloading_ctx_manager
+    assert f"{manager.__name__} (DeepSpeed)" in longer.SETTINGS[longer.HOST]
+    defaults = inspect.signature(manager).parameters
+    on_device = sum(defaults[name].default for name in ("max_fwd_stash_count", "keep_last_count"))
+    assert on_device == CHECKPOINTS_ON_DEVICE
+    assert f"{ulysses_sp.TiledMLP.__name__} of {ulysses_sp.__name__}" in longer.SETTINGS[longer.TILES]
 
 
 @by_case
