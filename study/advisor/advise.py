@@ -465,19 +465,17 @@ def candidates(question: AdviceRequest) -> list[str]:
     if question.fsdp_version == 1:
         # Its replica groups are HYBRID_SHARD, for which accelerate_configs/ has no file.
         left_out |= {"hsdp"}
-    if fsdp_refusal(question):
+    if why_no_fsdp(question):
         left_out |= {name for name in _SIMPLICITY if read_strategy(name).is_fsdp}
     return [name for name in _SIMPLICITY if name not in left_out]
 
 
-def fsdp_refusal(question: AdviceRequest) -> str | None:
+def why_no_fsdp(question: AdviceRequest) -> str | None:
     """Return the reason why FSDP cannot train the model with the optimizer; None if it can."""
-    if question.fsdp_version == 1:
-        return question.shape.fsdp1_refusal
     # https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633
-    if question.optimizer.endswith("8bit"):
+    if question.fsdp_version == 2 and question.optimizer.endswith("8bit"):
         return "bitsandbytes' optimizers end with an illegal memory access on the tensors of version 2 (its issue 1633)"
-    return question.shape.fsdp_refusal
+    return question.shape.why_no_fsdp(question.fsdp_version)
 
 
 class _Search:
@@ -952,7 +950,7 @@ def safer_lines(advice: Advice) -> Iterator[str]:
     question, best, scenarios = advice.question, advice.best, dict[str, AdviceRequest]()
     if best is None or best.is_safe:
         return
-    if question.trainer.loss_kernel == "transformers" and question.shape.family == "causal-lm":
+    if question.trainer.loss_kernel == "transformers" and question.shape.has_word_logits:
         scenarios["--chunked_loss"] = _with_chunked_loss(question)
     for label, scenario in (scenarios | _with_fewer_tokens(question)).items():
         changed = advise_without_losers(scenario, candidates(scenario))

@@ -528,7 +528,7 @@ def advice_notes(advice: Advice, best: Option, riskier: Option | None) -> Iterat
     if optimizer != "adamw":
         yield f"no optimizer on the host is compared: DeepSpeed refuses {optimizer} there, and {REPLACED}"
     question = advice.question
-    if refusal := advise.fsdp_refusal(question):
+    if refusal := advise.why_no_fsdp(question):
         yield f"no FSDP is compared: {refusal}"
     yield from question.shape.notes()
     yield from request_notes(best.request, without=OVERFLOWS)
@@ -861,6 +861,8 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     """
     shape = request.shape
     if shape.lora_targets or shape.lora_saved or shape.lora_dora or request.lora_dropout or shape.has_decoder:
+        return None
+    if shape.headless_class:
         return None
     if request.loss_kernel != "transformers":
         return None

@@ -32,7 +32,7 @@ from study.config.printing import TextTable, print_result
 from study.config.strategies import MIN_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_REPLICAS, read_strategy
 from study.host.folders import cache_directory, check_writable, folder_argument, home_folder, nearest_existing
 from study.host.machine import detect_machine, visible_gpus
-from study.host.memory import GIB, MIB, can_lock, host_memory, required_pinned_bytes
+from study.host.memory import GIB, MIB, can_lock, host_memory, required_pinned_bytes, wsl_limit
 from study.host.slurm import Node, current_job, is_in_job, job_resources, query_nodes
 from study.host.stacks import BUILDS_DEEPSPEED, VERIFIED, package_version, pair_fix, unverified_pair
 from study.records.outcome import MORE_SHARED_MEMORY
@@ -244,6 +244,7 @@ def memory() -> Iterator[Check]:
     host = host_memory()
     limited = "within a cgroup's limit" if host.is_limited else "no cgroup limit"
     text = f"{host.total_gib:.1f} GiB, {host.available_gib:.1f} GiB available, {limited}"
+    text += f"; {wsl}" if (wsl := wsl_limit()) else ""
     fix = "end other programs, or give the container more: docker run --memory=8g"
     is_enough = host.available_gib >= LAPTOP_MEMORY_GIB
     yield needed("host memory", is_enough, text, f"{LAPTOP_MEMORY_GIB} GiB are needed", fix)

@@ -143,7 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generated = "tokens that the program generates for each sample, as PPO and GRPO do"
     add("--generated_tokens", type=_COUNT, metavar="T", help=generated)
     release_help = (
-        "of the program: deepspeed=0.17.5,accelerate=1.10; by default the installed ones, else the newest tested"
+        "of the program: deepspeed=0.17.5,accelerate=1.10; by default the installed ones, else the newest tested."
+        " trl=1.9: of the trainer of a TRL file, by default the newest read"
     )
     add("--release", type=parse_releases, metavar="NAME=X", help=release_help)
     add("--engine", metavar="FILE", help="of a trainer's file: the DeepSpeed JSON or Accelerate YAML that it runs with")
@@ -258,9 +259,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         if name != trainer.values.get("model_name_or_path"):
             raise
         raise trainer_files.model_error(trainer, refusal) from None
-    if not model.has_decoder:
-        trainer = trainer_files.without_value(trainer, "target_length")
-        workload = dataclasses.replace(workload, target_length=line_options.target_length)
+    trainer, workload = _with_lengths(trainer, workload, model, line_options)
     try:
         shape = workload.adapt(model)
         work = dataclasses.replace(
@@ -280,6 +279,19 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         generated_tokens=options.generated_tokens,
         read_from=(*trainer_files.workload_lines(trainer, name, options, replaced), *engine.lines),
     )
+
+
+def _with_lengths(
+    trainer: trainer_files.TrainerFile, workload: Workload, model: ModelShape, line_options: argparse.Namespace
+) -> tuple[trainer_files.TrainerFile, Workload]:
+    """Return a trainer's file and its workload with the lengths of samples that a model has."""
+    trainer = trainer_files.fit_length(trainer, model)
+    if line_options.seq_length is None:
+        workload = dataclasses.replace(workload, seq_length=trainer.values.get("seq_length"))
+    if model.has_decoder:
+        return trainer, workload
+    workload = dataclasses.replace(workload, target_length=line_options.target_length)
+    return trainer_files.without_value(trainer, "target_length"), workload
 
 
 def _check_fsdp_flags(file: UserFile, options: argparse.Namespace) -> None:

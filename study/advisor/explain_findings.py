@@ -385,7 +385,7 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
             "version": str(settings.get("fsdp_version", 1))[:60],
             "shown_version": clip(settings.get("fsdp_version", 1)),
             "sharding": file.sharding and file.sharding[:60],
-            "refusal": shape.fsdp_refusal if case.request.fsdp_version == 2 else shape.fsdp1_refusal,
+            "refusal": shape.why_no_fsdp(case.request.fsdp_version),
             "machine_ranks": case.request.box.gpus_per_node,
         }
     defaults = {key: entry["default"] for key, entry in section_entries("top").items() if "default" in entry}

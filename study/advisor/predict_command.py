@@ -372,7 +372,7 @@ def make_request(flags: PredictFlags) -> Request:
             "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
         )
     version = _fsdp_version(workload, strategy)
-    if strategy.is_fsdp and (refusal := shape.fsdp1_refusal if version == 1 else shape.fsdp_refusal):
+    if strategy.is_fsdp and (refusal := shape.why_no_fsdp(version)):
         raise UserError(f"FSDP{version} does not train {shape.name}: {refusal}", "use zero3")
     length, target = resolve_lengths(shape, workload.seq_length, workload.target_length)
     request = Request(

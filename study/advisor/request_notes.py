@@ -15,11 +15,13 @@ from typing import Any
 from study.advisor.user_settings import ZERO, Finding, flatten, known_settings
 from study.config.text import format_number, rounded
 from study.host.memory import GIB
-from study.predictor.activations import is_fused
+from study.predictor.activations import computing_mode, is_fused
 from study.predictor.hardware import Device
+from study.predictor.losses import LossKernel, logit_bytes
 from study.predictor.request import Request
 from study.predictor.shape import ModelShape
 from study.predictor.state import accumulated_bytes, frozen_gradients_bytes, reduced_bytes, unsharded_4_bit_bytes
+from study.predictor.table_shape import has_head, named_class
 from study.predictor.time import predict_time
 
 _COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
@@ -82,12 +84,44 @@ def request_notes(request: Request, details: bool = False, without: str | None =
     return [f"{item.key}: {item.says}" for item in request_findings(request) if item.rule not in hidden]
 
 
+# Models of pairs whose loss compares each sample with the others of a batch.
+_OF_PAIRS = {
+    *("align", "altclip", "blip", "chinese_clip", "clap", "clip", "clvp", "groupvit", "siglip", "siglip2", "x_clip"),
+    "vision-text-dual-encoder",
+}
+
+
+def _may_be_contrastive(shape: ModelShape, architecture: str) -> bool:
+    """Whether a model is usually trained with the other samples of a batch as negatives: one of pairs, and one without
+    an output layer, whose embeddings are compared."""
+    is_text = shape.is_traced is False or shape.family == "sequence-classification"
+    is_base = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    return shape.model_type in _OF_PAIRS or (is_text and is_base)
+
+
+def _is_unread(shape: ModelShape, architecture: str) -> bool:
+    """Whether config.json names a class of a decoder of the table that is none of those whose output layer is known."""
+    if shape.is_traced or shape.family != "causal-lm" or shape.headless_class or not architecture:
+        return False
+    return not architecture.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def _masked_logits_bytes(request: Request) -> float:
+    """Return the bytes of the logits of a masked language model, whose loss is torch's cross entropy of them, which
+    autocast computes in fp32 (BertForMaskedLM.forward, autocast_mode.h)."""
+    kernel: LossKernel = "transformers" if computing_mode(request) == "autocast" else "same_type"
+    per_logit = logit_bytes(kernel, request.computing_bytes)
+    assert per_logit is not None
+    columns = request.output_tokens * request.shape.vocabulary
+    return columns * (per_logit.saved + max(per_logit.forward, per_logit.backward))
+
+
 def request_facts(request: Request) -> dict[str, Any]:
     """Return what rules may ask of a request, by name."""
     shape, strategy = request.shape, request.strategy
-    architecture = "none"
-    if shape.family == "sequence-classification" and shape.document:
-        (architecture,) = (json.loads(shape.document).get("architectures") or ["none"])[:1]
+    architecture = named_class(json.loads(shape.document)) if shape.document else ""
+    is_encoder = shape.family == "sequence-classification"
+    is_masked = is_encoder and architecture.endswith("ForMaskedLM")
     unreduced = accumulated_bytes(replace(request, sync_each_batch=False)) / GIB
     scores = request.micro_batch * shape.heads * request.sequence_length**2 * request.computing_bytes / GIB
     reduced = reduced_bytes(replace(request, sync_each_batch=True, fsdp_offloads=False)) / GIB
@@ -115,7 +149,12 @@ def request_facts(request: Request) -> dict[str, Any]:
         "built": shape.built_class,
         "vocabulary": f"{shape.vocabulary:,}",
         "stand_in": shape.is_stand_in,
-        "other_head": architecture if str(architecture).endswith("ForMaskedLM") else "none",
+        "other_head": architecture if is_masked else "none",
+        "masked_logits": f"{rounded(_masked_logits_bytes(request) / GIB)} GiB" if is_masked else "none",
+        "headless": shape.headless_class or "none",
+        "has_head": has_head(shape),
+        "unread_class": architecture if _is_unread(shape, architecture) else "none",
+        "contrastive": _may_be_contrastive(shape, architecture),
         "experts": shape.active_experts,
         "towers": any(f'"{kind}_config"' in shape.document for kind in ("vision", "audio")),
         "weights": shape.quantized_by or "none",

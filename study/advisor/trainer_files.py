@@ -21,6 +21,8 @@ from study.advisor.trainer_keys import (
     GRPO_KEYS,
     GRPO_LENGTHS,
     HF_OPTIMIZERS,
+    KTO_KEYS,
+    KTO_LOSSES,
     OTHER_FIELDS,
     REMOVED_HF_KEYS,
     TRAINERS,
@@ -48,6 +50,7 @@ from study.config.errors import MissingFile, UserError, WrongFile, clip, did_you
 from study.config.yaml_sections import load_package_yaml
 from study.host.folders import resolve_path
 from study.predictor.lora_targets import ALL_LINEAR
+from study.predictor.shape import ModelShape
 from study.workloads.presets import find_base, find_known, find_preset, hub_id, split_4_bits
 
 # Rule of the findings without whose settings the verdict is.
@@ -124,7 +127,7 @@ def read_trainer_file(name: str) -> TrainerFile | None:
     document = read_mapping(name, set_twice, None)
     if not is_of_a_trainer(document):
         return None
-    trainer = next((trainer for trainer in TRAINERS if trainer.marks & document.keys()), None)
+    trainer = next((trainer for trainer in TRAINERS if trainer.matches(document)), None)
     if trainer is None or _OF_OTHER_FORMATS & document.keys():
         return None
     text = resolve_path(name).read_text(encoding="utf-8")
@@ -145,9 +148,10 @@ def read_trainer_file(name: str) -> TrainerFile | None:
         # A size of 1 is off.
         if value and (value is True or value not in (1, "1", "false", "none")):
             findings.append(file.not_counted(theirs, f"{what}; {NOT_MODELLED}"))
+    findings += _read_kto(file, values, keys)
     if values.get("objective") == "grpo":
         _read_grpo(file, values, keys)
-    findings += [*_both_precisions(file), *_hf_findings(file), *_misspelled(file)]
+    findings += [*_trainer_findings(file, values), *_both_precisions(file), *_hf_findings(file), *_misspelled(file)]
     return dataclasses.replace(file, findings=tuple(findings), values=_settle(trainer, document, values))
 
 
@@ -177,6 +181,47 @@ def _read_grpo(file: TrainerFile, values: dict[str, Any], keys: dict[str, str]) 
         keys["objective"] = "beta"
     else:
         del values["objective"]
+
+
+def is_kto(file: TrainerFile) -> bool:
+    """Whether a file is for TRL's KTOTrainer."""
+    has_its_key = any(file.document.get(name) is not None for name in KTO_KEYS)
+    return file.trainer.name == "TRL" and (has_its_key or str(file.document.get("loss_type")) in KTO_LOSSES)
+
+
+def _read_kto(file: TrainerFile, values: dict[str, Any], keys: dict[str, str]) -> Iterator[Finding]:
+    """Set KTO's reference model, which TRL loads unless its log-probabilities are precomputed, and yield needs of its
+    loss (KTOTrainer in trl/trainer/kto_trainer.py); nothing for other trainers."""
+    if not is_kto(file):
+        return
+    keys["objective"] = next(name for name in (*KTO_KEYS, "loss_type") if file.document.get(name) is not None)
+    if file.document.get("precompute_ref_log_probs"):
+        values.pop("objective", None)
+    else:
+        values["objective"] = "kto"
+    if file.document.get("loss_type", "kto") != "kto":
+        return
+    if values.get("micro_batch") == 1:
+        message = "TRL ends with an error at 1: the loss compares completions with others of the micro-batch"
+        yield file.refused(keys["micro_batch"], message, "set 2 or more")
+    passes = "forward passes of mismatched completions, whose time is not counted"
+    yield file.noted(keys["objective"], f"a step has further {passes}; {NOT_MODELLED}")
+
+
+# Rule of losses that other samples of a micro-batch take part in.
+CONTRASTIVE = "contrastive"
+
+
+def _trainer_findings(file: TrainerFile, values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield bytes of a trainer that are not predicted, and that accumulation changes a contrastive loss."""
+    if file.trainer.uncounted:
+        mark = next(name for name in file.document if name in file.trainer.marks)
+        yield file.noted(mark, f"{file.trainer.uncounted}; {NOT_MODELLED}", WITHOUT)
+    accumulation = values.get("accumulation", 1)
+    if file.trainer.is_contrastive and accumulation > 1:
+        message = f"a loss with in-batch negatives has those of one micro-batch, not of {accumulation}: a larger"
+        remedy = "micro-batch, or CachedMultipleNegativesRankingLoss of sentence-transformers, has more"
+        yield file.noted("gradient_accumulation_steps", f"{message} {remedy}", CONTRASTIVE)
 
 
 def _both_precisions(file: TrainerFile) -> Iterator[Finding]:
@@ -293,7 +338,7 @@ def merge(file: TrainerFile, options: argparse.Namespace) -> tuple[argparse.Name
             replaced.append(name)
     if merged.quantization != "4bit":
         merged.double_quant = options.double_quant
-    merged.with_reference = merged.with_reference or objective in ("dpo", "grpo")
+    merged.with_reference = merged.with_reference or objective in ("dpo", "grpo", "kto")
     merged.precision = merged.precision or "no"
     return merged, tuple(replaced)
 
@@ -301,6 +346,18 @@ def merge(file: TrainerFile, options: argparse.Namespace) -> tuple[argparse.Name
 def without_value(file: TrainerFile, field: str) -> TrainerFile:
     """Return the file without a field."""
     return dataclasses.replace(file, values={name: value for name, value in file.values.items() if name != field})
+
+
+def fit_length(file: TrainerFile, model: ModelShape) -> TrainerFile:
+    """Return the file with a default length that the model has, to which scripts cut it; without one if the model reads
+    no tokens."""
+    length = file.values.get("seq_length")
+    if length is None or "seq_length" in file.keys:
+        return file
+    if not (model.encoder_reads_tokens or model.has_decoder):
+        return without_value(file, "seq_length")
+    length = min(length, model.positions or length)
+    return dataclasses.replace(file, values={**file.values, "seq_length": length})
 
 
 def loads_16_bits(file: TrainerFile, engine: UserFile, precision: str) -> bool:
@@ -337,7 +394,7 @@ def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, r
     parts += [values[name] for name in ("optimizer", "attn_implementation") if name in values]
     parts += [f"loss: {values['loss_kernel']}"] if "loss_kernel" in values else []
     parts += [f"compiled ({file.keys['compile']})"] if values.get("compile") else []
-    parts += [values["objective"].upper()] if values.get("objective") in ("dpo", "grpo") else []
+    parts += [values["objective"].upper()] if values.get("objective") in ("dpo", "grpo", "kto") else []
     lines = [f"read from {file.name} ({file.trainer.name}): {', '.join(parts)}"]
     assumed = {**file.trainer.defaults, **(file.trainer.lora_defaults if values.get("peft") == "lora" else {})}
     names = [name for name in assumed if name not in (*file.keys, *OTHER_FIELDS) and name in values]
@@ -390,6 +447,8 @@ def place_findings(file: TrainerFile, engine: Engine, results: Iterable[Finding]
     for finding in results:
         # LLaMA-Factory casts loaded weights, and the Trainer fills in settings that DeepSpeed alone refuses.
         if (finding.rule == "fp32-weights" and file.trainer.casts_to_fp32) or finding.rule in (AUTO_VALUE, DUMMY):
+            continue
+        if finding.rule == CONTRASTIVE and file.trainer.is_contrastive:
             continue
         field = _FIELDS.get(finding.key, "")
         if field in file.keys and not _is_of_the_json(finding.key, engine):

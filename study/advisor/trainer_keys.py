@@ -15,8 +15,8 @@ from study.config.errors import clip
 from study.predictor.lora_targets import ALL_LINEAR
 
 # Fields without a flag: the type that weights are loaded in, in which a program without DeepSpeed trains them; and a
-# micro-batch counts pairs of samples, with a reference model ("dpo") or without one ("pairs"), or completions ("grpo"),
-# which a reference model judges unless beta is 0.
+# micro-batch counts pairs of samples, with a reference model ("dpo") or without one ("pairs"), or completions with one
+# ("kto", and "grpo" unless beta is 0).
 OTHER_FIELDS = ("loaded", "objective")
 
 
@@ -68,7 +68,7 @@ class Trainer:
     """The keys of one trainer's file."""
 
     name: str
-    # A file with one of these is this trainer's.
+    # A file with one of these is this trainer's, unless it has one of `without`.
     marks: frozenset[str]
     keys: tuple[Key, ...]
     # Values of keys that a file lacks, by field.
@@ -92,6 +92,15 @@ class Trainer:
     has_hf_keys: bool = False
     # Of those that transformers removed: keys that it has all the same.
     kept_keys: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
+    # Bytes of each run that are not predicted.
+    uncounted: str = ""
+    # Its loss compares each sample with the others of a micro-batch.
+    is_contrastive: bool = False
+
+    def matches(self, document: Mapping[str, Any]) -> bool:
+        """Whether a file with these keys is this trainer's."""
+        return not self.marks.isdisjoint(document) and self.without.isdisjoint(document)
 
     @property
     def read(self) -> frozenset[str]:
@@ -251,6 +260,7 @@ _FP8 = "products in fp8"
 _RESUMED = "adapters of an earlier run: rank and targets are those of its adapter_config.json"
 _OFFLOADED = "activations go to the host"
 _OFFLOADING = ("offload", "offload_disk", "unsloth")
+_OF_ENCODERS = "an encoder's figures are those of a classifier"
 _SELF_SIZED = "the trainer halves the micro-batch until it fits"
 _PROJECTED = "the optimizer's state is of projected gradients"
 _KERNELS = "kernels of another library, with another memory of activations"
@@ -600,10 +610,10 @@ TRAINING_ARGUMENTS = Trainer(
 )
 
 
-def _example(script: str, length: int, *marks: str, target: int | None = None) -> Trainer:
-    """Return the reader of the file of an example script of transformers, whose samples have `length` tokens by default
-    and `target` in a decoder (examples/pytorch at 00d481d1)."""
-    decoder_default = {} if target is None else {"target_length": target}
+def _example(script: str, length: int | None, *marks: str, target: int | None = None, **changes: Any) -> Trainer:
+    """Return the reader of the file of an example script of transformers, whose samples have at most `length` tokens by
+    default and `target` in a decoder (examples/pytorch at 00d481d1); None: as many as the model, or none at all."""
+    lengths = {"seq_length": length, "target_length": target}
     return dataclasses.replace(
         TRAINING_ARGUMENTS,
         name=f"transformers' {script}",
@@ -613,28 +623,70 @@ def _example(script: str, length: int, *marks: str, target: int | None = None) -
             *(Key(name, "seq_length", to_count) for name in ("block_size", "max_seq_length", "max_source_length")),
             Key("max_target_length", "target_length", to_count),
         ),
-        defaults={**TRAINING_ARGUMENTS.defaults, "seq_length": length, **decoder_default},
+        defaults=TRAINING_ARGUMENTS.defaults | {name: value for name, value in lengths.items() if value is not None},
         similar=TRAINING_ARGUMENTS.similar | {"val_max_target_length", "max_answer_length"},
+        **changes,
     )
 
 
+_OF_TEXT = ("dataset_config_name", "validation_split_percentage", "train_file", "validation_file", "pad_to_max_length")
 # Their names of a dataset are TRL's, too, so keys that TRL does not have decide.
 _EXAMPLES = (
+    # Of sounds and images, which have no length in tokens.
+    _example(
+        "run_speech_recognition_seq2seq.py",
+        None,
+        *("forced_decoder_ids", "suppress_tokens", "freeze_encoder"),
+    ),
+    _example(
+        "run_speech_recognition_ctc.py",
+        None,
+        *("mask_time_prob", "mask_feature_prob", "layerdrop", "ctc_loss_reduction", "ctc_zero_infinity"),
+        *("chars_to_ignore", "word_delimiter_token", "phoneme_language"),
+    ),
+    _example("run_audio_classification.py", None, "max_length_seconds"),
+    _example("example script of speech", None, "audio_column_name", "max_duration_in_seconds"),
+    _example(
+        "run_clip.py",
+        128,
+        *("image_column", "caption_column", "freeze_vision_model", "freeze_text_model"),
+        is_contrastive=True,
+    ),
+    _example("run_mae.py or run_mim.py", None, "mask_ratio", "norm_pix_loss", "mask_patch_size"),
+    _example(
+        "run_image_classification.py",
+        None,
+        *("train_dir", "validation_dir", "image_column_name", "train_val_split", "image_processor_name"),
+    ),
+    # Of text.
+    _example("run_ner.py", None, "label_all_tokens", "return_entity_level_metrics"),
+    _example("run_classification.py", 128, "text_column_names", "remove_splits", "shuffle_train_dataset"),
     _example("run_glue.py", 128, "task_name"),
     _example("run_qa.py", 384, "doc_stride", "n_best_size", "version_2_with_negative"),
+    _example("run_summarization.py", 1024, "summary_column", target=128),
+    _example("run_translation.py", 1024, "source_lang", "target_lang", target=128),
     _example(
-        "run_translation.py",
+        "run_translation.py or run_summarization.py",
         1024,
-        *("max_source_length", "max_target_length", "source_prefix", "source_lang", "target_lang", "summary_column"),
+        *("max_source_length", "max_target_length", "source_prefix"),
         target=128,
     ),
-    _example("run_mlm.py", 1024, "mlm_probability", "line_by_line"),
     _example(
-        "run_clm.py",
+        "run_mlm.py",
         1024,
-        *("block_size", "config_overrides", "dataset_config_name", "validation_split_percentage", "train_file"),
-        *("validation_file", "pad_to_max_length"),
+        *("mlm_probability", "line_by_line"),
+        uncounted=f"logits of every token and word: {_OF_ENCODERS}",
     ),
+    # run_clm.py has no max_seq_length, which those of encoders have.
+    _example("run_clm.py", 1024, "block_size", "config_overrides", *_OF_TEXT, without=frozenset({"max_seq_length"})),
+    _example("example script of text", None, *_OF_TEXT),
+)
+# sentence_transformers/training_args.py: the length of a text is a setting of its model.
+SENTENCE_TRANSFORMERS = dataclasses.replace(
+    TRAINING_ARGUMENTS,
+    name="sentence-transformers",
+    marks=frozenset({"batch_sampler", "multi_dataset_batch_sampler", "router_mapping", "learning_rate_mapping"}),
+    is_contrastive=True,
 )
 
 # Keys of TRL's DPOConfig that its SFTConfig does not have, whatever their value, and the losses of its loss_type.
@@ -649,6 +701,9 @@ DPO_LOSSES = frozenset(
         *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
     }
 )
+# Keys and losses of TRL's KTOConfig, whose samples are no pairs.
+KTO_KEYS = ("desirable_weight", "undesirable_weight")
+KTO_LOSSES = frozenset({"kto", "apo_zero_unpaired"})
 # A file with this key is for TRL's RewardTrainer.
 REWARD_KEY = "center_rewards_coefficient"
 
@@ -669,7 +724,7 @@ TRL = Trainer(
         {
             *("use_peft", "lora_r", "max_length", "max_seq_length", "dataset_name", "dataset_mixture", "dataset_mixer"),
             *("beta", "num_generations", "max_completion_length", "max_prompt_length", "packing", "load_in_4bit"),
-            *(REWARD_KEY, *DPO_KEYS),
+            *(REWARD_KEY, *DPO_KEYS, *KTO_KEYS),
         }
     ),
     keys=(
@@ -688,6 +743,8 @@ TRL = Trainer(
         Key(REWARD_KEY, "objective", lambda value: Counted("pairs", f"{_REWARD}; not modelled")),
         Key("precompute_ref_log_probs", "objective", when_on("pairs")),
         *(Key(name, "objective", lambda value: Counted("grpo", _SUPERVISED)) for name in GRPO_KEYS),
+        # Of samples that are no pairs, which trainer_files.py reads.
+        *(Key(name, "objective", lambda value: "kto") for name in KTO_KEYS),
         *(Key(name, "objective", lambda value: "dpo") for name in ("beta", *DPO_KEYS)),
         Key("loss_type", "objective", by_dpo_loss),
         # Read with the hardware, in trl_files.py.
@@ -719,4 +776,4 @@ TRL = Trainer(
 )
 
 # The first whose mark a file has.
-TRAINERS = (AXOLOTL, LLAMA_FACTORY, *_EXAMPLES, TRL, TRAINING_ARGUMENTS)
+TRAINERS = (AXOLOTL, LLAMA_FACTORY, SENTENCE_TRANSFORMERS, *_EXAMPLES, TRL, TRAINING_ARGUMENTS)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from study.advisor.explain_case import ConfigCase
-from study.advisor.trainer_files import TrainerFile, is_grpo
+from study.advisor.trainer_files import TrainerFile, is_grpo, is_kto
 from study.advisor.trainer_keys import REWARD_KEY
 from study.advisor.user_settings import NOT_MODELLED, Finding
 from study.config.errors import UserError, clip
@@ -65,7 +65,8 @@ def trained_by(file: TrainerFile) -> str:
         return "reward"
     if is_grpo(file):
         return "grpo"
-    return "dpo" if file.values.get("objective") in ("dpo", "pairs") else "sft"
+    # KTO's trainer has the losses of DPO's.
+    return "dpo" if is_kto(file) or file.values.get("objective") in ("dpo", "pairs") else "sft"
 
 
 def _loss(file: TrainerFile, release: str) -> LossKernel:

@@ -117,6 +117,13 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return HostMemory(total / GIB, min(machine.available, available) / GIB, is_limited=True)
 
 
+def wsl_limit(root: Path = Path("/")) -> str:
+    """Return what limits the memory of Linux within Windows (WSL2), whose kernel names Microsoft; empty elsewhere."""
+    if "microsoft" not in kernel_text(root / "proc" / "version").lower():
+        return ""
+    return "WSL2 has half of the memory of Windows by default: memory= under [wsl2] in its .wslconfig sets another part"
+
+
 @dataclasses.dataclass(frozen=True)
 class OomCounts:
     """Out-of-memory counters of the kernel. In a cgroup both grow when a process is killed, whichever limit was hit."""

@@ -31,6 +31,8 @@ class LayerStack:
     # the others, from the backward pass of the last one on: T5's position biases.
     shared: float = 0.0
     carried: float = 0.0
+    # The part of `saved` that is the input, which a recomputed layer has as its checkpoint.
+    input: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Activations:
     scores: float = 0.0
     # Saved by a layer that is recomputed: its input.
     checkpoint: float = 0.0
+    # The part of `layer` that is its input, which a recomputed layer has as its checkpoint.
+    input: float = 0.0
     # Saved outside the layers, without the logits, and the part of it that the head's backward pass frees.
     outside: float = 0.0
     tail: float = 0.0
@@ -69,8 +73,16 @@ class Activations:
     def stacks(self) -> tuple[LayerStack, ...]:
         if self.unequal_stacks:
             return self.unequal_stacks
-        size = sys.maxsize
-        return (LayerStack(size, self.layer, self.checkpoint, self.layer_forward, self.layer_working, self.tail),)
+        stack = LayerStack(
+            layers=sys.maxsize,
+            saved=self.layer,
+            checkpoint=self.checkpoint,
+            forward=self.layer_forward,
+            working=self.layer_working,
+            tail=self.tail,
+            input=self.input,
+        )
+        return (stack,)
 
     def find_stack(self, place: int) -> LayerStack:
         """Return the stack of a layer."""

@@ -68,7 +68,7 @@ class ModelFamily:
     softmax_in_fp32: tuple[str, ...] = ("autocast", "engine")
     softmax_in_fp32_on_cuda: bool = False
     inner_on_cuda: float = 0.0
-    # Gradients of feed-forward width that are live at once, without the two more of that GELU in fp32.
+    # Gradients of feed-forward width that are live at once, without the three more of that GELU, of which two are fp32.
     inner_gradients: float = 2.0
     # Norms per layer that multiply by their weights last: if frozen, they save no product for the weight gradient.
     multiplying_norms: int = 0
@@ -78,6 +78,8 @@ class ModelFamily:
     caps_logits: bool = False
     # Two if some layers use a sliding window.
     masks: int = 1
+    # A norm reads the layer's input; if not, the attention's matrices do.
+    begins_with_norm: bool = True
     # The next layer's input is a view of the fused attention's output.
     keeps_output: bool = False
     # The word embedding's output is saved in addition to the first layer's input, if it requires a gradient:
@@ -170,6 +172,7 @@ FAMILIES = {
         softmax_in_fp32=(),
         softmax_in_fp32_on_cuda=True,
         inner_gradients=1.0,
+        begins_with_norm=False,
         keeps_output=True,
         sums_embeddings=True,
         has_dropout=True,
@@ -192,7 +195,6 @@ FAMILIES = {
         transposed=True,
         softmax_in_fp32=("autocast",),
         inner_on_cuda=3.0,
-        inner_gradients=1.75,
         keeps_output=True,
         sums_embeddings=True,
         has_dropout=True,
@@ -214,7 +216,6 @@ FAMILIES = {
         inner_is_free=True,
         scores_forward=3.2,
         inner_on_cuda=3.0,
-        inner_gradients=1.75,
         sums_embeddings=True,
     ),
     "gptj": ModelFamily(
@@ -234,7 +235,6 @@ FAMILIES = {
         inner_is_free=True,
         scores_forward=3.2,
         inner_on_cuda=3.0,
-        inner_gradients=1.75,
         has_sine_table=True,
     ),
     "gpt_neox": ModelFamily(

@@ -23,7 +23,7 @@ from study.config.flags import add_fields, flag
 from study.config.places import install_command
 from study.config.strategies import DEFAULT_RANKS_PER_NODE
 from study.config.yaml_sections import load_package_yaml
-from study.host.memory import GIB, available_cores, host_memory
+from study.host.memory import GIB, available_cores, host_memory, wsl_limit
 from study.predictor.hardware_names import HardwareName, device_words, split_name
 from study.predictor.units import Quantity, parse_quantity, parse_speed
 
@@ -238,6 +238,8 @@ _INSTANCE = re.compile(
 _OF_SERVICE = re.compile(r"(?:google[ -])?(?:colab|kaggle)(?:[ -]pro\+?)?[ ,:-]+(?=.*[0-9])", re.IGNORECASE)
 # Larger machines exist, but a larger number is more often a cluster.
 _MAX_MACHINE_GPUS = 16
+# A DGX-2, and Google's a2-megagpu-16g; 72 of GB200 are one NVLink domain.
+_OF_16_GPUS = ("V100 SXM2 32GB", "A100 SXM 40GB", "GB200")
 # Of NVLink-C2C between CPU and GPU of one module, instead of PCIe.
 _C2C_GB_PER_S = 450
 # Words for a network, after the name of a device.
@@ -369,13 +371,21 @@ def _custom_device(name: str, figures: str) -> Device:
     )
 
 
+def _largest_machine(device: Device) -> int:
+    """Return the most GPUs of one machine: links join eight, but for those of _OF_16_GPUS."""
+    has_links = device.nvlink_gb_per_s is not None
+    return DEFAULT_RANKS_PER_NODE if has_links and device.name not in _OF_16_GPUS else _MAX_MACHINE_GPUS
+
+
 def box_notices(box: Hardware) -> Iterator[str]:
     """Yield notices of hardware that is more often meant otherwise, and of a link that is assumed."""
-    if box.nodes == 1 and box.gpus_per_node > _MAX_MACHINE_GPUS and not box.is_cpu_only:
+    if box.nodes == 1 and box.gpus_per_node > _largest_machine(box.device) and not box.is_cpu_only:
         nodes, rest = divmod(box.gpus_per_node, DEFAULT_RANKS_PER_NODE)
         device = split_name(box.name, _is_listed).device
         cluster = f"{nodes}x{DEFAULT_RANKS_PER_NODE}x{device} is {nodes} nodes of {DEFAULT_RANKS_PER_NODE}"
         yield f"{box.name} is one machine with {box.gpus_per_node} GPUs{f'; {cluster}' * (not rest)}"
+    if box.name.lower() == "this" and (limit := wsl_limit()):
+        yield limit
     network, fastest = box.network_gb_per_s, max(device.network_gb_per_s for device in known_devices())
     if box.nodes > 1 and network > fastest:
         meant = f"did you mean {network / 8:g} ({network:g} Gb/s)?"
@@ -533,6 +543,8 @@ def _other_words(name: str, written: HardwareName) -> UserError | None:
     if unread:
         problem += f": {clip(' '.join(unread))} is not part of the name of {nearest[0]}"
     network = "--network_gb_per_s sets the network; " if any(map(_OF_NETWORK.fullmatch, unread)) else ""
+    if "NVLINK" in unread:
+        network += "--bus_gb_per_s sets the speed of a bridge between cards; "
     similar = " or ".join(f"{written.prefix}{name}" for name in nearest[:3])
     return UserError(problem, f"{network}did you mean {similar}? For another card {_FIGURES_FORM}")
 

@@ -74,7 +74,7 @@ def _split_counts(text: str, is_device: Callable[[str], bool]) -> tuple[tuple[in
     if is_device(text):
         return counts, text
     # "8 3090" stays unknown, and the number before Ti and Super is a card's.
-    spaced = re.fullmatch(rf"{_NUMBER} (?!x|(?:ti|super)\b)([a-z].*)", text, re.IGNORECASE)
+    spaced = re.fullmatch(rf"{_NUMBER} (?!x|(?:ti|super|nvlink|pcie)\b)([a-z].*)", text, re.IGNORECASE)
     joined = re.fullmatch(r"([0-9]{1,3})([a-z].*)", text, re.IGNORECASE)
     if spaced is None and joined is not None:
         spaced = joined if re.match("[abhlv][0-9]", joined[2], re.IGNORECASE) or is_device(joined[2]) else None

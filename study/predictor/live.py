@@ -22,6 +22,7 @@ from study.config.printing import progress_line
 from study.host.folders import cache_directory
 from study.predictor.lora_targets import peft_targets
 from study.predictor.shape import BEFORE, FUSED_ATTENTIONS, Call, ModelShape, Parameter, can_adapt
+from study.predictor.table_shape import SIZE_KEYS
 from study.records.directory import write_json
 from study.workloads.presets import TEXT_MODEL_SIZES, check_depth
 
@@ -268,7 +269,21 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
             _loops[work] = first_line(error)
             return _loops[work]
         cause = describe_cause(error)
-        return f"transformers' {shape.built_class} does not run on tokens without data ({cause}); {TEXT_MODEL_SIZES}"
+        return f"transformers' {shape.built_class} does not run on tokens without data ({cause}); {_sizes(shape)}"
+
+
+def _sizes(shape: LiveShape) -> str:
+    """Return the sizes that have a verdict in place of a class without one: those of its text model or, without any, of
+    its layers."""
+    document = json.loads(shape.document)
+    if any(isinstance(document.get(part), dict) for part in ("text_config", "llm_config", "thinker_config")):
+        return TEXT_MODEL_SIZES
+    words = {word: next((document[key] for key in keys if key in document), None) for word, keys in SIZE_KEYS.items()}
+    words["vocabulary"] = words["vocabulary"] or shape.vocabulary
+    if None in words.values():
+        return TEXT_MODEL_SIZES
+    named = ",".join(f"{word}={size}" for word, size in words.items())
+    return f"these sizes have a verdict, of its layers alone: {named}"
 
 
 _loops: dict[tuple[str, bool | int | str, bool | int | str | None], str] = {}

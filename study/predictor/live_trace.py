@@ -44,6 +44,11 @@ from study.workloads.presets import TEXT_MODEL_SIZES
 
 # A forward pass with more has a loop over its tokens, and a trace takes minutes: Mamba and RWKV without their kernels.
 MAX_OPERATIONS = 10_000
+# Per token such a loop has the same bytes at any length; kernels of mamba-ssm save fewer.
+SHORTER_SAMPLES = (
+    "--seq_length 128 with as many tokens in a larger --micro_batch has the same bytes, an upper bound of those with"
+    " kernels (mamba-ssm)"
+)
 # Of the towers of images: attention within windows is an operation for each.
 MAX_TOWER_OPERATIONS = 100_000
 # Of 14 or 16 pixels each, on a side of an image for a tower that takes images of any size.
@@ -420,6 +425,8 @@ def _config(document: Mapping[str, Any], model_class: Any, attention: str, dropo
     config = _config_class(document).from_dict(dict(document))
     if model_class in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.values():
         config.num_labels = 2
+        # DeBERTa's class reads the kind of its loss from the values of labels unless it is set.
+        config.problem_type = "single_label_classification"
     if attention == _FUSED and not model_class._supports_attention_backend:
         attention = "sdpa"
     config._attn_implementation = attention
@@ -703,7 +710,8 @@ class OperationLimit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.meter.operations > self.last:
-            raise TokenLoop(f"more than {self.most:,} operations, a loop over the tokens: shorten --seq_length")
+            loop = f"more than {self.most:,} operations, a loop over the tokens"
+            raise TokenLoop(f"{loop}: {SHORTER_SAMPLES}")
         return func(*args, **(kwargs or {}))
 
 
@@ -967,7 +975,8 @@ def make_inputs(
     if "return_loss" in accepted:
         inputs["return_loss"] = True
     if "labels" in accepted:
-        is_classifier = "Classification" in type(model).__name__
+        name = type(model).__name__
+        is_classifier = "Classification" in name and "TokenClassification" not in name
         tokens = target if target is not None and _has_decoder(model) else length
         inputs["labels"] = torch.zeros(*((batch,) if is_classifier else (batch, tokens)), dtype=torch.long)
     return inputs, media

@@ -924,6 +924,6 @@ def _stored(request: Request, saved: Activations, layers: int, working: bool = F
         stack = saved.find_stack(layers - 1)
         activations += stack.working
         if recomputed:
-            activations += stack.saved - saved.scores + saved.cast_layer
+            activations += stack.saved - stack.input - saved.scores + saved.cast_layer
             scores += saved.scores
     return {"activations": activations, "attention": scores}

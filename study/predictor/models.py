@@ -20,7 +20,7 @@ from study.host.folders import resolve_path
 from study.predictor.families import FAMILIES, OTHER_FAMILIES
 from study.predictor.live import live_shape, trained_part
 from study.predictor.shape import ModelShape
-from study.predictor.table_shape import SIZE_KEYS, shape_of_architecture
+from study.predictor.table_shape import SIZE_KEYS, shape_of_architecture, with_named_class
 from study.workloads.presets import (
     NO_NETWORK,
     PRESETS,
@@ -320,7 +320,7 @@ def shape_of_document(document: Mapping[str, Any], name: str, check_traced: Chec
         if check_traced is not None:
             check_traced(name, trained_part(document)["model_type"])
         return dataclasses.replace(live_shape(name, document), quantized_by=method)
-    shape = shape_of_architecture(name, document["model_type"], document)
+    shape = with_named_class(shape_of_architecture(name, document["model_type"], document), document)
     return dataclasses.replace(shape, quantized_by=method)
 
 

@@ -116,6 +116,13 @@ class ModelShape(abc.ABC):
     # Labels are the tokens of a decoder, whose encoder reads tokens, too, or sounds and images of a fixed size.
     has_decoder: bool = False
     encoder_reads_tokens: bool = True
+    # Class of a decoder that config.json names, if it has no output layer over the vocabulary: one for labels, whose
+    # number `vocabulary` is, or none.
+    headless_class: str = ""
+
+    def why_no_fsdp(self, version: int) -> str | None:
+        """Return the reason why a version of FSDP cannot train it; None if it can."""
+        return self.fsdp1_refusal if version == 1 else self.fsdp_refusal
 
     @property
     @abc.abstractmethod
@@ -141,6 +148,11 @@ class ModelShape(abc.ABC):
     @abc.abstractmethod
     def caps_logits(self) -> bool:
         """Whether a tanh caps the logits, whose bytes a count adds and a trace includes."""
+
+    @property
+    def has_word_logits(self) -> bool:
+        """Whether it is a decoder whose output layer scores the words of its vocabulary."""
+        return self.family == "causal-lm" and not self.headless_class
 
     @property
     def stack_sizes(self) -> tuple[int, ...]:

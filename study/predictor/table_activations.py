@@ -14,7 +14,7 @@ from study.predictor.families import READS_INPUT, Kept
 from study.predictor.products import adapter_products
 from study.predictor.request import Request, cache_by_request
 from study.predictor.shape import INFIX, ModelShape, Parameter, trains_embedding, trains_head
-from study.predictor.table_shape import find_family
+from study.predictor.table_shape import find_family, has_head
 
 # Tensors of the hidden width that are queries, keys, values and the attention's output, in families that count none of
 # the width of the query heads.
@@ -34,6 +34,7 @@ def count_activations(request: Request) -> Activations:
         layer=layer.saved,
         scores=layer.scores,
         checkpoint=layer.checkpoint,
+        input=layer.saved_input,
         outside=ends.saved,
         tail=ends.tail,
         layer_forward=layer.forward_temporaries,
@@ -272,6 +273,27 @@ class _TableLayer:
         return self.tokens * self.shape.hidden * self.stream / self.request.stream_ranks + self.kept_products
 
     @property
+    def saved_input(self) -> float:
+        """Bytes of a recomputed layer's input that are among the tensors that it saves: a norm in fp32 or a matrix in
+        the computing type saves the input itself, and otherwise a copy of it in the other type."""
+        if not self.request.gradient_checkpointing:
+            return 0.0
+        if not self.family.begins_with_norm:
+            is_saved = self.mode != "autocast" and self.reads_input_itself
+        elif self.kernels is not None or self.mode != "engine":
+            is_saved = True
+        else:
+            is_saved = not self.hidden_tensors.in_fp32
+        return is_saved * self.residual / self.request.stream_ranks
+
+    @property
+    def reads_input_itself(self) -> bool:
+        """Whether a matrix or an adapter saves the attention's input."""
+        if self.shape.lora_rank is None:
+            return True
+        return not self.request.lora_dropout and not adapted_modules(self.shape).isdisjoint(READS_INPUT)
+
+    @property
     def widened(self) -> int:
         """The last product's input, which peft casts to fp32 for its adapter (_cast_input_dtype in peft's
         tuners/tuners_utils.py), and autocast back to 16 bits."""
@@ -305,21 +327,73 @@ class _TableLayer:
         if self.kernels is not None and not self.request.torch_gate:
             return 1.0
         in_fp32 = self.is_autocast_on_cuda and self.family.inner_on_cuda
-        return self.family.inner_gradients + (2.0 if in_fp32 else 0.0)
+        return self.family.inner_gradients + (3.0 if in_fp32 else 0.0)
 
     @property
     def hidden_gradient(self) -> int:
         """The gradient of a layer's input or output."""
         return self.tokens * self.width * self.shape.hidden
 
+    @property
+    def last_is_adapted(self) -> bool:
+        """Whether the block's last matrix has an adapter."""
+        return self.family.block[-1] in adapted_modules(self.shape)
+
+    @property
+    def unsaved_product(self) -> float:
+        """The last matrix's input if nothing saves it: the matrix is frozen, and has no adapter."""
+        if self.shape.lora_rank is None:
+            return 0.0
+        return self.tokens * max(0.0, -_shared_input(self.request, self.family.block[-1:], self.shape.inner))
+
+    @property
+    def at_product(self) -> float:
+        """Temporaries at the gradient of the last matrix's input: with an adapter the gradients of both products and
+        their sum, when that input is freed."""
+        inner = self.tokens * self.width * self.shape.inner
+        return (2 if self.last_is_adapted else 1) * inner
+
+    @property
+    def at_gate(self) -> float:
+        """Temporaries at the gradients of gate or activation: the last matrix's input is freed, if it was saved, and
+        autocast's copy of the matrix."""
+        inner = self.tokens * self.width * self.shape.inner
+        if self.kernels is not None and not self.request.torch_gate:
+            # Both are written over saved tensors.
+            return inner
+        last = (matrix for matrix in self.shape.layer_matrices if matrix.name.startswith(self.family.block[-1]))
+        return self.inner_gradients * inner + self.unsaved_product - self.cast_bytes(last)
+
+    @property
+    def residual(self) -> int:
+        """The residual stream, or its gradient."""
+        return self.tokens * self.stream * self.shape.hidden
+
+    @property
+    def before_gradients(self) -> float:
+        """Temporaries at the end of a recomputation: of its last matrix what peft casts, the outputs of matrix and
+        adapter with their sum (Linear.forward in peft's layer.py), and the norm's output in fp32, still an argument;
+        of a norm after it the matrix's input, still a variable (BertLayer.feed_forward_chunk), outputs and its own."""
+        if not self.request.gradient_checkpointing:
+            return 0.0
+        norm_output = self.residual if self.family.begins_with_norm else 0
+        in_matrix = self.widened + 3 * self.hidden_gradient + norm_output if self.widened else 0
+        if self.family.begins_with_norm:
+            return in_matrix
+        return max(in_matrix, self.unsaved_product + 2 * self.hidden_gradient + self.residual)
+
     @functools.cached_property
     def in_block(self) -> float:
-        """Temporaries of the feed-forward block: gradients of its width, and that of its output. A tile's tensors are
-        temporary, too, and the gradient of the input is one tensor (TiledMLP.backward)."""
-        gradients = self.block_tokens * self.width * self.inner_gradients * self.shape.inner
-        if self.request.tiled_mlp:
-            gradients += self.block_tokens * self.width * self.inner_tensors * self.shape.inner + self.hidden_gradient
-        return gradients + self.hidden_gradient + self.widened
+        """Temporaries of the feed-forward block: gradients of its width, and that of its output."""
+        largest = self.in_tile if self.request.tiled_mlp else max(self.at_product, self.at_gate, self.before_gradients)
+        return largest + self.residual
+
+    @property
+    def in_tile(self) -> float:
+        """Temporaries of a tile, whose tensors are temporary, too, and the gradient of the block's input, which is one
+        tensor (TiledMLP.backward)."""
+        inner = self.block_tokens * self.width * (self.inner_gradients + self.inner_tensors) * self.shape.inner
+        return inner + self.hidden_gradient + self.widened
 
     @property
     def norm(self) -> float:
@@ -341,8 +415,7 @@ class _TableLayer:
     @functools.cached_property
     def in_attention(self) -> float:
         """Temporaries of a norm, or of the scores and their gradient, above the block's freed tensors."""
-        scores = self.largest_scores + self.pairs * self.width
-        working = max(self.norm, scores)
+        working = max(self.norm, self.score_gradients)
         if self.request.tiled_mlp:
             # These exceed a tile's tensors, and are less than those of a whole block: the gradients of the norm's
             # output and of the residual stream, or of attention.
@@ -360,6 +433,13 @@ class _TableLayer:
         per_token = self.width * (queries * self.query + 2 * self.key)
         return self.tokens * per_token + self.hidden_gradient
 
+    @property
+    def score_gradients(self) -> float:
+        """Eager attention's scores and their gradient, with those of the residual stream and of the values."""
+        if self.is_fused:
+            return 0.0
+        return self.largest_scores + self.pairs * self.width + self.residual + self.hidden_gradient
+
     @functools.cached_property
     def backward_temporaries(self) -> float:
         """The larger of both parts of the layer."""
@@ -372,7 +452,9 @@ class _TableLayer:
         after = {
             block[-1]: self.in_block,
             "": self.in_attention - block_casts,
-            "reads": _NORM_GRADIENTS * 2 * self.hidden_gradient / self.request.stream_ranks - self.saved,
+            "reads": _NORM_GRADIENTS * 2 * self.hidden_gradient / self.request.stream_ranks
+            + self.saved_input
+            - self.saved,
         }
         if self.family.gated:
             # The activation, the product and a gradient are freed before the gate's matrix.
@@ -407,12 +489,14 @@ class _TableEnds:
     @property
     def logits(self) -> int:
         """Elements of a language model's logits (LlamaForCausalLM.forward)."""
-        return 0 if self.is_classifier else self.layer.tokens * self.shape.vocabulary
+        return self.layer.tokens * self.shape.vocabulary if has_head(self.shape) and not self.is_classifier else 0
 
     @property
     def head_input(self) -> int:
         """Bytes per element of the head's input; a classifier reads a part of the layers' output."""
-        return 0 if self.is_classifier and self.layer.stream > self.layer.width else self.layer.width
+        if not has_head(self.shape) or (self.is_classifier and self.layer.stream > self.layer.width):
+            return 0
+        return self.layer.width
 
     @property
     def last_norm(self) -> int:
@@ -492,7 +576,8 @@ def _adapter_difference(request: Request, mode: str) -> _AdapterDifference:
         # The attention output is cast to fp32 for the adapter and back to 16 bits, which makes a second tensor.
         layer += width * shape.heads * shape.head_dim
     # The frozen head does not save its input, nor the frozen last norm its product.
-    head_input = width if shape.family == "causal-lm" and not trains_head(shape) else 0
+    has_frozen_head = shape.family == "causal-lm" and not shape.headless_class and not trains_head(shape)
+    head_input = width if has_frozen_head else 0
     last_product = norm_product if family.multiplying_norms else 0
     # Without recomputation the first norm saves nothing: the frozen embeddings have no gradient.
     first = 0 if trains_embedding(shape) else -(4 if family.multiplying_norms else stream)

@@ -36,6 +36,13 @@ SIZE_KEYS = {
     "vocabulary": ("vocab_size",),
 }
 _MAX_SIZE = 2**31 - 1
+# Ends of names of a decoder's classes with labels in place of words (modeling_layers.py of transformers), the first of
+# those whose output layer has a bias. A class without an output layer is named as Qwen3Model.
+_WITH_BIAS = ("ForTokenClassification", "ForQuestionAnswering")
+_WITH_LABELS = ("ForSequenceClassification", *_WITH_BIAS)
+_LABEL_SCORES, _USUAL_LABELS = "score", 2
+# Output layers that no pretrained model has: peft trains them in full.
+_NEW_LAYERS = ("classifier", _LABEL_SCORES)
 
 
 def find_family(shape: ModelShape) -> ModelFamily:
@@ -86,7 +93,7 @@ class TableShape(ModelShape):
             self.params, key=lambda param: (param.place, param.name.rpartition(".")[0])
         ):
             matrix, *biases = (
-                dataclasses.replace(param, index=len(params) + number, trained=module == "classifier")
+                dataclasses.replace(param, index=len(params) + number, trained=module in _NEW_LAYERS)
                 for number, param in enumerate(group)
             )
             params += [matrix, *biases]
@@ -171,6 +178,8 @@ class TableShape(ModelShape):
         )
         if self.family == "sequence-classification":
             heads = [Call(end), to_call("classifier", end)]
+        elif self.headless_class:
+            heads = [to_call(_LABEL_SCORES, end)] * has_head(self)
         else:
             # A tied head uses the embedding's parameter: the frozen one if the embedding has a trained copy.
             head = to_call("lm_head", end)
@@ -254,6 +263,45 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         # Positions and types, of 8 bytes each.
         buffer_bytes=2 * 8 * (positions or 0) if is_classifier else 0,
     )
+
+
+def named_class(document: Mapping[str, Any]) -> str:
+    """Return the class that a config.json names; empty without one."""
+    classes = document.get("architectures")
+    return str(classes[0]) if isinstance(classes, list) and classes else ""
+
+
+def has_head(shape: ModelShape) -> bool:
+    """Whether a model has an output layer, of words or of labels."""
+    return not shape.headless_class or shape.headless_class.endswith(_WITH_LABELS)
+
+
+def with_named_class(shape: TableShape, document: Mapping[str, Any]) -> TableShape:
+    """Return a decoder with the output layer of the class that its config.json names: of labels in place of words, or
+    none. UserError if the number of labels is none."""
+    name = named_class(document)
+    is_base = name.lower() == f"{shape.model_type.replace('_', '')}model"
+    if shape.family != "causal-lm" or not (is_base or name.endswith(_WITH_LABELS)):
+        return shape
+    embedding, *others = (param for param in shape.params if not param.name.startswith(f"{OUTPUT_LAYER}."))
+    labels = 1 if is_base else _count_labels(document, shape.name)
+    scores = list[Parameter]()
+    if not is_base:
+        index, has_bias = 1 + len(others), name.endswith(_WITH_BIAS)
+        scores.append(Parameter(index, f"{_LABEL_SCORES}.weight", labels * shape.hidden, labels, shape.layers))
+        scores += [Parameter(index + 1, f"{_LABEL_SCORES}.bias", labels, labels, shape.layers)] * has_bias
+    # An embedding that no output layer shares is a group of FSDP2.
+    params = (dataclasses.replace(embedding, regathered=True), *others, *scores)
+    return dataclasses.replace(shape, params=params, vocabulary=labels, tied=False, headless_class=name)
+
+
+def _count_labels(document: Mapping[str, Any], name: str) -> int:
+    """Return the number of labels as transformers reads it."""
+    names = document.get("id2label")
+    labels = len(names) if isinstance(names, Mapping) and names else document.get("num_labels", _USUAL_LABELS)
+    if type(labels) is not int or not 1 <= labels <= _MAX_SIZE:
+        raise UserError(f"{name}: num_labels is {clip(labels)}", f"use a whole number from 1 to {_MAX_SIZE:,}")
+    return labels
 
 
 @functools.lru_cache(maxsize=256)

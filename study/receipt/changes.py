@@ -109,7 +109,7 @@ def _single_changes(now: Request) -> Iterator[tuple[str, Request]]:
         yield workload_text(larger).partition(",")[0], larger
     if now.gradient_checkpointing:
         yield "no gradient checkpointing", dataclasses.replace(now, gradient_checkpointing=False)
-    if now.shape.family == "causal-lm" and now.loss_kernel == "transformers":
+    if now.shape.has_word_logits and now.loss_kernel == "transformers":
         yield "a fused loss (Liger's)", dataclasses.replace(now, loss_kernel="liger")
     question = _question(now)
     for name in candidates(question):

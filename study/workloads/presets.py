@@ -154,9 +154,9 @@ def _known_by_spelling() -> dict[str, KnownModel]:
         spelled = model.hub_id.rpartition("/")[2].replace("_", "-").lower()
         names[spelled] = model
         unversioned.setdefault(_VERSION.sub("", without_tuning(spelled)), []).append(model)
-    # Two versions of one name are two models.
-    names = {name: models[0] for name, models in unversioned.items() if len(models) == 1} | names
-    return names | known_models()
+    # Two versions of one name are two models, also if a preset is the other one.
+    alone = {name: models[0] for name, models in unversioned.items() if len(models) == 1 and name not in PRESETS}
+    return alone | names | known_models()
 
 
 # Owners of copies of published weights, under the names of these.
@@ -216,7 +216,9 @@ def find_base(name: str) -> Preset | None:
     if owner and owner not in owners | _COPIES:
         return None
     plain = without_tuning(re.sub("[ _]+", "-", model.strip()))
-    by_plain = {_TUNED.sub("", preset.name.lower()): preset for preset in PRESETS.values()}
+    # Mistral-Nemo-Instruct-2407 has the sizes of Mistral-Nemo-Base-2407.
+    by_plain = {without_tuning((preset.hub_id or "").rpartition("/")[2]): preset for preset in PRESETS.values()}
+    by_plain |= {_TUNED.sub("", preset.name.lower()): preset for preset in PRESETS.values()}
     if plain in by_plain:
         return by_plain[plain]
     spelled = [base for base in by_plain if name_words(base) == name_words(plain)]

@@ -22,6 +22,8 @@ from study.config import printing
 from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import read_strategy
+from study.config.text import rounded
+from study.host.memory import GIB
 from study.predictor.communication import sent_bytes
 from study.predictor.constants import FITTED
 from study.predictor.families import FAMILIES as TABLE
@@ -30,7 +32,7 @@ from study.predictor.live import LiveShape, live_shape
 from study.predictor.live_trace import quiet
 from study.predictor.memory import predict_memory
 from study.predictor.micro_batch import predict_activations
-from study.predictor.models import model_shape
+from study.predictor.models import model_shape, shape_of_document
 from study.predictor.passes import _device_rates, _elementwise_s, passes_s
 from study.predictor.request import Attention, Request
 from study.predictor.shape import FUSED_ATTENTIONS, resolve_length, with_adapters
@@ -112,9 +114,9 @@ def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type
     if model_type in ("mixtral", "deepseek_v3", "gpt_oss", "bart", "vit", "gemma3_text", "mamba2"):
         for precision in ("fp32", "bf16-engine", "bf16"):
             request = make_request(shape, "single", checkpointing=True)
-            # Of BART under autocast 0.950: its stacks have separate means, and which bytes are missing is not known.
-            least = 0.95 if model_type == "bart" else 0.96
-            assert_recomputed_as_traced(dataclasses.replace(request, precision=precision), least)
+            # The whole BART's trace makes masks for its decoder, which a GPU does not: in 16 bits, from one of bytes.
+            masks = (2 + 1) * request.micro_batch * request.sequence_length**2 if model_type == "bart" else 0
+            assert_recomputed_as_traced(dataclasses.replace(request, precision=precision), without=masks)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3"])
@@ -264,12 +266,37 @@ def test_a_loop_over_the_tokens_ends_its_trace_within_seconds() -> None:
     shape = live_shape("mamba", {"model_type": "mamba", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2})
     short, long = (dataclasses.replace(make_request(shape, "zero3"), sequence_length=tokens) for tokens in (64, 4096))
     assert predict_memory(short).missing is None
-    assert "a loop over the tokens" in str(predict_memory(long).missing)
+    assert "a loop over the tokens: --seq_length 128 with as many" in str(predict_memory(long).missing)
+    # The remedy has the bytes of as many tokens in longer samples.
+    wider = dataclasses.replace(short, sequence_length=32, micro_batch=2 * short.micro_batch)
+    layers = [predict_activations(request).layer for request in (short, wider)]
+    assert layers[0] == pytest.approx(layers[1], rel=1e-3)
     assert "Error" not in str(predict_memory(long).missing)
     # Another precision has the same loop, and is not traced again.
     started = time.monotonic()
     assert predict_memory(dataclasses.replace(long, precision="fp32")).missing == predict_memory(long).missing
     assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("document", "sizes"),
+    [
+        ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "num_conv_pos_embedding_groups": 4}, True),
+        # The kind of DeBERTa's loss is set, which it would read from labels.
+        ({"model_type": "deberta-v2", "architectures": ["DebertaV2ForMaskedLM"]}, False),
+    ],
+)
+def test_the_remedy_of_a_class_that_does_not_run_has_a_verdict(document: dict[str, object], sizes: bool) -> None:
+    text = {key: value for key, value in TEXT.items() if not key.startswith("num_key_value")}
+    shape = live_shape("model", {**text, **document, "pos_att_type": "p2c|c2p", "relative_attention": True})
+    missing = predict_memory(make_request(shape, "zero2")).missing
+    assert (missing is not None) == sizes
+    if missing is None:
+        return
+    remedy = missing.rpartition("of its layers alone: ")[2].rstrip(")")
+    assert remedy == "layers=3,hidden=64,heads=4,vocabulary=256"
+    replaced = dataclasses.replace(make_request(shape, "zero2"), shape=model_shape(remedy))
+    assert predict_memory(replaced).missing is None
 
 
 def test_a_model_without_a_verdict_has_no_step(capsys, tmp_path: Path) -> None:
@@ -305,6 +332,65 @@ def test_a_class_that_stands_for_another_and_an_encoder_that_is_a_classifier_are
         rule, _, words = says.partition(" ")
         assert list(notes) == [rule] * bool(says)
         assert words in notes.get(rule, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "LlamaForSequenceClassification"),
+        ("llama", "LlamaForTokenClassification"),
+        ("qwen2", "Qwen2ForSequenceClassification"),
+        ("qwen3", "Qwen3Model"),
+        ("mistral", "MistralModel"),
+        ("gpt2", "GPT2ForSequenceClassification"),
+    ],
+)
+def test_a_decoder_without_an_output_layer_of_words_is_that_of_transformers(kind: str, name: str) -> None:
+    document = {**TEXT, "head_dim": 16, "vocab_size": 8192, "model_type": kind, "architectures": [name]}
+    if kind == "gpt2":
+        document = {key: value for key, value in document.items() if key not in ("intermediate_size", "head_dim")}
+        document["n_positions"] = 128
+    counted, traced = shape_of_document(document, kind), live_shape(kind, document)
+    language = shape_of_document({key: value for key, value in document.items() if key != "architectures"}, kind)
+    assert (counted.is_traced, traced.is_traced) == (False, True)
+    for rank in (None, 4):
+        shapes = [shape if rank is None else with_adapters(shape, rank) for shape in (counted, traced)]
+        listed = [sorted((param.elements, param.rows, param.trained) for param in shape.params) for shape in shapes]
+        assert listed[0] == listed[1]
+        # The logits of a language model and their gradient are 29 MB.
+        peaks = [predict_memory(make_request(shape, "fsdp2")).peak_allocated.value for shape in shapes]
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.006)
+        sent = [sent_bytes(make_request(shape, "zero3")) for shape in shapes]
+        assert sent[0] == pytest.approx(sent[1], rel=1e-3)
+    words = {item.key for item in request_findings(make_request(counted, "zero2")) if item.rule == "headless"}
+    assert words == {"model"}
+    counted_peak, language_peak = (
+        predict_memory(make_request(shape, "fsdp2")).peak_allocated.value for shape in (counted, language)
+    )
+    assert language_peak - counted_peak > 20e6
+    assert not [item for item in request_findings(make_request(language, "zero2")) if item.rule == "headless"]
+
+
+def test_what_a_named_class_or_a_contrastive_loss_changes_is_noted() -> None:
+    bert = {**TEXT, "vocab_size": 30522, "model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    # Log-probabilities of 4 samples of 64 tokens, their gradient and that of the logits, of 2 bytes each.
+    masked = 4 * 64 * 30522 * 3 * 2
+    odd = {**TEXT, "model_type": "llama", "architectures": ["LlamaForNumbers"]}
+    embedding = {**TEXT, "model_type": "qwen3", "architectures": ["Qwen3Model"]}
+    sentences = {**bert, "architectures": ["BertModel"]}
+    notes = {}
+    for name, document in (("bert", bert), ("odd", odd), ("embedding", embedding), ("sentences", sentences)):
+        request = dataclasses.replace(make_request(shape_of_document(document, name), "zero2"), accumulation=8)
+        notes[name] = {item.rule: item.says for item in request_findings(request)}
+        alone = [item.rule for item in request_findings(dataclasses.replace(request, accumulation=1))]
+        assert "contrastive" not in alone
+    assert f"30,522 values for each token, {rounded(masked / GIB)} GiB a rank" in notes["bert"]["classifier"]
+    assert "LlamaForNumbers, and the figures are those of a causal language model" in notes["odd"]["other-class"]
+    assert {name for name, rules in notes.items() if "contrastive" in rules} == {"embedding", "sentences"}
+    assert "accumulation of 8 is not the loss" in notes["embedding"]["contrastive"]
+    pairs = dataclasses.replace(read_shape("vit"), model_type="siglip")
+    request = dataclasses.replace(make_request(pairs, "zero2"), accumulation=8)
+    assert "contrastive" in {item.rule for item in request_findings(request)}
 
 
 def test_traced_layers_have_the_traffic_of_their_own_norms_and_feed_forward_blocks(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from types import SimpleNamespace
@@ -10,13 +11,15 @@ import pynvml
 import pytest
 import torch
 
+from study.advisor import doctor
 from study.config.errors import Unsupported
 from study.engine.setup import replace_available_memory
 from study.host.environment import check_torch_supports_gpus, torch_for_driver
 from study.host.machine import detect_machine, free_gpu_bytes, matmul_rates
-from study.host.memory import available_cores, host_memory
+from study.host.memory import available_cores, host_memory, wsl_limit
 from study.metrics.clock import find_nvml_handle
 from study.metrics.memory import MemoryMeter
+from study.predictor import hardware
 from study.predictor.hardware import to_box
 from sweeps import write_files
 
@@ -175,3 +178,20 @@ def test_without_a_selection_only_the_first_slice_of_divided_cards_is_visible(tw
     assert len(detect_machine().gpu_memory_gib) == 1
     assert free_gpu_bytes(0) == FREE_GIB[SLICE] * GIB
     assert free_gpu_bytes(1) is None
+
+
+def test_the_memory_that_windows_gives_its_linux_is_named(tmp_path, monkeypatch):
+    version = tmp_path / "proc" / "version"
+    version.parent.mkdir()
+    assert not wsl_limit(tmp_path)
+    for text, is_wsl in (("Linux version 6.8.0-generic", False), ("Linux 5.15.167.4-microsoft-standard-WSL2", True)):
+        version.write_text(text)
+        limit = wsl_limit(tmp_path)
+        assert ("[wsl2] in its .wslconfig" in limit) == is_wsl
+        for module in (doctor, hardware):
+            monkeypatch.setattr(module, "wsl_limit", lambda limit=limit: limit)
+        (check,) = (check for check in doctor.memory() if check.name == "host memory")
+        assert ("WSL2" in check.found) == is_wsl
+        box = to_box("2x4090")
+        assert [*hardware.box_notices(dataclasses.replace(box, name="this"))] == [limit] * is_wsl
+        assert not [*hardware.box_notices(box)]

@@ -118,6 +118,11 @@ FIGURES = "memory=141GB,tflops=989,bandwidth=4.8TB/s"
         ([FIGURES], ""),
         ([f"8x{FIGURES}", "--bus_gb_per_s", "40"], ""),
         (["H200:32"], "H200:32 is one machine with 32 GPUs; 4x8xH200 is 4 nodes of 8"),
+        (["16xH100"], "16xH100 is one machine with 16 GPUs; 2x8xH100 is 2 nodes of 8"),
+        # Such machines exist.
+        (["16xA100-40"], ""),
+        (["16xV100"], ""),
+        (["10x4090"], ""),
     ],
 )
 def test_a_speed_that_is_unlikely_or_assumed_is_named(

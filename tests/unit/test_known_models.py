@@ -16,7 +16,7 @@ from study.config.errors import UserError
 from study.predictor import live
 from study.predictor.families import FAMILIES
 from study.predictor.models import model_shape
-from study.workloads.presets import find_known, find_preset, known_models
+from study.workloads.presets import find_base, find_known, find_preset, known_models
 
 
 def test_a_known_model_of_the_table_of_families_needs_no_torch() -> None:
@@ -49,12 +49,31 @@ def test_a_known_model_of_the_table_of_families_needs_no_torch() -> None:
         ("mistralai/Mistral-7B-v0.4", None),
         ("google-bert/bert-base-cased", "bert-base-cased"),
         ("distilgpt2", "distilgpt2"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b-2507"),
+        ("Qwen/Qwen3-4B-Thinking-2507", "qwen3-4b-2507"),
+        ("Qwen/Qwen3-4B-Instruct", None),
     ],
 )
 def test_a_known_model_is_found_by_its_hub_id_and_by_tuned_weights(name: str, expected: str | None) -> None:
     model = find_known(name)
     assert (model and model.name) == expected
     assert find_preset(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
+        # 22 billion parameters.
+        ("mistralai/Mistral-Small-Instruct-2409", None),
+        ("Qwen/Qwen3-4B-Instruct", "qwen3-4b"),
+        ("Qwen/Qwen3-4B-Instruct-2507", None),
+    ],
+)
+def test_tuned_weights_with_a_date_have_the_preset_of_that_date(name: str, expected: str | None) -> None:
+    preset = find_base(name)
+    assert (preset and preset.name) == expected
 
 
 @pytest.mark.parametrize(

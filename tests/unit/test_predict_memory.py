@@ -76,6 +76,15 @@ FAMILIES = {
     "mpt": {"d_model": 256, "n_heads": 8, "n_layers": 4, "vocab_size": 3000, "max_seq_len": 512},
 }
 
+WIDE = {
+    "hidden_size": 512,
+    "n_embd": 512,
+    "intermediate_size": 2048,
+    "n_inner": 2048,
+    "head_dim": 64,
+    "rotary_dim": 32,
+}
+
 
 def make_request(model_type, precision="bf16-engine", checkpointing=False, attention="sdpa", **changed):
     strategy = read_strategy("zero2" if precision.endswith("-engine") else "single")
@@ -113,24 +122,29 @@ def test_the_formula_of_activations_matches_the_traced_code_with_adapters_and_as
         if model_type in ("bert", "gpt2", "llama"):
             adapted = dataclasses.replace(request, shape=with_adapters(request.shape, 8))
             assert_activations_as_traced(adapted, rel=0.01)
-    wide = {
-        "hidden_size": 512,
-        "n_embd": 512,
-        "intermediate_size": 2048,
-        "n_inner": 2048,
-        "head_dim": 64,
-        "rotary_dim": 32,
-    }
-    shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | wide)
+    shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | WIDE)
     for precision in ("fp32", "bf16-engine"):
         request = make_request(model_type, precision, True, shape=shape, strategy=read_strategy("single"))
         assert_recomputed_as_traced(dataclasses.replace(request, micro_batch=2, sequence_length=256))
 
 
-def assert_recomputed_as_traced(request, least=0.96):
-    # A trace has tensors, and not the blocks that an allocator gives to them.
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ("mistral", "mpt", "qwen2", "gemma2")])
+def test_recomputed_layers_with_adapters_on_some_matrices_have_the_traced_peak(model_type):
+    """Wide layers, few tokens: without gradients of a block whose last product saves nothing 8 to 13 % too little."""
+    attention = {"gpt2": ("c_attn",), "gpt_neox": ("query_key_value",), "bert": ("query", "value")}
+    plain = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | WIDE)
+    for targets in (attention.get(model_type, ("q_proj", "v_proj")), ()):
+        shape = with_adapters(plain, 8, targets)
+        request = make_request(model_type, "fp32", True, shape=shape, strategy=read_strategy("single"))
+        for precision in ("fp32", "bf16"):
+            request = dataclasses.replace(request, micro_batch=2, sequence_length=256, precision=precision)
+            assert_recomputed_as_traced(request, least=0.97, most=1.04)
+
+
+def assert_recomputed_as_traced(request, least=0.96, most=1.06, without=0):
+    # A trace has tensors, and not the blocks that an allocator gives to them; `without`: bytes that a prediction lacks.
     peak = max(point.total - point.parts["allocator"] for point in device_snapshots(request) if not point.step)
-    assert least <= peak / trace_activations(request).backward_peak <= 1.06, request.precision
+    assert least <= (peak + without) / trace_activations(request).backward_peak <= most, request.precision
 
 
 def assert_activations_as_traced(request, rel):

@@ -39,6 +39,7 @@ from study.predictor.memory import predict_memory
 from study.predictor.request import Request
 from study.predictor.state import predict_state
 from study.predictor.time import device_bytes, predict_time
+from tools.architectures import CONFIGS
 
 FOLDER = ROOT / "tests" / "data" / "trainers"
 BOX = ("--hardware", "8xH100")
@@ -361,6 +362,13 @@ def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
         (ARGUMENTS | {"precompute_ref_log_probs": True}, {"reference_model": False, "micro_batch": 4}),
         (ARGUMENTS | {"center_rewards_coefficient": 0.01}, {"reference_model": False, "micro_batch": 4}),
         (ARGUMENTS | {"dataset_name": "a/b"}, {"sequence_length": 1024, "gradient_checkpointing": True}),
+        # KTO's samples are no pairs, and other losses of samples that are none are KTO's.
+        (ARGUMENTS | {"beta": 0.1, "desirable_weight": 1.5}, {"reference_model": True, "micro_batch": 2}),
+        (ARGUMENTS | {"beta": 0.1, "loss_type": "apo_zero_unpaired"}, {"reference_model": True, "micro_batch": 2}),
+        (
+            ARGUMENTS | {"undesirable_weight": 1.0, "precompute_ref_log_probs": True},
+            {"reference_model": False, "micro_batch": 2},
+        ),
         (AXOLOTL | {"liger_glu_activation": True}, {"loss_kernel": "transformers", "compiled": True}),
         (AXOLOTL | {"torch_compile": "auto"}, {"compiled": True}),
         (ARGUMENTS | {"torch_compile": True}, {"compiled": True}),
@@ -414,8 +422,10 @@ def test_a_key_is_read_as_the_trainer_does(document: dict[str, Any], values: dic
 def test_what_is_not_modelled_is_noted_by_name(trainer: Any, key: str, tmp_path: Path) -> None:
     documents = {"axolotl": AXOLOTL, "LLaMA-Factory": FACTORY, "TRL": ARGUMENTS | {"max_length": 512}}
     document = documents.get(trainer.name, ARGUMENTS)
-    if "run_" in trainer.name:
+    if trainer.name.startswith(("transformers'", "sentence")):
         document = ARGUMENTS | {min(trainer.marks): 1}
+    if trainer.name.endswith("of text"):
+        document |= {"max_seq_length": 64}
     for value, count in ((False, 0), (2, 1)):
         file = write(tmp_path, document | {key: value})
         read_file = read_trainer_file(str(file))
@@ -424,6 +434,77 @@ def test_what_is_not_modelled_is_noted_by_name(trainer: Any, key: str, tmp_path:
         notes = [item for item in read_file.findings if item.key == key and item.rule in ("not-modelled", WITHOUT)]
         assert len(notes) == count
         assert all("not modelled" in item.message and item.line == len(document) + 1 for item in notes)
+
+
+# Keys of a file next to a model and a dataset's name, the trainer, and the tokens of a sample that are read or assumed.
+SCRIPTS = [
+    ({"train_dir": "images"}, "run_image_classification.py", None),
+    ({"image_column_name": "img", "label_column_name": "fine_label"}, "run_image_classification.py", None),
+    ({"audio_column_name": "audio", "layerdrop": 0.0, "text_column_name": "sentence"}, "ctc.py", None),
+    ({"audio_column_name": "audio", "freeze_encoder": False}, "seq2seq.py", None),
+    ({"audio_column_name": "audio", "max_length_seconds": 1}, "run_audio_classification.py", None),
+    ({"image_column": "image_path", "caption_column": "caption"}, "run_clip.py", 128),
+    ({"task_name": "mrpc"}, "run_glue.py", 128),
+    ({"task_name": "ner", "return_entity_level_metrics": True}, "run_ner.py", None),
+    ({"text_column_names": "sentence", "train_file": "a.csv"}, "run_classification.py", 128),
+    ({"train_file": "a.csv", "max_seq_length": 256}, "example script of text", 256),
+    ({"train_file": "a.txt", "block_size": 256}, "run_clm.py", 256),
+    ({"mlm_probability": 0.15, "train_file": "a.txt", "max_seq_length": 256}, "run_mlm.py", 256),
+    ({"source_lang": "en", "target_lang": "ro", "source_prefix": "translate: "}, "run_translation.py", 1024),
+    ({"summary_column": "highlights", "source_prefix": "summarize: "}, "run_summarization.py", 1024),
+    ({"source_prefix": "summarize: "}, "run_translation.py or run_summarization.py", 1024),
+    ({"batch_sampler": "no_duplicates"}, "sentence-transformers", None),
+]
+
+
+@pytest.mark.parametrize(("keys", "name", "length"), SCRIPTS)
+def test_a_script_is_known_by_its_own_keys(keys: Any, name: str, length: int | None, tmp_path: Path) -> None:
+    file = read_trainer_file(str(write(tmp_path, ARGUMENTS | {"dataset_name": "a/b"} | keys)))
+    assert file is not None
+    assert file.trainer.name.endswith(name)
+    assert file.values.get("seq_length") == length
+    assert not [item for item in file.findings if item.kind in ("refused", "ignored")]
+
+
+def test_a_default_length_is_one_that_the_model_has(tmp_path: Path) -> None:
+    glue = write(tmp_path, ARGUMENTS | {"task_name": "mrpc"}, "glue.yaml")
+    lm = write(tmp_path, ARGUMENTS | {"line_by_line": True}, "lm.yaml")
+    assert read(lm, "bert-base-uncased", *BOX).request.sequence_length == 512
+    assert read(lm, "gpt2", *BOX).request.sequence_length == 1024
+    assert read(glue, "bert-base-uncased", *BOX).request.sequence_length == 128
+    # TRL's default, of a model that reads images.
+    images = write(tmp_path, ARGUMENTS | {"dataset_name": "a/b"}, "images.yaml")
+    write(tmp_path, {**CONFIGS["vit"], "model_type": "vit"}, "config.json")
+    (line, *_) = read(images, str(tmp_path), *BOX).read_from
+    assert "tokens" not in line
+    with pytest.raises(UserError, match="512 positions, too few"):
+        read(write(tmp_path, ARGUMENTS | {"line_by_line": True, "max_seq_length": 1024}), "bert-base-uncased", *BOX)
+
+
+def test_what_a_script_adds_to_the_figures_or_changes_is_named_once(tmp_path: Path) -> None:
+    masked = read(write(tmp_path, ARGUMENTS | {"mlm_probability": 0.15}), "bert-base-uncased", *BOX)
+    assert first_line(masked).startswith("Without mlm_probability (not modelled): ")
+    pairs = ARGUMENTS | {"batch_sampler": "no_duplicates", "gradient_accumulation_steps": 8}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    encoder = {**sizes, "model_type": "bert", "vocab_size": 256, "architectures": ["BertModel"]}
+    (tmp_path / "encoder").mkdir()
+    write(tmp_path / "encoder", encoder, "config.json")
+    for model in ("bert-base-uncased", str(tmp_path / "encoder")):
+        (note,) = (item for item in read(write(tmp_path, pairs), model, *BOX).findings if item.rule == "contrastive")
+        assert "those of one micro-batch, not of 8" in note.message
+    alone = read(write(tmp_path, pairs | {"gradient_accumulation_steps": 1}), "bert-base-uncased", *BOX)
+    assert "contrastive" not in {item.rule for item in alone.findings}
+
+
+def test_kto_needs_two_completions_in_a_micro_batch(tmp_path: Path) -> None:
+    keys = {"beta": 0.1, "desirable_weight": 1.0}
+    for size, loss, is_refused in ((1, "kto", True), (2, "kto", False), (1, "apo_zero_unpaired", False)):
+        document = ARGUMENTS | keys | {"per_device_train_batch_size": size, "loss_type": loss}
+        case = read(write(tmp_path, document), *BOX)
+        refused = [item.key for item in case.findings if item.kind == "refused"]
+        assert refused == ["per_device_train_batch_size"] * is_refused
+        assert "KTO" in case.read_from[0]
+        assert case.request.loss_kernel == "trl"
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
@@ -918,6 +999,9 @@ def test_a_release_of_trl_is_for_its_files(tmp_path: Path) -> None:
     for document in (AXOLOTL, {"zero_optimization": {"stage": 1}}):
         with pytest.raises(UserError, match="--release trl is for a file of TRL"):
             read(write(tmp_path, document, "x.json"), "gpt2", "--release", "trl=1.9", *BOX)
+    parser = Parser(prog="study", allow_abbrev=False)
+    explain.add_arguments(parser)
+    assert "trl=1.9: of the trainer of a TRL file" in " ".join(parser.format_help().split())
 
 
 def test_a_reward_model_is_no_sft(tmp_path: Path) -> None:
