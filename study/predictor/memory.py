@@ -900,7 +900,7 @@ def _upper_hull(points: list[tuple[int, float, int]]) -> list[int]:
 
 # Inputs of recomputed layers that a device has while the others are in host memory: max_fwd_stash_count and
 # keep_last_count of DeepSpeed's offload_activations.py.
-_CHECKPOINTS_ON_DEVICE = 3
+CHECKPOINTS_ON_DEVICE = 3
 
 
 def _stored(request: Request, saved: Activations, layers: int, working: bool = False) -> dict[str, float]:
@@ -910,7 +910,7 @@ def _stored(request: Request, saved: Activations, layers: int, working: bool = F
     full_layers = layers - recomputed_layers
     scores = full_layers * saved.scores
     activations = 0.0
-    most = float(_CHECKPOINTS_ON_DEVICE if request.checkpoints_on_host else layers)
+    most = float(CHECKPOINTS_ON_DEVICE if request.checkpoints_on_host else layers)
     for stack, count in saved.first_layers(layers):
         with_checkpoint = count / request.checkpoint_every if recomputed else 0.0
         on_device = min(with_checkpoint, most)
