@@ -60,7 +60,7 @@ def with_double(column: str, table: Callable[..., pd.DataFrame], *of: object) ->
 
 
 @functools.cache
-def some_of(report: str, selection: str) -> Records:
+def select_runs(report: str, selection: str) -> Records:
     """Return the committed runs of a report that match a query, with their steps."""
     records = read_parquet(REPOSITORY / "reports" / report)
     runs = records.runs.query(selection)
@@ -70,15 +70,15 @@ def some_of(report: str, selection: str) -> Records:
 @functools.cache
 def neighbours() -> Records:
     """Return the committed records of the four-rank strategies."""
-    records = some_of("neighbours", "strategy in ('single', 'zero1', 'zero2', 'hsdp', 'tp')")
+    records = select_runs("neighbours", "strategy in ('single', 'zero1', 'zero2', 'hsdp', 'tp')")
     return Records(records.runs[records.runs["workload"] == records.runs["workload"].iloc[0]], records.steps.iloc[:0])
 
 
 RECORDS: dict[str, Callable[[], Records]] = {
     "neighbours": neighbours,
-    "batch_size": lambda: some_of("claims", "strategy in ('ddp', 'zero2')"),
-    "table1": lambda: some_of("paper_table1", "strategy == 'zero2' and virtual_world_size in (4, 16)"),
-    "settings": lambda: some_of("virtual_settings", "strategy == 'zero2' and model_name_or_path == 'gpt2-xl'"),
+    "batch_size": lambda: select_runs("claims", "strategy in ('ddp', 'zero2')"),
+    "table1": lambda: select_runs("paper_table1", "strategy == 'zero2' and virtual_world_size in (4, 16)"),
+    "settings": lambda: select_runs("virtual_settings", "strategy == 'zero2' and model_name_or_path == 'gpt2-xl'"),
 }
 
 
@@ -127,7 +127,7 @@ def test_a_figure_has_the_numbers_of_its_question(
 
 
 def test_the_grid_of_releases_is_drawn_from_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = some_of("releases", "stack in ('0.18.2', '0.18.6') and precision == 'fp32' and max_grad_norm > 0")
+    records = select_runs("releases", "stack in ('0.18.2', '0.18.6') and precision == 'fp32' and max_grad_norm > 0")
 
     def diverging() -> list[str]:
         grids = [drawing.alt for drawing in drawn("releases", records) if drawing.name == "release_grid"]
@@ -135,7 +135,7 @@ def test_the_grid_of_releases_is_drawn_from_its_table(monkeypatch: pytest.Monkey
 
     before = diverging()
     table = releases.grid_table(records)
-    # Stacks stand in the order of the figures: fp32 and the packages of today come first.
+    # Stacks are in the order of the figures: fp32 and the packages of today come first.
     assert table["stack"].cat.categories[0] == "fp32, with today's Accelerate and torch"
     assert set(table.loc[table["kind"] == "different", "letters"]) >= {"a"}
     assert set(table.loc[table["kind"] == "mismatch", "letters"]) == {"c"}
