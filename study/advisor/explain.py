@@ -11,7 +11,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from study.advisor import predict_command, trainer_files, trl_files
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
@@ -584,24 +584,33 @@ def peak_line(case: ConfigCase) -> str:
     return f"peak memory of a rank, {_about(device_bytes(case.memory))}{bound}, {case.memory.moment}: {peak}"
 
 
+class _CostRow(NamedTuple):
+    """A setting in the table of costs, with its largest size in bytes."""
+
+    is_of_stage: bool
+    size: float
+    cells: tuple[str, ...]
+
+
 def cost_rows(setting_costs: Sequence[SettingCost], details: bool) -> list[tuple[str, ...]]:
     """Return a row per cost with its reason or, without details, a row for each of the most expensive settings."""
     by_key: dict[str, list[SettingCost]] = {}
     for cost in setting_costs:
         by_key.setdefault(f"{cost.key} {cost.says if details else ''}", []).append(cost)
-    rows = []
+    rows = list[_CostRow]()
     for group in by_key.values():
         sizes = [sum(getattr(cost, place) for cost in group) for place in ("device", "host", "nvme")]
         cost = group[0]
         text = f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}"
         columns = ("-" if abs(size) < MIB / 2 else gib(size) for size in sizes)
-        rows.append((max(map(abs, sizes)), (*columns, f"{text}: {cost.says}" if details else text)))
+        cells = (*columns, f"{text}: {cost.says}" if details else text)
+        rows.append(_CostRow(cost.key == f"{ZERO}.stage", max(map(abs, sizes)), cells))
     if rows and not details:
         # The state comes first: the offloads move parts of it.
-        largest = max(size for size, _ in rows)
-        rows = [row for row in rows if row[0] >= _MIN_COST * largest]
-        rows = sorted(rows, key=lambda row: (not row[1][-1].startswith("stage="), -row[0]))[:_MAX_COST_ROWS]
-    return [row for _, row in rows]
+        largest = max(row.size for row in rows)
+        rows = [row for row in rows if row.size >= _MIN_COST * largest]
+        rows = sorted(rows, key=lambda row: (not row.is_of_stage, -row.size))[:_MAX_COST_ROWS]
+    return [row.cells for row in rows]
 
 
 def gib(size: float) -> str:

@@ -112,14 +112,29 @@ def match_known_finding(outcome: CombinationOutcome, stack: Mapping[str, str | N
 
 
 @dataclasses.dataclass(frozen=True)
+class Reason:
+    """The reason for an answer, and the combination whose run shows it; None if it is not the finding of a run."""
+
+    why: str
+    shown_by: Combination | None = None
+
+    def __str__(self) -> str:
+        return self.why if self.shown_by is None else f"{self.shown_by.name}: {self.why}"
+
+
+@dataclasses.dataclass(frozen=True)
 class CombinationAnswer:
     """Answer for a combination on one stack."""
 
     kind: Literal["right", "wrong", "error", "by_design", "pairs", "untested"]
-    text: str
+    explanation: Reason
     stack: dict[str, str | None]
     # What else is wrong with it, or ends it with an error.
-    besides: tuple[str, ...] = ()
+    besides: tuple[Reason, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return str(self.explanation)
 
 
 @functools.cache
@@ -271,25 +286,27 @@ def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswe
             entry = match_known_finding(finding, matrix.stack)
             answers.setdefault(entry.title if entry is not None else finding.says, _finding_answer(finding, matrix))
     for fault in _find_faults(combination, matrix):
-        answers.setdefault(fault.title, CombinationAnswer("wrong", with_instead(fault.title, fault), matrix.stack))
+        answers.setdefault(fault.title, CombinationAnswer("wrong", explain_fault(fault), matrix.stack))
     if answers:
         return _join_answers(list(answers.values()), is_exact=combination in matrix.findings)
     equal_runs = [outcome.combination for outcome in matrix.outcomes.values() if outcome.is_equal]
     if combination in equal_runs:
-        return CombinationAnswer("right", "equal, to rounding, to one process of plain PyTorch", matrix.stack)
+        text = "equal, to rounding, to one process of plain PyTorch"
+        return CombinationAnswer("right", Reason(text), matrix.stack)
     larger_runs = [run for run in equal_runs if features.issubset(run.features)]
     if larger_runs:
         example = min(larger_runs, key=lambda run: len(run.features))
         count = f"{len(larger_runs)} runs" if len(larger_runs) > 1 else "a run"
         text = f"equal in {count} with these features, such as {example.name}"
-        return CombinationAnswer("right", text, matrix.stack)
+        return CombinationAnswer("right", Reason(text), matrix.stack)
     feature_pairs = {pair for pair in list_pairs(combination) if pair <= features}
     missing_pairs = feature_pairs - matrix.equal_pairs
     if feature_pairs and not missing_pairs:
         text = "each pair of these features is in an equal run; no run has them all"
-        return CombinationAnswer("pairs", text, matrix.stack)
+        return CombinationAnswer("pairs", Reason(text), matrix.stack)
     missing = sorted("+".join(sorted(pair)) for pair in missing_pairs)
-    return CombinationAnswer("untested", f"no equal run has {', '.join(missing[:4]) or combination.name}", matrix.stack)
+    text = f"no equal run has {', '.join(missing[:4]) or combination.name}"
+    return CombinationAnswer("untested", Reason(text), matrix.stack)
 
 
 def _join_answers(answers: list[CombinationAnswer], *, is_exact: bool) -> CombinationAnswer:
@@ -298,8 +315,8 @@ def _join_answers(answers: list[CombinationAnswer], *, is_exact: bool) -> Combin
     Errors precede faults, and faults precede documented differences; an answer of exactly this combination is first.
     """
     first = answers[0] if is_exact else min(answers, key=lambda answer: _PRECEDENCE.index(answer.kind))
-    besides = tuple(answer.text for answer in answers if answer is not first and answer.kind in ("error", "wrong"))
-    return dataclasses.replace(first, besides=besides)
+    faults = [answer for answer in answers if answer is not first and answer.kind in ("error", "wrong")]
+    return dataclasses.replace(first, besides=tuple(answer.explanation for answer in faults))
 
 
 def _find_faults(combination: Combination, matrix: Matrix) -> Iterator[KnownFinding]:
@@ -314,7 +331,12 @@ def _find_faults(combination: Combination, matrix: Matrix) -> Iterator[KnownFind
             yield entry
 
 
-def with_instead(text: str, entry: KnownFinding | None) -> str:
+def explain_fault(fault: KnownFinding) -> Reason:
+    """Return a known fault with its workaround, for releases of which no run shows it."""
+    return Reason(_with_instead(fault.title, fault))
+
+
+def _with_instead(text: str, entry: KnownFinding | None) -> str:
     """Return a text with the workaround of an entry."""
     return f"{text}; {entry.instead}" if entry is not None and entry.instead else text
 
@@ -323,12 +345,12 @@ def _finding_answer(finding: CombinationOutcome, matrix: Matrix) -> CombinationA
     entry = match_known_finding(finding, matrix.stack)
     if entry is not None and entry.verdict == "cpu":
         text = f"{finding.combination.name} needs a GPU, and only CPUs were there ({entry.title})"
-        return CombinationAnswer("untested", text, matrix.stack)
+        return CombinationAnswer("untested", Reason(text), matrix.stack)
     kind: Literal["wrong", "error", "by_design"] = "error"
     if finding.kind == "differs":
         kind = "by_design" if entry is not None and entry.verdict == "by_design" else "wrong"
     title = entry.title if entry is not None else finding.says
-    return CombinationAnswer(kind, with_instead(f"{finding.combination.name}: {title}", entry), matrix.stack)
+    return CombinationAnswer(kind, Reason(_with_instead(title, entry), finding.combination), matrix.stack)
 
 
 def fault_under_accelerate(combination: Combination, matrix: Matrix) -> CombinationAnswer | None:

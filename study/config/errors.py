@@ -51,12 +51,17 @@ class UserError(Exception):
         return {"kind": kind.__name__, **{name: getattr(self, name) for name in kind.in_json}}
 
 
-def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return `did you mean a or b? `, to put before the list of valid words; empty if none is similar."""
+def similar_words(word: str, words: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return the valid words that are similar to a misspelt one, the most similar first."""
     words = list(words)
     plain = {re.sub(r"[\W_]", "", name).lower(): name for name in words}
-    matches = [plain[key]] if (key := re.sub(r"[\W_]", "", word).lower()) in plain else []
-    matches = matches or difflib.get_close_matches(word[:100], words, cutoff=cutoff)
+    same = plain.get(re.sub(r"[\W_]", "", word).lower())
+    return [same] if same is not None else difflib.get_close_matches(word[:100], words, cutoff=cutoff)
+
+
+def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return `did you mean a or b? `, to put before the list of valid words; empty if none is similar."""
+    matches = similar_words(word, words, cutoff)
     return f"did you mean {' or '.join(matches)}? " if matches else ""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.config.errors import UserError, clip, did_you_mean, first_line, require_extra
+from study.config.errors import UserError, clip, did_you_mean, first_line, require_extra, similar_words
 from study.config.other_names import find_family
 from study.host.folders import resolve_path
 from study.predictor.families import FAMILIES, OTHER_FAMILIES
@@ -247,11 +247,10 @@ def _suggest_preset(name: str) -> str:
     if after:
         nearest = max(after, key=lambda preset: len(presets[preset]))
         return _nearest_text(nearest, [untuned.rpartition(presets[nearest][0])[0].strip("-_")])
-    misspelt = did_you_mean(untuned, PRESETS, cutoff=0.85)
-    likely = re.findall(r"[\w.-]+(?= or |\?)", misspelt)
+    likely = similar_words(untuned, PRESETS, cutoff=0.85)
     if likely and all(_numbers(preset) != _numbers(untuned) for preset in likely):
         return f"the nearest preset is {likely[0]}, another version: its sizes and vocabulary may differ; "
-    return misspelt
+    return did_you_mean(untuned, PRESETS, cutoff=0.85)
 
 
 def _ends(words: Sequence[str], preset_words: Sequence[str]) -> bool:

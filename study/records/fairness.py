@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from study.records.workloads import BASELINES, strategy_order
+from study.records.workloads import BASELINES, read_arm, strategy_order
 
 # Optimizer classes that implement AdamW; their settings are compared separately.
 _ADAMW = {"torch.AdamW", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedAdam"}
@@ -147,7 +147,7 @@ def _baseline_runs(group: list[Row]) -> dict[tuple[Any, Any], Row]:
     best = min(
         ended,
         key=lambda row: (
-            ", " in row["arm"],
+            bool(read_arm(row["arm"]).settings),
             row["strategy"] not in BASELINES,
             -len(seeds[row["arm"]]),
             strategy_order(row["strategy"]),

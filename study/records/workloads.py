@@ -6,7 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -64,6 +64,35 @@ Columns = Mapping[str, Any]
 Values = Sequence[tuple[str, Any]]
 
 
+class ArmName(NamedTuple):
+    """The parts of a strategy's name in tables and plots."""
+
+    strategy: str
+    # None if the strategy ran on one number of ranks in its workload.
+    ranks: int | None = None
+    # A virtual rank, another trainer, the profiler, overrides, and settings in which runs of a workload differ.
+    settings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join((self.label, *self.settings))
+
+    @property
+    def label(self) -> str:
+        """The strategy and its ranks, without its settings."""
+        return self.strategy if self.ranks is None else f"{self.strategy} x{self.ranks}"
+
+    @property
+    def without_ranks(self) -> str:
+        return str(self._replace(ranks=None))
+
+
+def read_arm(name: str) -> ArmName:
+    """Return the parts of a strategy's name that `name_workloads` wrote."""
+    label, *settings = name.split(", ")
+    strategy, _, ranks = label.partition(" x")
+    return ArmName(strategy, int(ranks) if ranks else None, tuple(settings))
+
+
 def name_workloads(rows: Sequence[Columns]) -> list[dict[str, Any]]:
     """Return each run with its `workload`, `workload_key` and `arm`; None means not recorded."""
     exact = [tuple((field, _asked(field, row[field])) for field in _WORDS) for row in rows]
@@ -78,17 +107,16 @@ def name_workloads(rows: Sequence[Columns]) -> list[dict[str, Any]]:
     for row in labelled:
         worlds[row["workload_key"], row["strategy"]].add(row["world_size"])
     for row, values in zip(labelled, exact, strict=True):
-        name = row["strategy"] or "unknown"
-        if len(worlds[row["workload_key"], row["strategy"]] - {None}) > 1 and row["world_size"] is not None:
-            name += f" x{row['world_size']}"
-        if row["virtual_rank"]:
-            name += f", rank {row['virtual_rank']}"
+        has_several = len(worlds[row["workload_key"], row["strategy"]] - {None}) > 1
+        ranks = row["world_size"] if has_several else None
+        virtual_rank = f"rank {row['virtual_rank']}" if row["virtual_rank"] else ""
         trainer = "" if row["trainer"] in (None, "study") else row["trainer"]
         # The profiler slows the last steps, so a profiled run is not a repeat of other runs.
         profiled = "profiled" if row["profile_steps"] else ""
         overrides = json.loads(row["engine_override"] or "[]")
         words = (format_setting(field, value) for field, value in _differing(values, experiments[values]))
-        row["arm"] = ", ".join(part for part in (name, trainer, profiled, *overrides, *words) if part)
+        settings = (part for part in (virtual_rank, trainer, profiled, *overrides, *words) if part)
+        row["arm"] = str(ArmName(row["strategy"] or "unknown", ranks, tuple(settings)))
     return labelled
 
 

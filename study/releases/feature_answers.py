@@ -12,6 +12,8 @@ from typing import Any, Literal
 from study.compositions.answers import (
     Evidence,
     KnownFinding,
+    Reason,
+    explain_fault,
     fault_under_accelerate,
     faults_by_source,
     is_known_in,
@@ -22,7 +24,6 @@ from study.compositions.answers import (
     read_known_findings,
     stored_evidence,
     stored_matrices,
-    with_instead,
 )
 from study.compositions.features import Combination
 from study.compositions.matrix import Matrix
@@ -48,8 +49,8 @@ _HOW = "tested on two to four CPU ranks, in three steps of a tiny model"
 
 AnswerKind = Literal["right", "wrong", "error", "by_design", "pairs", "untested"]
 AnswerSource = Literal["runs", "causes", "source", "grid", "none"]
-# Kind, text, besides and notes.
-_Parts = tuple[AnswerKind, str, tuple[str, ...], tuple[str, ...]]
+# Kind, explanation, besides and notes.
+_Parts = tuple[AnswerKind, Reason, tuple[Reason, ...], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +62,9 @@ class FeatureAnswer:
     releases: dict[str, str | None]
     kind: AnswerKind
     # Why; empty if nothing is known.
-    text: str
+    explanation: Reason
     # What else is wrong with it, or ends it with an error.
-    besides: tuple[str, ...]
+    besides: tuple[Reason, ...]
     # The origin of the answer, and faults of other releases.
     notes: tuple[str, ...]
     # Stored runs of these releases, the causes of `study releases`, DeepSpeed's source with runs of other releases, or
@@ -84,8 +85,11 @@ class FeatureAnswer:
         """Its faults, without the combinations that show them."""
         if self.status != FAULTY:
             return ()
-        texts = (self.text, *self.besides)
-        return tuple(text.partition(": ")[2] for text in texts) if self.source == "runs" else texts
+        return tuple(explanation.why for explanation in (self.explanation, *self.besides))
+
+    @property
+    def text(self) -> str:
+        return str(self.explanation)
 
     @property
     def says(self) -> str:
@@ -112,7 +116,7 @@ class FeatureAnswer:
             "releases": self.releases,
             "answer": self.kind,
             "why": self.text,
-            "besides": list(self.besides),
+            "besides": list(map(str, self.besides)),
             "by": self.source,
             "test": self.test if self.is_open else None,
         }
@@ -140,9 +144,13 @@ def _find_answer(combination: Combination, releases: tuple[tuple[str, str | None
     used = {name: versions[name] for name in combination.packages}
 
     def answer(
-        kind: AnswerKind, text: str, besides: tuple[str, ...], notes: tuple[str, ...], source: AnswerSource
+        kind: AnswerKind,
+        explanation: Reason,
+        besides: tuple[Reason, ...],
+        notes: tuple[str, ...],
+        source: AnswerSource,
     ) -> FeatureAnswer:
-        return FeatureAnswer(combination, used, kind, text, besides, notes, source)
+        return FeatureAnswer(combination, used, kind, explanation, besides, notes, source)
 
     if causes := _known_causes(combination, versions):
         return answer(*_by_causes(causes, faults_by_source(combination, versions, stored_evidence())), "causes")
@@ -154,27 +162,28 @@ def _find_answer(combination: Combination, releases: tuple[tuple[str, str | None
             return answer(*_by_source(combination, faults, evidence), "source")
     if (tested_answer is None or _STATUS[tested_answer.kind] == UNTESTED) and _is_in_grid(combination, versions):
         note = "by the grid of `study releases`: two CPU ranks, with clipping"
-        return answer("right", "", (), (note,), "grid")
+        return answer("right", Reason(""), (), (note,), "grid")
     if tested is None or tested_answer is None:
         unread = _lines_of_unread(combination, versions, stored_evidence())
         notes = (_nearest_answer(combination, versions, stored_matrices()), *unread, _HOW)
-        return answer("untested", "", (), notes, "none")
+        return answer("untested", Reason(""), (), notes, "none")
     notes = tuple(_with_accelerate(combination, tested)) if tested_answer.kind not in ("wrong", "error") else ()
     command = (f"run: study verify --features {combination.name}",) * (_STATUS[tested_answer.kind] == UNTESTED)
-    return answer(tested_answer.kind, tested_answer.text, tested_answer.besides, (*notes, *command, _HOW), "runs")
+    all_notes = (*notes, *command, _HOW)
+    return answer(tested_answer.kind, tested_answer.explanation, tested_answer.besides, all_notes, "runs")
 
 
 def _by_causes(causes: Sequence[Cause], faults: Sequence[KnownFinding]) -> _Parts:
-    """Return the kind, text, besides and notes by the causes of `study releases`, with other faults of the releases."""
+    """Return the parts of an answer by the causes of `study releases`, with other faults of the releases."""
     described = "; ".join(f"{cause.title}{_fixed_in(cause)}" for cause in causes)
     names = {cause.id for cause in causes}
-    besides = tuple(with_instead(fault.title, fault) for fault in faults if fault.cause not in names)
+    besides = tuple(explain_fault(fault) for fault in faults if fault.cause not in names)
     kind: AnswerKind = "error" if all(cause.ends_training for cause in causes) else "wrong"
-    return kind, described, besides, ("by the causes of `study releases`, which has their sources",)
+    return kind, Reason(described), besides, ("by the causes of `study releases`, which has their sources",)
 
 
 def _by_source(combination: Combination, faults: Sequence[KnownFinding], evidence: Evidence) -> _Parts:
-    """Return the kind, text, besides and notes for releases that were not run, and which releases have each fault."""
+    """Return the parts of an answer for releases that were not run, and which releases have each fault."""
     first, *further = faults
     notes = []
     for fault in faults:
@@ -183,8 +192,7 @@ def _by_source(combination: Combination, faults: Sequence[KnownFinding], evidenc
         notes.append(f"{by}, in {known_span(fault, evidence)}{f' ({fault.address})' * bool(fault.address)}{title}")
     notes.append(f"these releases were not run; run: study verify --features {combination.name}")
     kind: AnswerKind = "error" if first.verdict == "refused" else "wrong"
-    besides = tuple(with_instead(fault.title, fault) for fault in further)
-    return kind, with_instead(first.title, first), besides, tuple(notes)
+    return kind, explain_fault(first), tuple(map(explain_fault, further)), tuple(notes)
 
 
 def _lines_of_unread(combination: Combination, versions: Mapping[str, str | None], evidence: Evidence) -> Iterator[str]:

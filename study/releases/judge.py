@@ -177,10 +177,12 @@ def judge(document: Mapping[str, Any], stack: JudgedStack, is_default: bool = Fa
 
 def _notes_of_untested(stack: JudgedStack) -> Iterator[str]:
     """Yield the commands that answer for a strategy that the grid does not have."""
-    flags = _flags_that_test(stack.strategy)
-    if flags.startswith("--features"):
-        yield f"see: study releases {stack.deepspeed} {flags}"
-    yield f"run: study verify {flags}"
+    features = _features_that_test(stack.strategy)
+    if features:
+        yield f"see: study releases {stack.deepspeed} --features {features}"
+        yield f"run: study verify --features {features}"
+    else:
+        yield f"run: study verify {f'--only {stack.strategy}' if stack.strategy else '--quick'}"
 
 
 def _notes_of_right(stack: JudgedStack, newer: Sequence[str]) -> Iterator[str]:
@@ -227,12 +229,10 @@ def _muon_note(document: Mapping[str, Any], stack: JudgedStack) -> list[str]:
     return [f"Muon wrong under {', '.join(places)}"] if places else []
 
 
-def _flags_that_test(name: str | None) -> str:
-    """Return the flags of `study verify` that test a strategy; without one those of a few."""
-    if name is None:
-        return "--quick"
-    if name in STUDIED_STRATEGIES:
-        return f"--only {name}"
+def _features_that_test(name: str | None) -> str:
+    """Return the features of a strategy that `study verify` has no name for; empty for another one and without one."""
+    if name is None or name in STUDIED_STRATEGIES:
+        return ""
     strategy = read_strategy(name)
     features = [f"zero{strategy.zero_stage}" if strategy.deepspeed else "fsdp2"]
     if strategy.group is not None and strategy.deepspeed:
@@ -242,7 +242,7 @@ def _flags_that_test(name: str | None) -> str:
     else:
         # Sharded within each of several replicas.
         features = [*features, "hpz"] if strategy.deepspeed else [name]
-    return f"--features {','.join(features)}"
+    return ",".join(features)
 
 
 def _answers(stack: JudgedStack, *features: str) -> Iterator[FeatureAnswer]:

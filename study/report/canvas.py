@@ -26,7 +26,7 @@ from study.config.errors import UserError
 from study.config.registry import REGISTRY
 from study.config.strategies import resolve_repository_path
 from study.records.frames import read_records
-from study.records.workloads import strategy_order
+from study.records.workloads import read_arm, strategy_order
 from study.report.svg import draw_svg
 
 # A dash pattern of matplotlib: the offset, then the lengths of dashes and gaps.
@@ -370,11 +370,11 @@ def format_label(arm: str, notes: Mapping[str, str]) -> str:
 
 def letter_settings(arms: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return labels of one line, in which a letter is for settings that are long, and the keys of these letters."""
-    parts = [arm.replace("zero_optimization.", "").partition(", ") for arm in arms]
-    long = dict.fromkeys(rest for arm, _, rest in parts if rest and len(f"{arm}, {rest}") > _LABEL_LETTERS)
+    names = [read_arm(arm.replace("zero_optimization.", "")) for arm in arms]
+    long = dict.fromkeys(name.settings for name in names if name.settings and len(str(name)) > _LABEL_LETTERS)
     letters = dict(zip(long, ascii_lowercase, strict=False))
-    names = [f"{arm} + {letters[rest]}" if rest in letters else arm + comma + rest for arm, comma, rest in parts]
-    return names, [f"{letter}: {settings}" for settings, letter in letters.items()]
+    labels = [f"{name.label} + {letters[name.settings]}" if name.settings in letters else str(name) for name in names]
+    return labels, [f"{letter}: {', '.join(settings)}" for settings, letter in letters.items()]
 
 
 def rows_of_arms(axes: Axes, arms: Iterable[str], notes: Mapping[str, str]) -> None:

@@ -16,8 +16,18 @@ CAPTIONS = Path(__file__).with_name("captions.yaml")
 @functools.cache
 def captions() -> Mapping[str, Mapping[str, str]]:
     """Return every fixed text by the name of its question and its own."""
-    texts: Mapping[str, Mapping[str, str]] = yaml.safe_load(CAPTIONS.read_text(encoding="utf-8"))
-    return texts
+    texts: dict[str, dict[str, str]] = yaml.safe_load(CAPTIONS.read_text(encoding="utf-8"))
+    terms = texts.pop("terms")
+    return {
+        question: {name: _with_terms(text, terms) for name, text in by_name.items()}
+        for question, by_name in texts.items()
+    }
+
+
+def _with_terms(text: str, terms: Mapping[str, str]) -> str:
+    for name, term in terms.items():
+        text = text.replace(f"{{terms.{name}}}", term)
+    return text
 
 
 def caption(question: str, name: str, **values: object) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from study.config.strategies import WITH_REPLICAS
+from study.config.strategies import WITH_GROUPS, WITH_REPLICAS, read_strategy
 from study.config.text import full_model, percent
 from study.predictor.recorded_runs import request_if_any
 from study.predictor.run_predictions import predict_run
@@ -26,7 +26,7 @@ from study.records.frames import Records, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.strategy_runs import NAN, state_bytes
 from study.records.virtual_summary import Summary, ring_bytes, summarize_row
-from study.records.workloads import format_options, format_setting, name_workloads
+from study.records.workloads import format_options, format_setting, name_workloads, read_arm
 from study.virtual.extrapolation import COUNTS, extrapolate
 
 GB = 1e9
@@ -273,6 +273,14 @@ _COLUMNS = [
 ]  # fmt: skip
 
 
+def _has_rings_of_groups(strategy: str) -> bool:
+    """Whether each rank of a group has a separate ring over all groups: of a replica, or of tensors under ZeRO."""
+    if strategy not in WITH_GROUPS:
+        return strategy == "hsdp"
+    group, engine = read_strategy(strategy).group, read_strategy(strategy).deepspeed
+    return engine is not None and group is not None and group.divides == "tensors"
+
+
 def over_nodes(records: Records) -> pd.DataFrame:
     """Return one row per strategy and number of machines; strong scaling fixes the batch, weak that of a rank."""
     rows = [
@@ -291,7 +299,7 @@ def _rows(runs: pd.DataFrame, fixed: str, scaling: str) -> list[dict[str, object
     if ended.empty:
         return []
     ended = ended.assign(
-        line=ended["arm"].str.replace(r" x\d+", "", regex=True),
+        line=ended["arm"].map(lambda name: read_arm(name).without_ranks),
         share=ended["global_batch_size"].astype(float) / ended["world_size"].astype(float),
     )
     rows = []
@@ -312,8 +320,8 @@ def _rows(runs: pd.DataFrame, fixed: str, scaling: str) -> list[dict[str, object
             # A ring over all ranks in order leaves a machine once. Replicas and tensor groups within a machine have a
             # separate ring over all machines for each of their ranks.
             run, machine_ranks = runs_of_size.iloc[0], ranks / machines
-            strategy, group_ranks = str(run["strategy"]), ranks_per_group(run)
-            rings = group_ranks if strategy == "hsdp" or strategy.endswith("_tp") else 1
+            strategy = str(run["strategy"])
+            rings = ranks_per_group(run) if _has_rings_of_groups(strategy) else 1
             leaving = across * rings if rings <= machine_ranks or not across else NAN
             rows.append(
                 {

@@ -16,9 +16,10 @@ from study.config.places import REPOSITORY
 from study.metrics import traffic
 from study.records.frames import Records, read_parquet, read_records
 from study.report.document import IntervalCell
-from study.report.questions import memory, scaling
+from study.report.questions import memory, releases, scaling
 from study.report.questions.memory import MEMORY, RING_COLUMNS, TRAFFIC
 from study.report.questions.time import ADVICE, PROFILE, TIME, frontier_table
+from study.report.questions.virtual import SETTINGS, TABLE1
 from synthetic_records import write_run
 from tools.golden import drawn_by
 
@@ -59,11 +60,26 @@ def with_double(column: str, table: Callable[..., pd.DataFrame], *of: object) ->
 
 
 @functools.cache
+def select_runs(report: str, selection: str) -> Records:
+    """Return the committed runs of a report that match a query, with their steps."""
+    records = read_parquet(REPOSITORY / "reports" / report)
+    runs = records.runs.query(selection)
+    return Records(runs, records.steps[records.steps["run"].isin(runs["run"])])
+
+
+@functools.cache
 def neighbours() -> Records:
     """Return the committed records of the four-rank strategies."""
-    records = read_parquet(REPOSITORY / "reports" / "neighbours")
-    runs = records.runs[records.runs["strategy"].isin(["single", "zero1", "zero2", "hsdp", "tp"])]
-    return Records(runs[runs["workload"] == runs["workload"].iloc[0]], records.steps.iloc[:0])
+    records = select_runs("neighbours", "strategy in ('single', 'zero1', 'zero2', 'hsdp', 'tp')")
+    return Records(records.runs[records.runs["workload"] == records.runs["workload"].iloc[0]], records.steps.iloc[:0])
+
+
+RECORDS: dict[str, Callable[[], Records]] = {
+    "neighbours": neighbours,
+    "batch_size": lambda: select_runs("claims", "strategy in ('ddp', 'zero2')"),
+    "table1": lambda: select_runs("paper_table1", "strategy == 'zero2' and virtual_world_size in (4, 16)"),
+    "settings": lambda: select_runs("virtual_settings", "strategy == 'zero2' and model_name_or_path == 'gpt2-xl'"),
+}
 
 
 # The first number behind the words, in the words of the figure.
@@ -78,6 +94,9 @@ def neighbours() -> Records:
         ("single_vs_multi", (vars(scaling), "single_vs_multi_table"), "x reference", "scaling", "zero2 on 2: "),
         ("offload", (vars(memory), "offload_table"), "State left, MiB", "offload", "zero2_cpu leaves "),
         ("neighbours", (vars(memory), "shown_neighbours_table"), "Ring bytes (NCCL), MiB", "neighbours", "sends "),
+        ("batch_size", (vars(scaling), "speeds_by"), "percent", "batch_size", "zero2 "),
+        ("virtual_cluster", (TABLE1.tables, "table1"), "Here, GB", "table1", "zero2 at 4 "),
+        ("virtual_cluster", (SETTINGS.tables, "settings"), "Ring bytes (NCCL), x weights", "settings", "zero2 "),
     ],
 )
 def test_a_figure_has_the_numbers_of_its_question(
@@ -89,7 +108,7 @@ def test_a_figure_has_the_numbers_of_its_question(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    records = neighbours() if notebook == "neighbours" else few()
+    records = RECORDS.get(figure, few)()
     if figure == "step_profile":
         write_run(tmp_path / "runs", "zero2", config={"profile_steps": 3, "max_steps": 8})
         records = read_records(tmp_path / "runs")
@@ -105,6 +124,26 @@ def test_a_figure_has_the_numbers_of_its_question(
     monkeypatch.setitem(holder, name, functools.partial(with_double, column, holder[name]))
     # Three digits are written.
     assert number() == pytest.approx(2 * measured, rel=0.01)
+
+
+def test_the_grid_of_releases_is_drawn_from_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = select_runs("releases", "stack in ('0.18.2', '0.18.6') and precision == 'fp32' and max_grad_norm > 0")
+
+    def diverging() -> list[str]:
+        grids = [drawing.alt for drawing in drawn("releases", records) if drawing.name == "release_grid"]
+        return [re.findall(r"0\.18\.6: (\w+)", grid)[0] for grid in grids]
+
+    before = diverging()
+    table = releases.grid_table(records)
+    # Stacks are in the order of the figures: fp32 and the packages of today come first.
+    assert table["stack"].cat.categories[0] == "fp32, with today's Accelerate and torch"
+    assert set(table.loc[table["kind"] == "different", "letters"]) >= {"a"}
+    assert set(table.loc[table["kind"] == "mismatch", "letters"]) == {"c"}
+    assert set(table.loc[table["kind"] == "equal", "letters"]) == {""}
+    as_equal = table.assign(verdict="equal", kind="equal", letters="")
+    monkeypatch.setattr(releases, "grid_table", lambda records: as_equal)
+    assert before == ["zero0"]
+    assert diverging() == ["none"]
 
 
 def test_a_named_baseline_is_what_speed_and_offload_are_relative_to() -> None:

@@ -8,6 +8,7 @@ import json
 import re
 from importlib.metadata import version
 
+import pandas as pd
 import pytest
 import yaml
 
@@ -17,8 +18,10 @@ from study.host.stacks import release_key
 from study.records.frames import Records, read_parquet
 from study.releases.causes import GRID, PACKAGES, read_causes
 from study.releases.release_cells import release_cells
+from study.report.facts import caption
 from study.report.pages.releases import DETAILS, PAGE, REPORT, details, document, page, read_control
-from study.report.questions.releases import answer
+from study.report.questions import releases
+from study.report.questions.releases import answer, lettered
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,29 @@ def test_every_wrong_cell_has_a_cause_and_each_strategy_its_own_count(records: R
     table = today.table.set_index("Strategy")
     assert table.loc["zero1"].tolist() == ["7 of 24", "a: 0.18.3 to 0.19.5", "c: 0.16.0 to 0.18.2", "h: 0.18.9", "none"]
     assert table.loc["zero3"].tolist() == ["24 of 24", "none", "none", "e: 0.14.5 to 0.19.7", "none"]
+
+
+def test_a_letter_is_explained_if_a_fault_of_the_table_has_it() -> None:
+    causes = {letter: cause for cause, letter in lettered().items()}
+    cases = [
+        ("zero1", "0.1.0", True, "a", "Faults of DeepSpeed"),
+        ("zero1", "0.2.0", True, "", "right"),
+        # Without accumulation: not in the table.
+        ("zero2", "0.1.0", False, "b", "Faults of DeepSpeed"),
+        # A name with the sign of an unknown cause.
+        ("mine: ?", "0.2.0", True, "", "right"),
+    ]
+    verdicts = pd.DataFrame(cases, columns=["strategy", "release", "several", "letter", "kind"])
+    verdicts = verdicts.assign(from_source=False)
+    in_half = pd.DataFrame({"strategy": ["zero1"], "release": ["0.2.0"], "letter": ["c"]})
+    faults = releases._shown_faults(verdicts, in_half)
+    notes = releases._fault_notes(verdicts, faults)
+    titles = {letter for letter, cause in causes.items() if any(note.startswith(f"{letter}: ") for note in notes)}
+    assert titles == {"a", "c"}
+    assert caption("releases", "unknown") not in notes
+    assert caption("releases", "half") in notes
+    row = releases._strategy_table(verdicts, faults).set_index("Strategy").loc["zero1"]
+    assert row.tolist() == ["1 of 2", "a: 0.1.0", "none", "none", "c: 0.2.0"]
 
 
 def test_a_release_recommended_against_one_cause_has_no_other() -> None:

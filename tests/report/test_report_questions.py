@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from scipy import stats
 
 from report_folders import figures, row
 from study.config.places import REPOSITORY
 from study.config.text import percent
 from study.records.frames import Records, read_parquet, read_records
-from study.records.statistics import estimate_noise
+from study.records.statistics import NOT_SIGNIFICANT_MARK, NOT_TESTED_MARK, estimate_noise
+from study.records.workloads import read_arm
 from study.report.document import Answer
-from study.report.facts import captions
+from study.report.facts import CAPTIONS, caption, captions
 from study.report.questions import QUESTIONS, TABLES, answers
+from study.report.questions.comparison import MarkedText, mark_notes
 from synthetic_records import answered, with_steps, write_run
 
 
@@ -410,6 +413,44 @@ def test_every_caption_is_used_and_is_the_only_place_of_its_words() -> None:
     starts = {place: text.partition("{")[0] for place, text in texts.items()}
     repeated = [place for place, words in starts.items() if len(words) > 40 and words in code + other_texts]
     assert not repeated
+
+
+def test_a_part_of_several_captions_is_written_once() -> None:
+    texts = yaml.safe_load(CAPTIONS.read_text(encoding="utf-8"))
+    terms = texts.pop("terms")
+    written = [*terms.values(), *(text for by_name in texts.values() for text in by_name.values())]
+    assert [name for name in terms if sum(f"{{terms.{name}}}" in text for text in written) < 2] == []
+    # More words in a row than any fixed expression has.
+    length = 10
+    places: dict[tuple[str, ...], set[str]] = {}
+    for text in written:
+        words = text.split()
+        for start in range(len(words) - length + 1):
+            places.setdefault(tuple(words[start : start + length]), set()).add(text)
+    assert [" ".join(words) for words, several in places.items() if len(several) > 1] == []
+    assert caption("lora", "held") == "model state + weights gathered at the end of the forward pass with LoRA"
+
+
+def test_a_mark_is_explained_where_a_difference_has_it() -> None:
+    unsure, few = (caption("comparison", name) for name in ("unsure", "few"))
+    assert mark_notes(["1.02", 1.02, MarkedText("1.02")]) == ()
+    # Texts of records may contain the letters of a mark.
+    assert mark_notes([f"run {NOT_TESTED_MARK}, {NOT_SIGNIFICANT_MARK}"]) == ()
+    cell = MarkedText("1.02", NOT_SIGNIFICANT_MARK)
+    assert str(cell) == "1.02 n.s."
+    assert mark_notes(["n.t.", cell]) == (unsure,)
+    assert mark_notes([cell, MarkedText("1.02", NOT_TESTED_MARK)]) == (unsure, few)
+
+
+@pytest.mark.parametrize("report", ["laptop", "releases", "virtual_settings", "virtual_scaling"])
+def test_the_name_of_a_strategy_has_its_parts(report: str) -> None:
+    runs = read_parquet(REPOSITORY / "reports" / report).runs.drop_duplicates("arm")
+    names = [read_arm(name) for name in runs["arm"]]
+    assert list(map(str, names)) == list(runs["arm"])
+    assert [name.strategy for name in names] == list(runs["strategy"])
+    for name, ranks, overrides in zip(names, runs["world_size"], runs["engine_override"], strict=True):
+        assert name.ranks in (None, ranks)
+        assert {*name.settings} >= {*json.loads(overrides if isinstance(overrides, str) else "[]")}
 
 
 @pytest.mark.parametrize("report", ["reviews", "laptop", "virtual_tuning", "virtual_scaling"])

@@ -852,6 +852,27 @@ def test_an_answer_knows_what_lifts_a_finding_and_which_finding_comes_first(
     assert text in answer.text
 
 
+@pytest.mark.parametrize(
+    ("features", "shown_by", "fault"),
+    [
+        ("zero3,accelerate,autotp,schedule", "zero3,accelerate,schedule,autotp", "the schedule takes a step for each"),
+        # By the source, as no run of these releases has it.
+        ("zero0,cpu_adam,fp32_accumulation", None, "stage 0 in bf16 takes a step with gradients of zero"),
+        ("zero2,accelerate,bf16,schedule,ulysses", None, "the schedule takes a step for each process"),
+    ],
+)
+def test_a_fault_is_whole_without_the_combination_that_shows_it(
+    features: str, shown_by: str | None, fault: str
+) -> None:
+    answer = find_answer(make_combination(features.split(",")), next(read_matrices()).stack)
+    explanations = (answer.explanation, *answer.besides)
+    assert answer.source == "runs"
+    assert answer.faults == tuple(explanation.why for explanation in explanations)
+    (match,) = [explanation for explanation in explanations if explanation.why.startswith(fault)]
+    assert (None if match.shown_by is None else match.shown_by.name) == shown_by
+    assert str(match).endswith(match.why)
+
+
 def answer_lines(features: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     stack = next(read_matrices()).stack
     packages = ["--accelerate", f"{stack['accelerate']}", "--torch", f"{stack['torch']}"]

@@ -217,8 +217,10 @@ def test_the_notebook_of_predictions_runs_with_one_source(tmp_path: Path) -> Non
     assert "mpt-7b" not in text
     # The answer is that of the chosen rows.
     scores = pd.read_parquet(report.FOLDER / report.SCORES).query("source == 'qwen-7b'")
-    median = 100 * scores["peak_error"].abs().median()
-    assert re.search(rf"peak memory, published +{len(scores)} +{median:.1f} ", text)
+    median = scores["peak_error"].abs().median()
+    cells = re.findall(r"<td>([^<]*)</td>", text)
+    place = cells.index("peak memory, published")
+    assert cells[place + 1 : place + 3] == [str(len(scores)), f"{median:.1%}"]
 
 
 def test_intervals_cover_pages_that_did_not_make_them() -> None:

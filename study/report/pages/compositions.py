@@ -282,13 +282,8 @@ def _outcome_of_report(report: Report, matrix: Matrix) -> str:
     if (rule := report.combination.conflict) is not None:
         return f"not run: {rule.reason}{because}"
     answer = look_up_answer(report.combination, matrix)
-    return f"{_OUTCOMES[answer.kind]}{_explanation(report.combination, answer.text)}{because}"
-
-
-def _explanation(combination: Combination, text: str) -> str:
-    """Return an answer's text without the combination that it repeats; nothing for equal runs."""
-    name, separator, explanation = text.partition(": ")
-    return f": {explanation}" if separator and name == combination.name else ""
+    is_of_run = answer.explanation.shown_by == report.combination
+    return f"{_OUTCOMES[answer.kind]}{f': {answer.explanation.why}' * is_of_run}{because}"
 
 
 _OUTCOMES = {

@@ -183,7 +183,7 @@ def _losses(records: Records) -> pd.DataFrame | None:
 
 
 def _letters(cell: ReleaseCell) -> str:
-    return "".join(releases.lettered()[cause] for cause in cell.causes) or "?"
+    return releases.cause_letters(cell) or releases.UNKNOWN
 
 
 def document(records: Records) -> dict[str, Any]:
@@ -367,7 +367,7 @@ def _sign(cell: ReleaseCell) -> str:
     if cell.verdict.kind == "different":
         return _letters(cell) + "'" * cell.differs_sometimes
     signs = {"equal": "(=)" if cell.is_equal_by_chance else "=", "crashes": "x"}
-    return signs.get(cell.verdict.kind, "-") + "".join(releases.lettered()[cause] for cause in cell.causes)
+    return signs.get(cell.verdict.kind, "-") + releases.cause_letters(cell)
 
 
 def _stopped(cells: Sequence[ReleaseCell]) -> pd.DataFrame:

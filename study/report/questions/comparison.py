@@ -22,7 +22,7 @@ from study.records.statistics import (
     estimate_noise,
 )
 from study.records.strategy_runs import Row, StrategyRuns, comparability, group_by_strategy, to_table
-from study.records.workloads import BASELINES, strategy_order
+from study.records.workloads import BASELINES, read_arm, strategy_order
 from study.report.document import Answer, cell_text, format_names, format_or_dash
 from study.report.facts import Headline, caption, footnotes
 
@@ -31,8 +31,21 @@ STEP = "step_time_s_median"
 _MAX_WORKLOADS, _MAX_NOTES = 2, 6
 _CONFOUNDED = " †"
 Workloads = Mapping[str, Sequence[StrategyRuns]]
+
+
+class MarkedText(NamedTuple):
+    """A ratio as the text of a table cell, and the mark of its difference, if it has one."""
+
+    text: str
+    mark: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.mark}" if self.mark else self.text
+
+
+Cell = str | float | MarkedText
 # The function that computes a column's cells, by the column's heading.
-Columns = Mapping[str, Callable[[StrategyRuns], str | float]]
+Columns = Mapping[str, Callable[[StrategyRuns], Cell]]
 
 
 @functools.lru_cache(maxsize=2)
@@ -83,6 +96,11 @@ def not_judged(by_workload: Workloads) -> dict[tuple[str, str], str]:
 def fair_arms(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> list[StrategyRuns]:
     """Return the strategies that succeeded and violate no invariant, without the baseline."""
     return [arm for arm in strategies if arm.baseline is not None and not arm.is_baseline and arm.is_fair(confound)]
+
+
+def _is_plain_ddp(arm: StrategyRuns) -> bool:
+    name = read_arm(arm.name)
+    return name.strategy == "ddp" and not name.settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +161,7 @@ def compare_with_reference(
     """
     grouped, references, sharding = workloads(records), {}, []
     for workload, strategies in grouped.items():
-        ddp = [arm for arm in strategies if arm.name.split(" ")[0] == "ddp" and ", " not in arm.name and arm.is_fair()]
+        ddp = [arm for arm in strategies if _is_plain_ddp(arm) and arm.is_fair()]
         baseline = next((arm for arm in strategies if arm.is_baseline and len(arm.ok_runs)), None)
         base = max(ddp, key=lambda arm: arm.ranks, default=baseline)
         if base is None or not figure(base) > 0:
@@ -243,18 +261,18 @@ class Comparison:
         """Return the differences of the strategies that have a base."""
         return [difference for arm in arms if (difference := self.of(arm))]
 
-    def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
-        """Return a formatter of a strategy's ratio with its interval and its mark."""
+    def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], Cell]:
+        """Return a function that makes the cell of a strategy's ratio, with its interval and its mark."""
 
-        def text(arm: StrategyRuns) -> str:
+        def cell(arm: StrategyRuns) -> Cell:
             difference = self.of(arm)
             if difference is None:
                 return form(1.0) if arm.name == self.find_base(arm) else NOT_MEASURED
             if not difference.ratio.n:
                 return NOT_MEASURED
-            return marked(difference.ratio.brief(form), difference)
+            return MarkedText(difference.ratio.brief(form), difference.mark)
 
-        return text
+        return cell
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -280,19 +298,14 @@ def find_ends(pairs: Sequence[tuple[float, StrategyRuns]], form: Callable[[float
 
 def name_with_settings(arm: str) -> str:
     """Return a strategy with the number of its changed settings, which are long."""
-    strategy, *settings = arm.split(", ")
-    return f"{strategy}, settings changed: {len(settings)}" if settings else strategy
+    name = read_arm(arm)
+    return f"{name.label}, settings changed: {len(name.settings)}" if name.settings else name.label
 
 
-def marked(text: str, difference: Difference) -> str:
-    """Return the text of a ratio with its mark, if it has one."""
-    return f"{text} {difference.mark}" if difference.mark else text
-
-
-def mark_notes(cells: Iterable[object]) -> tuple[str, ...]:
+def mark_notes(cells: Iterable[Cell]) -> tuple[str, ...]:
     """Return the meaning of the marks in the cells of a table."""
-    text = " ".join(map(str, cells))
-    return footnotes("comparison", {"unsure": NOT_SIGNIFICANT_MARK in text, "few": NOT_TESTED_MARK in text})
+    marks = {cell.mark for cell in cells if isinstance(cell, MarkedText)}
+    return footnotes("comparison", {"unsure": NOT_SIGNIFICANT_MARK in marks, "few": NOT_TESTED_MARK in marks})
 
 
 def verdicts_text(differences: Sequence[Difference]) -> str:
@@ -391,23 +404,28 @@ def answer_by_strategy(
     places = {arm.name: strategy_order(arm.value("strategy")) for arm in strategies}
     order = sorted(places, key=lambda name: places[name])
 
-    def cell(arm: StrategyRuns, heading: str) -> str:
-        if not len(arm.ok_runs):
-            return str(arm.value("status_state")) if heading == next(iter(columns)) else NOT_MEASURED
-        text = cell_text(columns[heading](arm))
-        return text if arm.is_fair() or text == NOT_MEASURED else text + _CONFOUNDED
+    def cell(arm: StrategyRuns, heading: str) -> Cell:
+        if len(arm.ok_runs):
+            return columns[heading](arm)
+        return str(arm.value("status_state")) if heading == next(iter(columns)) else NOT_MEASURED
 
-    cells = {("", "Strategy"): order}
+    def text(arm: StrategyRuns, cell: Cell) -> str:
+        written = cell_text(cell)
+        has_figure = len(arm.ok_runs) and written != NOT_MEASURED
+        return written + _CONFOUNDED if has_figure and not arm.is_fair() else written
+
+    cells: list[Cell] = []
+    texts = {("", "Strategy"): order}
     for workload, heading in ((workload, heading) for workload in chosen for heading in columns):
-        texts = {arm.name: cell(arm, heading) for arm in by_workload[workload]}
-        cells[workload, heading] = [texts.get(name, NOT_MEASURED) for name in order]
-    table = pd.DataFrame(cells)
+        by_name = {arm.name: (arm, cell(arm, heading)) for arm in by_workload[workload]}
+        cells += [value for _, value in by_name.values()]
+        texts[workload, heading] = [text(*by_name[name]) if name in by_name else NOT_MEASURED for name in order]
+    table = pd.DataFrame(texts)
     if len(chosen) == 1:
         table.columns = table.columns.droplevel(0)
     more = len(by_workload) - len(chosen)
-    signs = mark_notes(text for texts in cells.values() for text in texts)
     hidden = footnotes("comparison", {"workloads": more > 0}, more=more)
-    all_notes = (*notes, *signs, *arm_notes(strategies), *hidden)
+    all_notes = (*notes, *mark_notes(cells), *arm_notes(strategies), *hidden)
     return Answer(table, headlines, all_notes, subject=chosen[0], leads=leads)
 
 

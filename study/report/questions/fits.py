@@ -93,6 +93,12 @@ class Fit:
             return float(self.largest[_VALUE[self.axis]])
         return float(self.largest["model_parameters"]) / 1e6
 
+    @property
+    def label(self) -> str:
+        """The largest value that fits, after a sign if nothing larger was tried."""
+        at_least = "≥ " * (self.size > 0 and self.what_fits.is_open)
+        return at_least + (self.value(self.what_fits.fits) or "none")
+
     def over_plain(self, results: Sequence[Fit]) -> float:
         """Return its size over that of plain training; NaN if either is only a lower bound."""
 
@@ -203,6 +209,25 @@ def _headline(results: Sequence[Fit]) -> Headline:
     ratio, best = max(ratios, key=lambda entry: entry[0])
     within = f"{best.what_fits.answer} within {best.limit}"
     return Headline(f"{ratio:.1f} x", caption("fits", "ratio"), best.arm, bounds=within)
+
+
+def sizes_table(records: Records) -> pd.DataFrame:
+    """Return a row per search whose size is known, as the figure has it."""
+    rows = [
+        {
+            "subject": fit.subject,
+            "limit": fit.limit,
+            "arm": fit.arm,
+            "strategy": fit.probe["strategy"],
+            "unit": "samples" if fit.axis == _MICRO_BATCH else "million parameters",
+            "size": fit.size,
+            "label": fit.label,
+            "answer": fit.what_fits.answer,
+        }
+        for fit in fits(records)
+    ]
+    columns = ["subject", "limit", "arm", "strategy", "unit", "size", "label", "answer"]
+    return pd.DataFrame(rows, columns=columns).dropna(subset=["size"])
 
 
 def fits_table(records: Records) -> pd.DataFrame:

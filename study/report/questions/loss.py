@@ -25,7 +25,7 @@ from study.records.statistics import (
     step_margin,
 )
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
-from study.records.workloads import BASELINES
+from study.records.workloads import BASELINES, read_arm
 from study.report.document import Answer, Question, format_names, format_or_dash
 from study.report.facts import Headline, caption, footnotes
 from study.report.questions.comparison import arm_notes, arm_table, fair_arms, real_arms, workloads
@@ -196,9 +196,15 @@ def _difference_text(row: _LossComparison) -> str:
     return "NaN" if math.isinf(row.difference) else size_text(row.difference, row.margin)
 
 
+def _is_plain(baseline: str) -> bool:
+    """Whether a baseline is plain training by this project's trainer."""
+    name = read_arm(baseline)
+    return name.strategy in BASELINES and not name.settings
+
+
 def _find_largest(comparisons: Sequence[_LossComparison]) -> _LossComparison:
     """Return the largest difference; from plain training, unless a strategy differs from another one."""
-    plain = [row for row in comparisons if str(row.arm.baseline).split(" ")[0] in BASELINES]
+    plain = [row for row in comparisons if _is_plain(str(row.arm.baseline))]
     is_same = all(row.verdict == "same" for row in comparisons)
     return max(plain if plain and is_same else comparisons, key=lambda row: row.difference)
 

@@ -20,7 +20,7 @@ from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import Difference, interval
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, scarce_memory, state_bytes
-from study.records.workloads import BASELINES, strategy_order
+from study.records.workloads import BASELINES, read_arm, strategy_order
 from study.report import canvas, document
 from study.report.document import Answer, Question, format_or_dash, span_text, times_text
 from study.report.facts import Headline, caption, footnotes
@@ -140,12 +140,12 @@ def _memory_columns(
     def with_gathered(arm: StrategyRuns) -> str:
         return format_or_dash(_held_ratio(arm, compared.references[arm.workload]), percent)
 
-    def peak(arm: StrategyRuns) -> str:
+    def peak(arm: StrategyRuns) -> comparison.Cell:
         base = compared.references[arm.workload]
         peaks = _compare_peaks(arm, base)
         if arm.name == base.name or math.isnan(peaks.ratio):
             return format_or_dash(peaks.ratio, percent)
-        return comparison.marked(percent(peaks.ratio), peaks.difference)
+        return comparison.MarkedText(percent(peaks.ratio), peaks.difference.mark)
 
     arms = [arm for workload in comparison.shown_workloads(shown, only) for arm in shown[workload]]
     is_gathered_known = any(arm.median("forward_gathers_bytes") > 0 for arm in arms)
@@ -693,7 +693,7 @@ def _neighbours_headlines(compared: _Neighbours, turn: _Turn | None) -> list[Hea
 
 
 def _short_name(arm: StrategyRuns) -> str:
-    return name_with_settings(arm.name.replace(f" x{arm.ranks}", ""))
+    return name_with_settings(read_arm(arm.name).without_ranks)
 
 
 def _neighbours_footnotes(

@@ -24,6 +24,8 @@ from study.report.facts import Headline, caption, footnotes
 _OWN, _MISMATCH, _ON_CPUS = _FAULTS = "Faults of DeepSpeed", "Mismatch of releases", "Faults on CPUs only"
 FAULTS_ON_GPUS = (_OWN, _MISMATCH)
 _IN_HALF = "Faults of DeepSpeed's bf16 alone"
+# The letter of a fault whose cause is not known.
+UNKNOWN = "?"
 
 
 def answer(records: Records) -> Answer | None:
@@ -31,10 +33,10 @@ def answer(records: Records) -> Answer | None:
     if not (cells := release_cells(records)):
         return None
     verdicts = gpu_verdicts(cell for cell in clipped(cells) if not cell.is_contemporary)
-    table = strategy_table(verdicts, faults_in_half(first_grid(cells)))
+    faults = _shown_faults(verdicts, faults_in_half(first_grid(cells)))
     has_gpu = bool((records.runs["devices"].dropna() != "[]").any())
-    notes = (*_fault_notes(verdicts, table), *case_notes(cells))
-    return Answer(table, tuple(_headlines(verdicts, has_gpu)), notes)
+    notes = (*_fault_notes(verdicts, faults), *case_notes(cells))
+    return Answer(_strategy_table(verdicts, faults), tuple(_headlines(verdicts, has_gpu)), notes)
 
 
 def _headlines(verdicts: pd.DataFrame, has_gpu: bool) -> Iterator[Headline]:
@@ -63,17 +65,17 @@ def _is_judged(verdicts: pd.DataFrame) -> pd.Series:
     return is_several if is_several.any() else ~is_several
 
 
-def _fault_notes(verdicts: pd.DataFrame, table: pd.DataFrame) -> tuple[str, ...]:
+def _fault_notes(verdicts: pd.DataFrame, faults: pd.DataFrame) -> tuple[str, ...]:
     """Return how many releases have faults, what each letter of the table is, and how a release is judged."""
     judged = verdicts[_is_judged(verdicts)]
     own, mixed = ({*judged["release"][judged["kind"] == kind]} for kind in (_OWN, _MISMATCH))
     ran = right_releases(judged)[1]
     crashed = spans({*verdicts["release"][verdicts["from_source"]]}, ran)
-    written = table.to_string()
+    shown_letters = {*faults["letter"]}
     accumulates = bool(judged["several"].any())
     counts = footnotes(
         "releases",
-        {"faults": bool(own or mixed), "mismatch": bool(mixed), "half": _IN_HALF in table},
+        {"faults": bool(own or mixed), "mismatch": bool(mixed), "half": _IN_HALF in {*faults["kind"]}},
         own=len(own),
         mixed=len(mixed),
         both=len(own & mixed),
@@ -81,7 +83,7 @@ def _fault_notes(verdicts: pd.DataFrame, table: pd.DataFrame) -> tuple[str, ...]
     letters = [
         caption("releases", "race" if cause.sometimes else "cause", letter=letter, title=cause.title)
         for cause, letter in lettered().items()
-        if f"{letter}: " in written
+        if letter in shown_letters
     ]
     rules = footnotes(
         "releases",
@@ -89,7 +91,7 @@ def _fault_notes(verdicts: pd.DataFrame, table: pd.DataFrame) -> tuple[str, ...]
             "column": not accumulates,
             "column_accumulated": accumulates,
             "crashed": bool(crashed),
-            "unknown": "?" in written,
+            "unknown": UNKNOWN in shown_letters,
         },
         releases=crashed,
     )
@@ -133,7 +135,7 @@ def gpu_verdicts(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
             if cause in causes
         ]
         if kind == "different" and not cell.causes:
-            faults = [("?", _MISMATCH if cell.is_mismatch else _OWN)]
+            faults = [(UNKNOWN, _MISMATCH if cell.is_mismatch else _OWN)]
         case = (cell.strategy, cell.release, cell.micro_steps > 1, kind == "crashes" and cell.hides_on_gpu)
         rows += [(*case, *fault) for fault in faults or [("", "right") if kind == "equal" else (NOT_RUN, NOT_RUN)]]
     columns = ["strategy", "release", "several", "from_source", "letter", "kind"]
@@ -166,19 +168,31 @@ def spans(releases: Iterable[str], tested: Iterable[str]) -> str:
     return ", ".join(f"{group[0]} to {group[-1]}" if len(group) > 2 else ", ".join(group) for group in groups)
 
 
-def strategy_table(verdicts: pd.DataFrame, in_half: pd.DataFrame) -> pd.DataFrame:
+def _in_table(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """Return the verdicts that the table by strategy is made of."""
+    return verdicts[_is_judged(verdicts) | (verdicts["kind"] == _ON_CPUS)]
+
+
+def _shown_faults(verdicts: pd.DataFrame, in_half: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per fault in the table by strategy, with its column as the kind."""
+    judged = _in_table(verdicts)
+    columns = ["strategy", "release", "letter", "kind"]
+    faults = judged.loc[judged["kind"].isin(_FAULTS), columns]
+    half_faults = in_half[in_half["strategy"].isin(judged["strategy"])].assign(kind=_IN_HALF)
+    return pd.concat([faults, half_faults[columns]], ignore_index=True)
+
+
+def _strategy_table(verdicts: pd.DataFrame, faults: pd.DataFrame) -> pd.DataFrame:
     """Return a row per strategy: how many releases are right on GPUs with accumulation, and those with each fault."""
-    rows, tested = [], right_releases(verdicts)[1]
-    is_shown = _is_judged(verdicts) | (verdicts["kind"] == _ON_CPUS)
-    for strategy, group in verdicts[is_shown].groupby("strategy", sort=False):
+    tested = right_releases(verdicts)[1]
+    kinds = [*_FAULTS, *[_IN_HALF] * (_IN_HALF in {*faults["kind"]})]
+    rows = []
+    for strategy, group in _in_table(verdicts).groupby("strategy", sort=False):
         right, ran = right_releases(group)
-        rows.append({"Strategy": strategy, "Right on GPUs": f"{len(right)} of {len(ran)}"})
-        for kind in _FAULTS:
-            rows[-1][kind] = _spans_by_letter(group[group["kind"] == kind], tested)
-        if len(in_half):
-            rows[-1][_IN_HALF] = _spans_by_letter(in_half[in_half["strategy"] == strategy], tested)
-    columns = ["Strategy", "Right on GPUs", *_FAULTS, *[_IN_HALF] * bool(len(in_half))]
-    return pd.DataFrame(rows, columns=columns)
+        same = faults[faults["strategy"] == strategy]
+        by_kind = {kind: _spans_by_letter(same[same["kind"] == kind], tested) for kind in kinds}
+        rows.append({"Strategy": strategy, "Right on GPUs": f"{len(right)} of {len(ran)}", **by_kind})
+    return pd.DataFrame(rows, columns=["Strategy", "Right on GPUs", *kinds])
 
 
 def _spans_by_letter(faults: pd.DataFrame, tested: Sequence[str]) -> str:
@@ -238,6 +252,66 @@ def verdict_table(records: Records) -> pd.DataFrame:
         }
         for cell in release_cells(records)
     )
+
+
+def cause_letters(cell: ReleaseCell) -> str:
+    """Return the letters of the causes of a cell; empty if none is known."""
+    return "".join(lettered()[cause] for cause in cell.causes)
+
+
+def _grid_kind(cell: ReleaseCell) -> str:
+    """Return the kind of a cell in the figure of verdicts: its verdict, or the kind of its fault."""
+    if cell.is_equal_by_chance:
+        return "lucky"
+    if cell.verdict.kind != "different":
+        return cell.verdict.kind
+    if cell.is_mismatch:
+        return "mismatch"
+    return "cpu" if cell.hides_on_gpu else "different"
+
+
+def _grid_stack(cell: ReleaseCell) -> str:
+    return f"{cell.precision}, {KINDS[cell.is_contemporary]}"
+
+
+def grid_table(records: Records) -> pd.DataFrame:
+    """Return a row per case of the figure of verdicts; of its stacks fp32 with today's packages is the first."""
+    cells = clipped(release_cells(records))
+    in_order = sorted(cells, key=lambda cell: (cell.precision != "fp32", cell.is_contemporary, cell.precision))
+    stacks = list(dict.fromkeys(map(_grid_stack, in_order)))
+    rows = [
+        {
+            "release": cell.row,
+            "stack": _grid_stack(cell),
+            "strategy": cell.strategy,
+            "micro_steps": cell.micro_steps,
+            "verdict": cell.verdict.kind,
+            "kind": _grid_kind(cell),
+            "letters": (cause_letters(cell) or UNKNOWN * (cell.verdict.kind == "different"))
+            + "'" * cell.differs_sometimes,
+            "sometimes": cell.differs_sometimes,
+        }
+        for cell in cells
+    ]
+    columns = ["release", "stack", "strategy", "micro_steps", "verdict", "kind", "letters", "sometimes"]
+    table = pd.DataFrame(rows, columns=columns)
+    return table.astype({"stack": pd.CategoricalDtype(stacks, ordered=True)})
+
+
+def worst_cells(records: Records, strategy: str = "") -> list[ReleaseCell]:
+    """Return the cell in fp32 with the largest difference of each cause, or all of a strategy; the largest first."""
+    wrong = [
+        cell
+        for cell in clipped(release_cells(records))
+        if cell.precision == "fp32" and cell.verdict.kind == "different" and (cell.verdict.size or 0) > 0
+    ]
+    wrong.sort(key=lambda cell: cell.verdict.size or 0, reverse=True)
+    if strategy:
+        return [cell for cell in wrong if cell.strategy == strategy]
+    by_cause: dict[object, ReleaseCell] = {}
+    for cell in wrong:
+        by_cause.setdefault(cell.causes or (cell.strategy, cell.verdict.what), cell)
+    return list(by_cause.values())
 
 
 def cause_table() -> pd.DataFrame:

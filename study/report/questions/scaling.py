@@ -200,15 +200,21 @@ NODES = Question(
 )
 
 
+def speeds_by(column: str, records: Records) -> pd.DataFrame:
+    """Return a row per strategy and place with its speed in percent of the baseline's, as the figure has it."""
+    return strategy_runs.format_speed_ratio(real_runs(records).runs, column)
+
+
 def _speed_answer(name: str, column: str, records: Records) -> Answer | None:
     """Return the answer for the subject with most strategies; the details have the others."""
-    speed = strategy_runs.format_speed_ratio(real_runs(records).runs, column)
+    speed = speeds_by(column, records)
     if speed.empty:
         return None
     subject = speed["subject"].iloc[0]
     chosen = speed[speed["subject"] == subject].sort_values("place", kind="stable")
     cells = [_speed_cell(row) for _, row in chosen.iterrows()]
-    table = chosen.assign(cell=cells).pivot_table("cell", "arm", "place", aggfunc="first", sort=False)
+    texts = [f"{cell} †" if note else str(cell) for cell, note in zip(cells, chosen["note"], strict=True)]
+    table = chosen.assign(cell=texts).pivot_table("cell", "arm", "place", aggfunc="first", sort=False)
     table.columns = [caption(name, "place", place=place) for place in table.columns]
     references = comparison.format_references(chosen["baseline"])
     confounded = chosen[chosen["note"] != ""]
@@ -231,12 +237,10 @@ def _speed_answer(name: str, column: str, records: Records) -> Answer | None:
     )
 
 
-def _speed_cell(speed: pd.Series) -> str:
-    """Return the cell of one strategy at one place."""
-    text = f"{speed['percent']:.0f} %"
-    if speed["arm"] != speed["baseline"]:
-        text = comparison.marked(text, speed["difference"])
-    return f"{text} †" if speed["note"] else text
+def _speed_cell(speed: pd.Series) -> comparison.MarkedText:
+    """Return the cell of one strategy at one place; the baseline's has no mark."""
+    mark = "" if speed["arm"] == speed["baseline"] else speed["difference"].mark
+    return comparison.MarkedText(f"{speed['percent']:.0f} %", mark)
 
 
 def _speed_headlines(name: str, speed: pd.DataFrame, references: str) -> list[Headline]:

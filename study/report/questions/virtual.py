@@ -311,6 +311,15 @@ def lora_cases(records: Records) -> dict[str, list[Summary]]:
     }
 
 
+def held_parts(case: Sequence[Summary]) -> pd.DataFrame:
+    """Return MiB of state by its kind, and of weights gathered at the end of the forward pass, a row per strategy."""
+    parts = {
+        **{kind: [summaries.kind_bytes(row, kind) / MIB for row in case] for kind in STATE_KINDS},
+        "gathered": [figure_or_nan(row, "forward_gathers_bytes") / MIB for row in case],
+    }
+    return pd.DataFrame(parts, index=[row["strategy"] for row in case])
+
+
 def _lora_answer(records: Records) -> Answer | None:
     if not (cases := lora_cases(records)):
         return None
