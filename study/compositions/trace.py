@@ -91,7 +91,7 @@ class FigureTrace:
 
 
 def save_arrays(file: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Write arrays in 64 bits by their names. They are one array in the file: each one costs more time than its bytes."""
+    """Write arrays in 64 bits by their names, as one array in the file: each array costs more time than its bytes."""
     shapes = {name: array.shape for name, array in arrays.items()}
     values = np.concatenate([array.ravel() for array in arrays.values()])
     np.savez(file, shapes=np.frombuffer(json.dumps(shapes).encode(), dtype=np.uint8), values=values)
