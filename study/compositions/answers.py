@@ -300,7 +300,7 @@ def look_up_answer(combination: Combination, matrix: Matrix) -> CombinationAnswe
         text = f"equal in {count} with these features, such as {example.name}"
         return CombinationAnswer("right", Reason(text), matrix.stack)
     feature_pairs = {pair for pair in list_pairs(combination) if pair <= features}
-    missing_pairs = feature_pairs - matrix.equal_pairs
+    missing_pairs = [pair for pair in feature_pairs if not any(pair <= run.levels for run in equal_runs)]
     if feature_pairs and not missing_pairs:
         text = "each pair of these features is in an equal run; no run has them all"
         return CombinationAnswer("pairs", Reason(text), matrix.stack)
@@ -326,8 +326,9 @@ def _find_faults(combination: Combination, matrix: Matrix) -> Iterator[KnownFind
     are left to the findings.
     """
     for entry in read_known_findings():
-        is_found = entry.is_in(matrix.stack) and any(entry.explains(finding) for finding in matrix.findings.values())
-        if is_found and entry.verdict == "wrong" and not entry.setting and entry.arises_with(combination.levels):
+        # The findings last, which are many.
+        arises = entry.verdict == "wrong" and not entry.setting and entry.arises_with(combination.levels)
+        if arises and entry.is_in(matrix.stack) and any(map(entry.explains, matrix.findings.values())):
             yield entry
 
 

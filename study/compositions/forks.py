@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from study.compositions.features import Combination, make_combination
 from study.compositions.locate import largest_share_of_limit, locate_differences
 from study.compositions.reference import PlainReference, make_reference, reference_key
-from study.compositions.trace import FigureTrace
+from study.compositions.trace import FigureTrace, Place, load_arrays, save_arrays
 from study.config.errors import Unsupported
 from study.config.strategies import read_strategy
 from study.host.folders import cache_directory
@@ -174,31 +174,26 @@ def _make_reference(combination: Combination, folder: Path, seed: int) -> None:
     for rank, trace in reference.traces.items():
         trace.save(folder / f"trace-{rank}.npz")
         allowed = {place.key: np.array(value) for place, value in reference.allowed[rank].items()}
-        np.savez(folder / f"allowed-{rank}.npz", **allowed)  # type: ignore[arg-type]
+        save_arrays(folder / f"allowed-{rank}.npz", allowed)
     shares = {
         f"{rank}|{micro_step}|{name}": value
         for (rank, micro_step), tensors in reference.shares.items()
         for name, value in tensors.items()
     }
-    np.savez(folder / "shares.npz", **shares)  # type: ignore[arg-type]
+    save_arrays(folder / "shares.npz", shares)
     (folder / "done").touch()
 
 
 def load_reference(folder: Path, ranks: int) -> PlainReference:
-    import numpy as np
-
-    from study.compositions.trace import Place
-
     traces = {rank: FigureTrace.load(folder / f"trace-{rank}.npz") for rank in range(ranks)}
     allowed: dict[int, dict[Place, float]] = {}
     for rank in range(ranks):
-        with np.load(folder / f"allowed-{rank}.npz", allow_pickle=False) as saved:
-            allowed[rank] = {Place.parse(key): float(saved[key]) for key in saved.files}
+        limits = load_arrays(folder / f"allowed-{rank}.npz")
+        allowed[rank] = {Place.parse(key): float(value) for key, value in limits.items()}
     shares: dict[tuple[int, int], dict[str, Any]] = {}
-    with np.load(folder / "shares.npz", allow_pickle=False) as saved:
-        for key in saved.files:
-            rank, micro_step, name = key.split("|")
-            shares.setdefault((int(rank), int(micro_step)), {})[name] = saved[key]
+    for key, value in load_arrays(folder / "shares.npz").items():
+        of_rank, micro_step, name = key.split("|")
+        shares.setdefault((int(of_rank), int(micro_step)), {})[name] = value
     return PlainReference(traces, allowed, shares)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from study.compositions.covering import Design, list_pairs
+from study.compositions.covering import Design
 from study.compositions.features import Combination, make_combination, read_chosen
 from study.compositions.session import CombinationOutcome, CombinationSession
 from study.records.directory import json_by_row
@@ -44,12 +44,6 @@ class Matrix:
     @property
     def seconds(self) -> float:
         return sum(outcome.seconds for outcome in self.outcomes.values())
-
-    @property
-    def equal_pairs(self) -> set[frozenset[str]]:
-        """Pairs that are in a run which equals one process."""
-        equal = [combination for combination, outcome in self.outcomes.items() if outcome.is_equal]
-        return set().union(*map(list_pairs, equal)) if equal else set()
 
     def document(self) -> dict[str, Any]:
         return {

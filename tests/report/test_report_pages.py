@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import nbformat
 import pytest
@@ -86,14 +86,22 @@ class Visit(NamedTuple):
     requests: list[str]
 
 
+@pytest.fixture(scope="module")
+def opened(report: Path, browser: Browser) -> dict[str, Visit]:
+    """Open every page, with its console errors and requests: its figures take most of the time of a test."""
+    return {name: visit(browser, report / f"{name}.html") for name in PAGES}
+
+
 @pytest.fixture(scope="module", params=(400, 1400), ids=lambda width: f"{width}px")
-def visits(request: pytest.FixtureRequest, report: Path, browser: Browser) -> dict[str, Visit]:
-    """Open every page at one width, with its console errors and requests."""
-    return {name: visit(browser, report / f"{name}.html", request.param) for name in PAGES}
+def visits(request: pytest.FixtureRequest, opened: dict[str, Visit]) -> dict[str, Visit]:
+    """Return the pages at one width, that of a phone or of a screen."""
+    for page, _, _ in opened.values():
+        page.set_viewport_size({"width": request.param, "height": 900})
+    return opened
 
 
-def visit(browser: Browser, file: Path, width: int, **context: Any) -> Visit:
-    page = browser.new_context(viewport={"width": width, "height": 900}, **context).new_page()
+def visit(browser: Browser, file: Path) -> Visit:
+    page = browser.new_context(viewport={"width": 400, "height": 900}).new_page()
     opened = Visit(page, [], [])
     page.on("console", lambda message: opened.complaints.append(message.text))
     page.on("pageerror", lambda error: opened.complaints.append(str(error)))
@@ -180,9 +188,11 @@ LIGHTNESS = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slic
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_has_the_contrast_of_wcag_aa_and_every_control_a_name(report, browser, scheme):
+def test_every_text_has_the_contrast_of_wcag_aa_and_every_control_a_name(opened, scheme):
     for name in PAGES:
-        page = visit(browser, report / f"{name}.html", 1400, color_scheme=scheme).page
+        page = opened[name].page
+        page.set_viewport_size({"width": 1400, "height": 900})
+        page.emulate_media(color_scheme=scheme)
         page.evaluate(OPEN)
         assert page.evaluate(CONTRAST) == [], name
         assert page.locator("h1").count() == page.locator("main").count() == 1

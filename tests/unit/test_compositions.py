@@ -248,6 +248,17 @@ def gradients(reference: PlainReference) -> dict[str, np.ndarray]:
     return {place.tensor: value for place, value in figures.items() if (place.step, place.stage) == (1, "gradient")}
 
 
+def test_figures_are_read_as_they_were_written_in_one_array(reference: PlainReference, tmp_path: Path) -> None:
+    file, trace = tmp_path / "trace.npz", reference.traces[0]
+    trace.save(file)
+    figures = FigureTrace.load(file).figures
+    assert [*figures] == [*trace.figures]
+    assert {value.ndim for value in figures.values()} >= {0, 1, 2}
+    assert all(np.array_equal(figures[place], value) for place, value in trace.figures.items())
+    with np.load(file) as saved:
+        assert saved.files == ["shapes", "values"]
+
+
 def test_a_gradient_of_a_quarter_is_named_with_its_factor(reference: PlainReference) -> None:
     mismatch = first_difference(
         changed(reference, "gradient", {name: value / 4 for name, value in gradients(reference).items()}), reference
