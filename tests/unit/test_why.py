@@ -118,6 +118,9 @@ def test_a_healthy_log_has_no_known_message() -> None:
         "NCCL INFO NET/Plugin : Plugin load returned 2 : libnccl-net.so: cannot open shared object file: No such file",
         "NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB ; OOB ib0:10.0.1.12<0>",
         "NCCL WARN NET/IB : mlx5_0:1 Got async event : port active",
+        # Code for 12.0 runs on 12.1.
+        "Found GPU0 NVIDIA GB10 which is of cuda capability 12.1.\n    Minimum and Maximum cuda capability supported by "
+        "this version of PyTorch is\n    (8.0) - (12.0)",
     ],
 )
 def test_a_harmless_line_has_no_message(line: str) -> None:
@@ -133,6 +136,26 @@ def test_deepspeed_accepts_no_other_minor_release_of_cuda_13() -> None:
         "Installed CUDA version 13.1 does not match the version torch was compiled with 13.0, unable"
     )
     assert "13.0 with 13.1 is rejected, too" in message.message.says
+
+
+def test_a_gpu_before_turing_needs_the_build_for_cuda_12_6() -> None:
+    import torch.cuda
+
+    builds = {cuda: build["x86_64"] for cuda, build in torch.cuda.PYTORCH_RELEASES_CODE_CC.items()}
+    for capability in (60, 70):
+        assert [cuda for cuda, has in builds.items() if capability in has] == ["12.6"]
+    assert all(75 in has and 86 in has for has in builds.values())
+    source = (site_packages() / "torch/cuda/__init__.py").read_text(encoding="utf-8")
+    form = "{} with CUDA capability sm_{} is not compatible with the current PyTorch installation."
+    assert form in source
+    assert "which is of compute capability (CC) {device_cc // 10}.{device_cc % 10}." in source
+    found = {capability: find_messages(form.format("GPU", capability)) for capability in (35, 60, 61, 70, 80, 120)}
+    assert [messages[0].message.id for messages in found.values()] == ["gpu-older-than-torch"] * 4 + [
+        "gpu-newer-than-torch"
+    ] * 2
+    assert all(len(messages) == 1 for messages in found.values())
+    assert "/whl/cu126" in found[70][0].message.fix
+    assert "cu128 or newer" in found[120][0].message.fix
 
 
 def test_a_watchdog_names_the_setting_of_the_trainer_and_the_test_of_pcie() -> None:
