@@ -22,6 +22,7 @@ from study.host.folders import resolve_path
 EPILOG = """\
 A log may be of any length: its last 20 MB are read. Each message that is known is printed once, the first in the log
 first, since later ones are often its consequences. Before them comes the first traceback's error, if it is not known.
+Warnings that healthy runs print, too, are known in a text of at most ten lines.
 Exit status 3: no message is known.
 """
 # The end of a longer log has the error.
@@ -30,6 +31,8 @@ NOT_KNOWN = 3
 # Of a GPU that is out of memory, and of the traceback before.
 _MAX_MESSAGE_BYTES = 20_000
 _MAX_FRAMES_BYTES = 100_000
+# A longer text is a log.
+_MAX_ASKED_LINES = 10
 # Letters of a message in one line.
 _MAX_SHOWN = 160
 _ANY = b"..."
@@ -60,6 +63,8 @@ class Message:
     place: str = ""
     # Words of a harmless line with the same text.
     unless: tuple[str, ...] = ()
+    # A warning that healthy runs print, too.
+    in_healthy_logs: bool = False
 
     @functools.cached_property
     def patterns(self) -> tuple[Pattern, ...]:
@@ -170,7 +175,10 @@ def find_messages(text: str) -> list[FoundMessage]:
     lower = data.lower()
     # A log may have a message ten thousand times.
     ends = [match.start() for match in re.finditer(b"\n", data)]
+    is_log = len(ends) > _MAX_ASKED_LINES
     for message in read_messages():
+        if is_log and message.in_healthy_logs:
+            continue
         places = sorted(place for pattern in message.patterns for place in pattern.find(lower))
         if message.unless:
             places = [place for place in places if not _is_harmless(message, lower, place)]

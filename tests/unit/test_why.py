@@ -159,6 +159,24 @@ def test_a_gpu_before_turing_needs_the_build_for_cuda_12_6() -> None:
     assert "cu128 or newer" in answers[120][0].message.fix
 
 
+def test_a_weight_that_stage_3_did_not_gather_is_printed_as_its_summary() -> None:
+    zero = site_packages() / "deepspeed/runtime/zero"
+    coordinator = (zero / "partitioned_param_coordinator.py").read_text(encoding="utf-8")
+    assert "assert param.ds_status == ZeroParamStatus.AVAILABLE, param.ds_summary()" in coordinator
+    assert "still have inflight params" not in coordinator
+    assert '"status": slf.ds_status.name' in (zero / "partition_parameters.py").read_text(encoding="utf-8")
+
+
+def test_a_warning_of_healthy_runs_is_known_if_it_is_asked_for() -> None:
+    line = (
+        "Detected kernel version 4.18.0, which is below the recommended minimum of 5.5.0; this can cause the process "
+        "to hang."
+    )
+    (message,) = find_messages(line)
+    assert message.message.fix.startswith("nothing, if the run goes on")
+    assert find_messages(line + "\nstep" * 20) == []
+
+
 def test_a_watchdog_names_the_setting_of_the_trainer_and_the_test_of_pcie() -> None:
     (message,) = find_messages(
         "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE)"
