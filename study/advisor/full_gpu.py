@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 
+from study.advisor.full_gpu_moment import SAVE, STEP
 from study.config.text import percent, rounded
 from study.host.memory import GIB
 from study.predictor.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
@@ -29,6 +30,11 @@ _SEVERAL = re.compile(
     r"(?:(?<!lora )\brank|local_rank|cuda:|\bGPU)\W{0,3}[1-9]"
     r"|(?:world.size|num_processes|nproc_per_node)\W{1,3}(?!1\b)[1-9]",
     re.IGNORECASE,
+)
+_SAVED_IN_SHARDS = (
+    "while saving, for which whole weights are gathered: a smaller micro-batch does little. Save shards: "
+    '"stage3_gather_16bit_weights_on_model_save": false, then zero_to_fp32.py; under FSDP fsdp_state_dict_type '
+    "SHARDED_STATE_DICT, then accelerate merge-weights; or torch.cuda.empty_cache() on all ranks before it"
 )
 # The next message of a log is another rank's.
 _NEXT = "Tried to allocate"
@@ -68,6 +74,8 @@ class FullGpu:
     tried_rounding: int = 0
     # The text names no other GPU or rank: ZeRO has none to shard over.
     is_alone: bool = False
+    # STEP or SAVE; empty in a forward or backward pass.
+    moment: str = ""
 
     @property
     def outside(self) -> int:
@@ -94,20 +102,13 @@ class FullGpu:
 
     def remedies(self) -> list[str]:
         """Return the remedies that follow from these bytes, the surest first."""
-        if self.tried > self.capacity:
+        if self.tried > self.capacity and not self.moment:
             return [
                 "one tensor larger than the GPU: fewer tokens in a micro-batch, or a loss in chunks",
                 *self._logits(),
             ]
-        remedies = self._logits()
         missing = self.tried - self.free - self.unused
-        if self.is_full:
-            state = "adapters on 4-bit weights" if self.is_alone else "a higher ZeRO stage"
-            remedies.append(
-                f"tensors fill {percent(self.allocated / self.capacity)} of the GPU"
-                + (f", at least {_gib(missing)} GiB are missing" if missing > 0 else "")
-                + f": a smaller micro-batch, gradient checkpointing, {state} or offload (study advise)"
-            )
+        remedies = self._full(missing) if self.moment else [*self._logits(), *self._full(missing)]
         if missing <= 0:
             words = (
                 f"at most {_gib(self.unused + self.free)} GiB are won by joining fragments"
@@ -131,6 +132,25 @@ class FullGpu:
         if not remedies:
             remedies.append(f"tensors fill the GPU, at least {_gib(missing)} GiB are missing: see study advise")
         return remedies
+
+    def _full(self, missing: int) -> list[str]:
+        """Return the remedy for tensors that fill the GPU, by the moment of the allocation."""
+        if self.moment == SAVE:
+            return [_SAVED_IN_SHARDS]
+        if not self.is_full and not (self.moment == STEP and missing > 0):
+            return []
+        filled = f"tensors fill {percent(self.allocated / self.capacity)} of the GPU"
+        if missing > 0:
+            filled += f", at least {_gib(missing)} GiB are missing"
+        if self.moment == STEP:
+            shards = "" if self.is_alone else "over more GPUs (ZeRO, FSDP), "
+            return [
+                f"{filled} as the optimizer makes its state or steps, when activations are freed: a smaller micro-"
+                f"batch and gradient checkpointing do little. State {shards}on the host (offload), in 8 bits or paged "
+                "(optim: paged_adamw_8bit, not under FSDP2) or of adapters alone needs less here (study advise)"
+            ]
+        state = "adapters on 4-bit weights" if self.is_alone else "a higher ZeRO stage"
+        return [f"{filled}: a smaller micro-batch, gradient checkpointing, {state} or offload (study advise)"]
 
     def _logits(self) -> list[str]:
         logits = find_logits(self.tried, self.tried_rounding)

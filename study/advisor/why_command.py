@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from study.advisor.full_gpu import FullGpu, names_several_gpus, read_full_gpu
+from study.advisor.full_gpu_moment import find_moment
 from study.config.errors import UserError, first_line, replace_unprintable
 from study.config.printing import print_result
 from study.config.yaml_sections import load_package_yaml
@@ -21,13 +22,17 @@ from study.host.folders import resolve_path
 EPILOG = """\
 A log may be of any length: its last 20 MB are read. Each message that is known is printed once, the first in the log
 first, since later ones are often its consequences. Before them comes the first traceback's error, if it is not known.
+Warnings that healthy runs print, too, are known in a text of at most ten lines.
 Exit status 3: no message is known.
 """
 # The end of a longer log has the error.
 _MAX_LOG_BYTES = 20_000_000
 NOT_KNOWN = 3
-# Of a GPU that is out of memory.
+# Of a GPU that is out of memory, and of the traceback before.
 _MAX_MESSAGE_BYTES = 20_000
+_MAX_FRAMES_BYTES = 100_000
+# A longer text is a log.
+_MAX_ASKED_LINES = 10
 # Letters of a message in one line.
 _MAX_SHOWN = 160
 _ANY = b"..."
@@ -58,6 +63,8 @@ class Message:
     place: str = ""
     # Words of a harmless line with the same text.
     unless: tuple[str, ...] = ()
+    # A warning that healthy runs print, too.
+    in_healthy_logs: bool = False
 
     @functools.cached_property
     def patterns(self) -> tuple[Pattern, ...]:
@@ -168,7 +175,10 @@ def find_messages(text: str) -> list[FoundMessage]:
     lower = data.lower()
     # A log may have a message ten thousand times.
     ends = [match.start() for match in re.finditer(b"\n", data)]
+    is_log = len(ends) > _MAX_ASKED_LINES
     for message in read_messages():
+        if is_log and message.in_healthy_logs:
+            continue
         places = sorted(place for pattern in message.patterns for place in pattern.find(lower))
         if message.unless:
             places = [place for place in places if not _is_harmless(message, lower, place)]
@@ -177,13 +187,22 @@ def find_messages(text: str) -> list[FoundMessage]:
             lines = {bisect.bisect_left(ends, place) for place in places}
             first = min(lines)
             begin = ends[first - 1] + 1 if first else 0
-            line = data[begin : ends[first] if first < len(ends) else None].decode().strip()
-            rest = data[places[0] : places[0] + _MAX_MESSAGE_BYTES].decode(errors="replace")
-            memory = read_full_gpu(rest) if message.id == "out-of-memory" else None
-            if memory is not None:
-                memory = dataclasses.replace(memory, is_alone=not names_several_gpus(text))
-            results.append(FoundMessage(message, first + 1, len(lines), line, memory))
+            line = data[begin : ends[first] if first < len(ends) else None].decode()
+            memory = None
+            if message.id == "out-of-memory":
+                before = data[max(0, begin - _MAX_FRAMES_BYTES) : begin].decode(errors="replace")
+                rest = data[places[0] : places[0] + _MAX_MESSAGE_BYTES].decode(errors="replace")
+                memory = _read_memory(before, line, rest, is_alone=not names_several_gpus(text))
+            results.append(FoundMessage(message, first + 1, len(lines), line.strip(), memory))
     return sorted(results, key=lambda found_message: found_message.line)
+
+
+def _read_memory(before: str, line: str, rest: str, is_alone: bool) -> FullGpu | None:
+    """Return the figures of a full GPU with the moment of the allocation; None if the message lacks them."""
+    memory = read_full_gpu(rest)
+    if memory is None:
+        return None
+    return dataclasses.replace(memory, is_alone=is_alone, moment=find_moment(before, line))
 
 
 def _is_harmless(message: Message, lower: bytes, place: int) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from study.advisor.full_gpu import find_logits, read_full_gpu
+from study.advisor.full_gpu_moment import SAVING_FUNCTIONS, STATE_FUNCTIONS
 from study.advisor.why_command import FirstError, find_messages, find_unknown_error, read_messages, read_text
 from study.cli import COMMANDS, main
 from study.config.errors import UserError
@@ -118,6 +119,9 @@ def test_a_healthy_log_has_no_known_message() -> None:
         "NCCL INFO NET/Plugin : Plugin load returned 2 : libnccl-net.so: cannot open shared object file: No such file",
         "NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB ; OOB ib0:10.0.1.12<0>",
         "NCCL WARN NET/IB : mlx5_0:1 Got async event : port active",
+        # Code for 12.0 runs on 12.1.
+        "Found GPU0 NVIDIA GB10 which is of cuda capability 12.1.\n    Minimum and Maximum cuda capability supported "
+        "by this version of PyTorch is\n    (8.0) - (12.0)",
     ],
 )
 def test_a_harmless_line_has_no_message(line: str) -> None:
@@ -133,6 +137,44 @@ def test_deepspeed_accepts_no_other_minor_release_of_cuda_13() -> None:
         "Installed CUDA version 13.1 does not match the version torch was compiled with 13.0, unable"
     )
     assert "13.0 with 13.1 is rejected, too" in message.message.says
+
+
+def test_a_gpu_before_turing_needs_the_build_for_cuda_12_6() -> None:
+    import torch.cuda
+
+    builds = {cuda: build["x86_64"] for cuda, build in torch.cuda.PYTORCH_RELEASES_CODE_CC.items()}
+    for capability in (60, 70):
+        assert [cuda for cuda, has in builds.items() if capability in has] == ["12.6"]
+    assert all(75 in has and 86 in has for has in builds.values())
+    source = (site_packages() / "torch/cuda/__init__.py").read_text(encoding="utf-8")
+    form = "{} with CUDA capability sm_{} is not compatible with the current PyTorch installation."
+    assert form in source
+    assert "which is of compute capability (CC) {device_cc // 10}.{device_cc % 10}." in source
+    answers = {capability: find_messages(form.format("GPU", capability)) for capability in (35, 60, 61, 70, 80, 120)}
+    assert [messages[0].message.id for messages in answers.values()] == ["gpu-older-than-torch"] * 4 + [
+        "gpu-newer-than-torch"
+    ] * 2
+    assert all(len(messages) == 1 for messages in answers.values())
+    assert "/whl/cu126" in answers[70][0].message.fix
+    assert "cu128 or newer" in answers[120][0].message.fix
+
+
+def test_a_weight_that_stage_3_did_not_gather_is_printed_as_its_summary() -> None:
+    zero = site_packages() / "deepspeed/runtime/zero"
+    coordinator = (zero / "partitioned_param_coordinator.py").read_text(encoding="utf-8")
+    assert "assert param.ds_status == ZeroParamStatus.AVAILABLE, param.ds_summary()" in coordinator
+    assert "still have inflight params" not in coordinator
+    assert '"status": slf.ds_status.name' in (zero / "partition_parameters.py").read_text(encoding="utf-8")
+
+
+def test_a_warning_of_healthy_runs_is_known_if_it_is_asked_for() -> None:
+    line = (
+        "Detected kernel version 4.18.0, which is below the recommended minimum of 5.5.0; this can cause the process "
+        "to hang."
+    )
+    (message,) = find_messages(line)
+    assert message.message.fix.startswith("nothing, if the run goes on")
+    assert find_messages(line + "\nstep" * 20) == []
 
 
 def test_a_watchdog_names_the_setting_of_the_trainer_and_the_test_of_pcie() -> None:
@@ -368,3 +410,62 @@ def test_a_gpu_alone_is_not_told_to_shard(before: str, is_alone: bool, capsys: p
     # Its strategies depend on the number of GPUs.
     assert "see: study advise MODEL --hardware BOX" in page
     assert "zero3" not in page
+
+
+# File and function of each call, the innermost last.
+OPTIMIZER_CALLS = [("accelerate/optimizer.py", "step"), ("torch/optim/adamw.py", "_init_group")]
+CLOSURE_CALLS = [("torch/optim/adamw.py", "step"), ("lightning/pytorch/core/module.py", "training_step"), ("x.py", "f")]
+CLOSURE_CALLS += [("torch/nn/functional.py", "linear")]
+SAVING_CALLS = [("transformers/trainer.py", "save_model"), ("accelerate/accelerator.py", "get_state_dict")]
+SAVING_CALLS += [("deepspeed/runtime/engine.py", "_zero3_consolidated_16bit_state_dict"), ("x.py", "all_gather")]
+FSDP_CALLS = [("torch/distributed/fsdp/_state_dict_utils.py", "_full_pre_state_dict_hook"), ("x.py", "_alloc_storage")]
+OPTIMIZER = "a smaller micro-batch and gradient checkpointing do little. State over more GPUs"
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        (OPTIMIZER_CALLS, OPTIMIZER),
+        ([("bitsandbytes/optim/optimizer.py", "init_state"), ("bitsandbytes/functional.py", "zeros")], OPTIMIZER),
+        ([("deepspeed/runtime/zero/stage_1_and_2.py", "initialize_optimizer_states")], OPTIMIZER),
+        (SAVING_CALLS, '"stage3_gather_16bit_weights_on_model_save": false'),
+        (FSDP_CALLS, "fsdp_state_dict_type SHARDED_STATE_DICT"),
+        ([("torch/autograd/graph.py", "_engine_run_backward")], ": a smaller micro-batch, gradient checkpointing"),
+        (CLOSURE_CALLS, ": a smaller micro-batch, gradient checkpointing"),
+        ([], ": a smaller micro-batch, gradient checkpointing"),
+    ],
+)
+@pytest.mark.parametrize("rank", ["", "[rank1]: ", "3: "])
+def test_the_remedy_of_a_full_gpu_follows_from_its_traceback(
+    calls: list[tuple[str, str]], words: str, rank: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frames = [f'  File "/opt/site-packages/{file}", line 7, in {name}\n    call()\n    ^^^^^^' for file, name in calls]
+    message = FULL_GPU_FORMS["new"].format(
+        "520.00 MiB", "39.39 GiB", "300.00 MiB", "37.80 GiB", "200.00 MiB", processes="", private=""
+    )
+    lines = "\n".join(["Traceback (most recent call last):", *frames, message]).split("\n")
+    # Another rank prints between the lines of this one. Without a launcher's prefix they are one text.
+    between = '\n[rank0]:   File "torch/optim/adam.py", line 1, in step\n' if rank else "\n"
+    assert main(["why", "world_size=2\n" + between.join(rank + line for line in lines)]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_the_gather_of_a_save_is_not_taken_for_logits() -> None:
+    # 1.96 GiB: an embedding of 128,256 x 4,096 in fp32, or logits of 4,096 tokens.
+    sizes = ("1.96 GiB", "31.74 GiB", "512.00 MiB", "29.50 GiB", "300.00 MiB")
+    message = FULL_GPU_FORMS["new"].format(*sizes, processes="", private="")
+    (full,) = find_messages(message)
+    assert any("the size of the logits" in remedy for remedy in full.remedies)
+    (full,) = find_messages(f'  File "a.py", line 7, in save_model\n{message}')
+    assert [remedy[:12] for remedy in full.remedies] == ["while saving"]
+
+
+def test_functions_that_save_or_make_state_are_those_of_the_installed_code() -> None:
+    files = [
+        *("torch/optim/adam.py", "torch/distributed/fsdp/_state_dict_utils.py", "transformers/trainer.py"),
+        *("torch/distributed/fsdp/fully_sharded_data_parallel.py", "torch/distributed/checkpoint/state_dict.py"),
+        *("accelerate/accelerator.py", "accelerate/utils/fsdp_utils.py", "deepspeed/runtime/engine.py"),
+        *("deepspeed/runtime/zero/stage3.py", "deepspeed/runtime/zero/stage_1_and_2.py"),
+    ]
+    source = "".join((site_packages() / file).read_text(encoding="utf-8") for file in files)
+    assert {name for name in SAVING_FUNCTIONS | STATE_FUNCTIONS if f"def {name}(" not in source} == set()
