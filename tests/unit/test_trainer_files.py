@@ -284,6 +284,8 @@ def test_the_trainer_fills_in_auto_and_contradictions_are_its_errors(tmp_path: P
 
 Z3, Z2 = ({"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"} for stage in (3, 2))
 OFFLOAD = {"offload_params": True, "version": 1}
+EIGHT_BITS = {"quantization_bit": 8, "finetuning_type": "lora"}
+HQQ = {"quantization_bit": 4, "quantization_method": "hqq", "finetuning_type": "lora"}
 BEST = {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}
 FSDP2_SHARDS = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
 
@@ -294,8 +296,8 @@ FSDP2_SHARDS = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "
         (FACTORY | {"pure_bf16": True}, "pure_bf16", {"deepspeed": Z3}, {"deepspeed": Z2}),
         (FACTORY | {"use_unsloth": True}, "use_unsloth", {"deepspeed": Z3}, {"deepspeed": Z2}),
         (FACTORY | {"use_galore": True}, "use_galore", {"deepspeed": Z2}, {"fsdp": "full_shard"}),
-        (FACTORY | {"quantization_bit": 8}, "quantization_bit", {"fsdp": "full_shard"}, {"deepspeed": Z2}),
-        (FACTORY | {"quantization_bit": 8}, "quantization_bit", {"deepspeed": Z3}, {}),
+        (FACTORY | EIGHT_BITS, "quantization_bit", {"fsdp": "full_shard"}, {"deepspeed": Z2}),
+        (FACTORY | EIGHT_BITS, "quantization_bit", {"deepspeed": Z3}, {}),
         (AXOLOTL | {"optimizer": "lion_8bit"}, "optimizer", {"fsdp_config": OFFLOAD}, {"fsdp_config": {"version": 2}}),
         (AXOLOTL | {"optimizer": "adamw_8bit"}, "optimizer", {"fsdp_version": 2, "fsdp_config": {"version": 2}}, {}),
         (ARGUMENTS | BEST, "save_only_model", {"deepspeed": Z3}, {"load_best_model_at_end": False}),
@@ -314,6 +316,44 @@ def test_what_a_trainer_refuses_with_an_engine_is_its_error(
     assert [
         item for item in read(write(tmp_path, document | no_refusal), *BOX).findings if item.kind == "refused"
     ] == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "no_refusal"),
+    [
+        ({"quantization_bit": 4}, "quantization_bit", {"finetuning_type": "lora"}),
+        ({"quantization_bit": 4, "finetuning_type": "freeze"}, "quantization_bit", {"finetuning_type": "lora"}),
+        ({**HQQ, "deepspeed": Z3}, "quantization_method", {"deepspeed": Z2}),
+        ({**HQQ, "fsdp": "full_shard"}, "quantization_method", {"fsdp": ""}),
+        ({"finetuning_type": "lora", "pissa_init": True, "deepspeed": Z3}, "pissa_init", {"deepspeed": Z2}),
+        ({"predict_with_generate": True, "deepspeed": Z3}, "predict_with_generate", {"deepspeed": Z2}),
+        ({"use_galore": True, "galore_layerwise": True}, "galore_layerwise", {"galore_layerwise": False}),
+        ({"use_badam": True}, "use_badam", {"deepspeed": Z3}),
+        ({"use_badam": True, "badam_mode": "ratio", "deepspeed": Z3}, "use_badam", {"badam_mode": "layer"}),
+    ],
+)
+def test_keys_that_llama_factory_refuses_together_are_its_error(
+    keys: dict[str, Any], key: str, no_refusal: dict[str, Any], tmp_path: Path
+) -> None:
+    case = read(write(tmp_path, FACTORY | keys), *BOX)
+    assert explain.first_line(case).startswith(f"Refused by the trainer: {key}. Apart from that: ")
+    case = read(write(tmp_path, FACTORY | keys | no_refusal), *BOX)
+    assert [item for item in case.findings if item.kind == "refused"] == []
+
+
+@pytest.mark.parametrize("key", ["galore_layerwise", "use_badam"])
+def test_one_gpu_trains_what_several_refuse(key: str, tmp_path: Path) -> None:
+    document = FACTORY | {"use_galore": key != "use_badam", key: True}
+    assert [
+        item for item in read(write(tmp_path, document), "--hardware", "1xH100").findings if item.kind == "refused"
+    ] == []
+
+
+def test_weights_of_another_quantization_are_not_called_those_of_bitsandbytes(tmp_path: Path) -> None:
+    case = read(write(tmp_path, FACTORY | HQQ), *BOX)
+    assert first_line(case).startswith("Without quantization_method (not modelled): ")
+    case = read(write(tmp_path, FACTORY | HQQ | {"quantization_method": "bnb"}), *BOX)
+    assert not first_line(case).startswith("Without")
 
 
 def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
