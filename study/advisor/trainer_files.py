@@ -16,6 +16,7 @@ from typing import Any
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH
 from study.advisor.explain_check import find_line, in_file
 from study.advisor.explain_findings import saves_whole_model
+from study.advisor.other_programs import check_program
 from study.advisor.trainer_keys import (
     CHANGE_THE_PEAK,
     GRPO_KEYS,
@@ -127,6 +128,7 @@ def read_trainer_file(name: str) -> TrainerFile | None:
     document = read_mapping(name, set_twice, None)
     if not is_of_a_trainer(document):
         return None
+    check_program(name, document)
     trainer = next((trainer for trainer in TRAINERS if trainer.matches(document)), None)
     if trainer is None or _OF_OTHER_FORMATS & document.keys():
         return None

@@ -341,6 +341,27 @@ def test_keys_that_llama_factory_refuses_together_are_its_error(
     assert [item for item in case.findings if item.kind == "refused"] == []
 
 
+SWIFT = {"model": "Qwen/Qwen2.5-7B-Instruct", "max_length": 2048, "learning_rate": 1e-4, "output_dir": "out"}
+SWIFTS_ADAPTERS = "--peft lora --lora_rank 8 --lora_targets all-linear"
+
+
+@pytest.mark.parametrize(
+    ("keys", "flags"),
+    [
+        ({"train_type": "lora", "deepspeed": "zero2", "lora_rank": 8}, f"zero2 {SWIFTS_ADAPTERS} --seq_length 2048"),
+        ({"tuner_type": "full", "deepspeed": "zero3_offload", "packing": True}, "zero3_cpu --seq_length 2048"),
+        ({"torch_dtype": "bfloat16"}, f"ddp {SWIFTS_ADAPTERS} --seq_length 2048 --precision bf16"),
+        ({"quant_bits": 4, "fsdp": "fsdp2"}, f"fsdp2 {SWIFTS_ADAPTERS} --quantization 4bit --seq_length 2048"),
+    ],
+)
+def test_a_file_of_ms_swift_is_not_read_as_trl(keys: dict[str, Any], flags: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a file of ms-swift, which is not read") as refused:
+        read(write(tmp_path, SWIFT | keys), *BOX)
+    assert f"MODEL --strategy {flags}" in refused.value.fix
+    command = refused.value.fix.removeprefix("study predict ").replace("BOX", "8xH100")
+    assert predicted(command.replace("MODEL", "qwen2.5-7b")).shape.lora_rank == (8 if "lora" in flags else None)
+
+
 @pytest.mark.parametrize("key", ["galore_layerwise", "use_badam"])
 def test_one_gpu_trains_what_several_refuse(key: str, tmp_path: Path) -> None:
     document = FACTORY | {"use_galore": key != "use_badam", key: True}
