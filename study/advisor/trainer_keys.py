@@ -99,6 +99,8 @@ class Trainer:
     without: frozenset[str] = frozenset()
     # Bytes of each run that are not predicted.
     uncounted: str = ""
+    # The newest DeepSpeed that its requirements take; empty: any.
+    newest_deepspeed: str = ""
     # Its loss compares each sample with the others of a micro-batch.
     is_contrastive: bool = False
 
@@ -565,6 +567,8 @@ LLAMA_FACTORY = Trainer(
         resize_vocab="the vocabulary has another size",
     ),
     casts_to_fp32=True,
+    # requirements/deepspeed.txt; check_dependencies in extras/misc.py has no DeepSpeed.
+    newest_deepspeed="0.18.4",
     refusals=(
         # get_train_args in hparams/parser.py, lines 485 to 536
         *(Refusal(name, "stage 3") for name in ("predict_with_generate", "pissa_init", "pure_bf16")),

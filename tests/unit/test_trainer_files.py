@@ -362,6 +362,22 @@ def test_a_file_of_ms_swift_is_not_read_as_trl(keys: dict[str, Any], flags: str,
     assert predicted(command.replace("MODEL", "qwen2.5-7b")).shape.lora_rank == (8 if "lora" in flags else None)
 
 
+def test_llama_factory_is_judged_by_the_deepspeed_that_it_requires(tmp_path: Path) -> None:
+    file = write(tmp_path, FACTORY | {"gradient_accumulation_steps": 8, "deepspeed": Z2 | {ACCUMULATION: "auto"}})
+    case = read(file, *BOX)
+    assert first_line(case).startswith("Trains something else, silently: gradient_accumulation_steps. Apart from that")
+    line = release_line(case)
+    assert (
+        "DeepSpeed 0.18.4 (the newest that LLaMA-Factory requires; nothing checks it, so newer ones run, too)" in line
+    )
+    assert line.endswith("unless --release names others")
+    case = read(file, *BOX, "--release", "deepspeed=0.19.8")
+    assert not first_line(case).startswith("Trains")
+    assert "0.19.8 (--release)" in release_line(case)
+    # Without DeepSpeed there is none to name.
+    assert "DeepSpeed" not in release_line(read(write(tmp_path, FACTORY), *BOX))
+
+
 @pytest.mark.parametrize("key", ["galore_layerwise", "use_badam"])
 def test_one_gpu_trains_what_several_refuse(key: str, tmp_path: Path) -> None:
     document = FACTORY | {"use_galore": key != "use_badam", key: True}
