@@ -23,6 +23,7 @@ from study.advisor import explain, predict_command
 from study.advisor.calculator import Calculator
 from study.advisor.explain import first_line
 from study.advisor.explain_case import ACCUMULATION, ConfigCase
+from study.advisor.explain_combinations import untested_line
 from study.advisor.explain_findings import findings
 from study.advisor.explain_releases import release_line
 from study.advisor.predict_command import PredictFlags, make_request
@@ -31,6 +32,7 @@ from study.advisor.trainer_keys import HF_OPTIMIZERS, OTHER_FIELDS, REMOVED_HF_K
 from study.advisor.user_settings import ZERO
 from study.advisor.workload import Workload
 from study.cli import main
+from study.compositions.features import make_combination
 from study.config.errors import UserError, did_you_mean
 from study.config.flags import Parser
 from study.config.text import rounded
@@ -376,6 +378,17 @@ def test_llama_factory_is_judged_by_the_deepspeed_that_it_requires(tmp_path: Pat
     assert "0.19.8 (--release)" in release_line(case)
     # Without DeepSpeed there is none to name.
     assert "DeepSpeed" not in release_line(read(write(tmp_path, FACTORY), *BOX))
+
+
+def test_fp16_is_in_no_stored_run(tmp_path: Path) -> None:
+    document = {name: value for name, value in ARGUMENTS.items() if name != "bf16"} | {"deepspeed": Z2}
+    line = untested_line(read(write(tmp_path, document | {"fp16": True}), *BOX))
+    assert line is not None
+    assert line.startswith("fp16 is in no stored run of these features; run: study verify --features zero2,")
+    assert line.endswith(",fp16")
+    # The combination is one that the command takes.
+    make_combination(line.rpartition(" ")[2].split(","))
+    assert "fp16" not in (untested_line(read(write(tmp_path, document | {"bf16": True}), *BOX)) or "")
 
 
 @pytest.mark.parametrize("key", ["galore_layerwise", "use_badam"])
