@@ -571,10 +571,9 @@ def _program_notes(best: Option) -> Iterator[str]:
     yield from unvalidated_notes(request.box)
     half = "float16" if request.precision.startswith("fp16") else "bfloat16"
     if request.pure:
-        stores = f", bnb_4bit_quant_storage=torch.{half}" * request.strategy.is_fsdp
         how = "BitsAndBytesConfig(load_in_8bit=True)" if request.in_8_bits else f"dtype=torch.{half}"
         if request.quantized:
-            how = f"BitsAndBytesConfig(load_in_4bit=True{stores})"
+            how = f"BitsAndBytesConfig({_in_4_bits(request, half)})"
         if request.loads_on_host:
             how += " and device_map={'': 'cpu'}"
         yield f"load the model with {how}; peft keeps the adapters in fp32"
@@ -582,6 +581,13 @@ def _program_notes(best: Option) -> Iterator[str]:
         yield f"load the model with dtype=torch.{half}: fp32 weights would take twice the host memory in each process"
     if request.shape.lora_rank:
         yield lora_note()
+
+
+def _in_4_bits(request: Request, half: str) -> str:
+    """Return arguments of BitsAndBytesConfig, whose own defaults are FP4 and products in float32."""
+    arguments = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{half}'
+    arguments += ", bnb_4bit_use_double_quant=True" * request.double_quantized
+    return arguments + f", bnb_4bit_quant_storage=torch.{half}" * request.strategy.is_fsdp
 
 
 def _sync_notes(request: Request) -> Iterator[str]:

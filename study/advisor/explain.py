@@ -24,7 +24,13 @@ from study.advisor.explain_combinations import (
     untested_line,
 )
 from study.advisor.explain_findings import findings
-from study.advisor.explain_releases import parse_releases, release_document, release_line, with_releases
+from study.advisor.explain_releases import (
+    parse_releases,
+    release_document,
+    release_line,
+    with_releases,
+    with_requirements,
+)
 from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
 from study.advisor.workload import FSDP1_UNITS, FSDP_FLAGS, Workload, WorkloadError
@@ -269,6 +275,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
             freezes_fp32=trainer_files.freezes_fp32(trainer),
         )
         case = with_releases(resolve(file, shape, options.world_size, work, box), options.release)
+        case = with_requirements(case, trainer.trainer.name, trainer.trainer.newest_deepspeed)
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
     case = dataclasses.replace(case, findings=tuple(trainer_files.place_findings(trainer, engine, findings(case))))

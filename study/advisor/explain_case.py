@@ -76,8 +76,10 @@ class ConfigCase:
     vllm: Literal["colocate", "server"] | None = None
     # Of the packages of a run, whose settings these are; None: the installed ones.
     releases: Mapping[str, str | None] | None = None
-    # Those of `study explain --release`.
+    # Those of `study explain --release`, and the newest ones that a trainer's requirements take.
     stated_releases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # The trainer, if the release of DeepSpeed is one that its requirements take.
+    required_by: str = ""
 
     @property
     def stage(self) -> int:

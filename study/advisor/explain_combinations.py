@@ -122,6 +122,9 @@ def untested_line(case: ConfigCase, *, details: bool = False) -> str | None:
     """
     if any(_wrong_or_refused(case)):
         return None
+    combination = _combination(case)
+    if combination is not None and case.request.precision.startswith("fp16"):
+        return f"fp16 is in no stored run of these features; run: study verify --features {combination.name},fp16"
     answer = stored_answer(case)
     if answer is None or (answer.kind != "untested" and not (details and answer.kind == "pairs")):
         return None

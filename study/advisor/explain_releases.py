@@ -69,21 +69,37 @@ def release_line(case: ConfigCase) -> str:
     for name, release in read_stack(case).items():
         if name == "deepspeed" and case.file.deepspeed is None:
             continue
-        origin = (
-            "--release" if name in case.stated_releases else "installed" if installed.get(name) else "newest tested"
-        )
+        origin = "installed" if installed.get(name) else "newest tested"
+        if name in case.stated_releases:
+            origin = "--release"
+        if name == "deepspeed" and case.required_by:
+            origin = f"the newest that {case.required_by} requires; nothing checks it, so newer ones run, too"
         by_origin.setdefault(origin, []).append(f"{_NAMES[name]} {release}")
     if case.trl is not None:
         origin = "--release" if "trl" in case.stated_releases else "newest read"
         by_origin.setdefault(origin, []).append(f"TRL {case.trl}")
     listed = ", ".join(f"{', '.join(names)} ({origin})" for origin, names in by_origin.items())
-    return f"findings hold for {listed}" + ", unless --release names others" * (not case.stated_releases)
+    return f"findings hold for {listed}" + ", unless --release names others" * (not _named(case))
+
+
+def _named(case: ConfigCase) -> dict[str, str]:
+    """Return the releases of --release."""
+    required = {"deepspeed"} if case.required_by else set()
+    return {name: release for name, release in case.stated_releases.items() if name not in required}
 
 
 def release_document(case: ConfigCase) -> dict[str, Any]:
     """Return the releases that findings hold for, and those of --release."""
     trl = {} if case.trl is None else {"trl": case.trl}
-    return {"assumed": read_stack(case) | trl, "stated": dict(case.stated_releases)}
+    return {"assumed": read_stack(case) | trl, "stated": _named(case)}
+
+
+def with_requirements(case: ConfigCase, trainer: str, newest: str) -> ConfigCase:
+    """Return the case with the newest DeepSpeed that a trainer's requirements take, unless --release names one."""
+    if not newest or case.file.deepspeed is None or "deepspeed" in case.stated_releases:
+        return case
+    releases = {**case.stated_releases, "deepspeed": newest}
+    return dataclasses.replace(case, stated_releases=releases, required_by=trainer)
 
 
 def with_releases(case: ConfigCase, releases: Mapping[str, str] | None) -> ConfigCase:

@@ -19,6 +19,28 @@ OF_LIGHTNING = {
     "deepspeed_stage_3_offload": "zero3_cpu",
     "deepspeed_stage_3_offload_nvme": "zero3_nvme",
 }
+# Keys of ms-swift's arguments (swift/arguments/, at 3602360a) and of its 3.x that no other trainer here has.
+_OF_SWIFT = {
+    *("train_type", "tuner_type", "tuner_backend", "attn_impl", "agent_template", "rlhf_type", "quant_bits"),
+    *("freeze_vit", "freeze_llm", "freeze_aligner", "split_dataset_ratio", "truncation_strategy"),
+    *("external_plugins", "custom_register_path", "use_hf", "add_version"),
+}
+# Files that it ships (swift/config/), by the names that its key deepspeed takes.
+_SWIFTS_ENGINES = {
+    "zero0": "ddp",
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "zero2_offload": "zero2_cpu",
+    "zero3": "zero3",
+    "zero3_offload": "zero3_cpu",
+}
+# Its keys of a whole number, and the flags of `study predict`.
+_SWIFTS_COUNTS = {
+    "per_device_train_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "accumulation",
+    "max_length": "seq_length",
+}
+_SWIFTS_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _OF_COMPOSER = {"device_train_microbatch_size", "global_train_batch_size", "max_duration"}
 _OF_LIGHTNINGS_TRAINER = {"strategy", "devices", "accelerator", "precision", "max_epochs", "num_nodes"}
 
@@ -33,7 +55,14 @@ def _is_of_lightning(document: Mapping[str, Any]) -> bool:
     return isinstance(trainer, Mapping) and not _OF_LIGHTNINGS_TRAINER.isdisjoint(trainer)
 
 
+def _is_of_swift(document: Mapping[str, Any]) -> bool:
+    names_its_model = {"model", "torch_dtype"} <= document.keys() and "model_name_or_path" not in document
+    # Composer's model is a section.
+    return not _OF_SWIFT.isdisjoint(document) or (names_its_model and isinstance(document["model"], str))
+
+
 _PROGRAMS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "ms-swift": _is_of_swift,
     "torchtune": lambda document: _has_key(document, "_component_"),
     "NeMo or another program of Hydra": lambda document: _has_key(document, "_target_"),
     "Lightning": _is_of_lightning,
@@ -46,6 +75,9 @@ def check_program(name: str, document: Mapping[str, Any]) -> None:
     program = next((program for program, has_its_keys in _PROGRAMS.items() if has_its_keys(document)), None)
     if program is None:
         return
+    if program == "ms-swift":
+        question = f"study predict MODEL {_swift_flags(document)} --hardware BOX"
+        raise WrongFile(name, "is a file of ms-swift, which is not read", question)
     strategy = _lightning_strategy(document) if program == "Lightning" else "fsdp2"
     adapters, flags = "", "batch and precision"
     if program == "torchtune" and (adapters := _torchtune_adapters(document)):
@@ -66,6 +98,28 @@ def _torchtune_adapters(document: Mapping[str, Any]) -> str:
     # torchtune's adapters have the type of the weights.
     flags = " --peft lora" + (f" --lora_rank {rank}" if type(rank) is int else "") + " --adapters_in_16_bits"
     return flags + " --quantization 4bit" * builder.startswith("qlora_")
+
+
+def _swift_flags(document: Mapping[str, Any]) -> str:
+    """Return the flags that an ms-swift file amounts to. Without a type of tuner it trains adapters of rank 8."""
+    flags = [f"--strategy {_swift_strategy(document)}"]
+    if document.get("tuner_type", document.get("train_type", "lora")) != "full":
+        rank = document.get("lora_rank", 8)
+        flags += ["--peft lora", f"--lora_rank {rank if type(rank) is int else 'R'}", "--lora_targets all-linear"]
+        flags += ["--quantization 4bit"] if document.get("quant_bits") in (4, "4") else []
+    flags += [f"--{flag} {document[key]}" for key, flag in _SWIFTS_COUNTS.items() if type(document.get(key)) is int]
+    precision = _SWIFTS_PRECISIONS.get(str(document.get("torch_dtype")))
+    flags += [f"--precision {precision}"] if precision else []
+    flags += ["--attn_implementation flash_attention_2"] if "flash" in str(document.get("attn_impl")) else []
+    flags += ["--gradient_checkpointing"] if document.get("gradient_checkpointing", True) is True else []
+    return " ".join(flags)
+
+
+def _swift_strategy(document: Mapping[str, Any]) -> str:
+    if setting := document.get("deepspeed"):
+        name = str(setting).rpartition("/")[2].removesuffix(".json")
+        return _SWIFTS_ENGINES.get(name, "STRATEGY")
+    return "fsdp2" if document.get("fsdp") else "ddp"
 
 
 def _lightning_strategy(document: Mapping[str, Any]) -> str:

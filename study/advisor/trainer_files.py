@@ -16,6 +16,7 @@ from typing import Any
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH
 from study.advisor.explain_check import find_line, in_file
 from study.advisor.explain_findings import saves_whole_model
+from study.advisor.other_programs import check_program
 from study.advisor.trainer_keys import (
     CHANGE_THE_PEAK,
     GRPO_KEYS,
@@ -127,6 +128,7 @@ def read_trainer_file(name: str) -> TrainerFile | None:
     document = read_mapping(name, set_twice, None)
     if not is_of_a_trainer(document):
         return None
+    check_program(name, document)
     trainer = next((trainer for trainer in TRAINERS if trainer.matches(document)), None)
     if trainer is None or _OF_OTHER_FORMATS & document.keys():
         return None
@@ -214,6 +216,10 @@ CONTRASTIVE = "contrastive"
 
 def _trainer_findings(file: TrainerFile, values: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield bytes of a trainer that are not predicted, and that accumulation changes a contrastive loss."""
+    method = file.document.get("quantization_method")
+    if "quantization" in file.keys and method is not None and str(method).lower() != "bnb":
+        message = f"{clip(method)}: counted as the weights of bitsandbytes"
+        yield file.not_counted("quantization_method", message)
     if file.trainer.uncounted:
         mark = next(name for name in file.document if name in file.trainer.marks)
         yield file.noted(mark, f"{file.trainer.uncounted}; {NOT_MODELLED}", WITHOUT)
@@ -481,13 +487,28 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
     if file.recomputes_by_hf and engine.is_on("fsdp_activation_checkpointing"):
         message = "the trainer ends with an error: FSDP's own activation checkpointing is on, too"
         yield file.refused(file.keys.get("gradient_checkpointing", "fsdp_config"), message, "leave one of them out")
-    for refusal in file.trainer.refusals:
-        value = file.document.get(refusal.key)
-        if value is not None and refusal.engine in names and refusal.values(value):
-            message = f"{file.trainer.name} ends with an error: {clip(value)} with {refusal.engine}"
-            yield file.refused(refusal.key, message, "take it out, or use another engine")
+    if engine.distributed_type != "NO":
+        names.add("distributed training")
+        if "stage 3" not in names:
+            names.add("distributed training without stage 3")
+    yield from _refused_keys(file, names)
     if file.trainer.has_hf_keys:
         yield from _checkpoint_findings(file, engine, names)
+
+
+def _refused_keys(file: TrainerFile, names: set[str]) -> Iterator[Finding]:
+    """Yield the keys that the trainer refuses with an engine that has these names, or with another key."""
+    for refusal in file.trainer.refusals:
+        value, other = file.document.get(refusal.key), file.document.get(refusal.also)
+        if value is None or not refusal.values(value) or (refusal.engine and refusal.engine not in names):
+            continue
+        if refusal.also and not refusal.also_values(other):
+            continue
+        causes = [f"{refusal.also}: {clip(other)}"] if refusal.also and other is not None else []
+        causes += [refusal.engine] if refusal.engine else []
+        message = f"{file.trainer.name} ends with an error: {clip(value)} with {' and '.join(causes)}"
+        fix = "take it out, or use another engine" if refusal.engine else "take one of them out"
+        yield file.refused(refusal.key, message, fix)
 
 
 def _checkpoint_findings(file: TrainerFile, engine: UserFile, names: set[str]) -> Iterator[Finding]:

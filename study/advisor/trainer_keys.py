@@ -37,7 +37,7 @@ Convert = Callable[[Any], Any]
 # Keys, some of them of several trainers, whose effect on the peak is large and not predicted.
 CHANGE_THE_PEAK = frozenset(
     {
-        *("quantization_bit", "gptq", "finetuning_type"),
+        *("quantization_bit", "quantization_method", "gptq", "finetuning_type"),
         *("lora_target_parameters", "unfrozen_parameters", "quantize_moe_experts", "reward_model", "use_vllm"),
         "center_rewards_coefficient",
         *("tensor_parallel_size", "expert_parallel_size", "sequence_parallel_degree", "context_parallel_size"),
@@ -55,12 +55,16 @@ class Key(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A key that the trainer refuses with an engine: DeepSpeed, stage 3, FSDP, FSDP1 with offload, or FSDP2."""
+    """A key that the trainer refuses with an engine: DeepSpeed, stage 3, FSDP, FSDP1 with offload, FSDP2, distributed
+    training, or the last without stage 3; with any engine if it is empty."""
 
     key: str
     engine: str
     # Of its values; by default any that is on.
     values: Callable[[Any], bool] = bool
+    # A second key, and its values that are refused with the first one; None is the value of a missing key.
+    also: str = ""
+    also_values: Callable[[Any], bool] = bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Trainer:
     without: frozenset[str] = frozenset()
     # Bytes of each run that are not predicted.
     uncounted: str = ""
+    # The newest DeepSpeed that its requirements take; empty: any.
+    newest_deepspeed: str = ""
     # Its loss compares each sample with the others of a micro-batch.
     is_contrastive: bool = False
 
@@ -316,6 +322,20 @@ HF_OPTIMIZERS = frozenset(
     }
 )
 
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    """Return whether a value is one of these, whatever its case."""
+    return lambda value: (value.lower() if isinstance(value, str) else value) in values
+
+
+def _none_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in values
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None
+
+
 # Keys of TrainingArguments.
 _SIMILAR = frozenset(
     {
@@ -437,6 +457,8 @@ AXOLOTL = Trainer(
     },
 )
 
+# Engines that shard weights, and LLaMA-Factory's optimizers of projected gradients.
+_SHARDED, _PROJECTING = ("stage 3", "FSDP"), ("galore", "apollo")
 # src/llamafactory/hparams/ (model_args.py, data_args.py, finetuning_args.py), LLaMA-Factory at ff6d4d12, and the
 # defaults of TrainingArguments. Checkpointing is on (model/model_utils/checkpointing.py), and trained weights are cast
 # to fp32 (model/adapter.py).
@@ -545,13 +567,31 @@ LLAMA_FACTORY = Trainer(
         resize_vocab="the vocabulary has another size",
     ),
     casts_to_fp32=True,
-    # get_train_args in hparams/parser.py, configure_quantization in model/model_utils/quantization.py
+    # requirements/deepspeed.txt; check_dependencies in extras/misc.py has no DeepSpeed.
+    newest_deepspeed="0.18.4",
     refusals=(
-        Refusal("pure_bf16", "stage 3"),
-        Refusal("use_unsloth", "stage 3"),
-        Refusal("use_galore", "DeepSpeed"),
-        Refusal("use_apollo", "DeepSpeed"),
-        *(Refusal("quantization_bit", engine, lambda value: value not in (4, "4")) for engine in ("stage 3", "FSDP")),
+        # get_train_args in hparams/parser.py, lines 485 to 536
+        *(Refusal(name, "stage 3") for name in ("predict_with_generate", "pissa_init", "pure_bf16")),
+        *(Refusal(name, "stage 3") for name in ("use_unsloth", "use_kt")),
+        *(Refusal(f"use_{name}", "DeepSpeed") for name in _PROJECTING),
+        *(Refusal(f"{name}_layerwise", "distributed training", also=f"use_{name}") for name in _PROJECTING),
+        Refusal("use_badam", "distributed training", also="badam_mode", also_values=_one_of("ratio")),
+        Refusal(
+            "use_badam", "distributed training without stage 3", also="badam_mode", also_values=_one_of("layer", None)
+        ),
+        # _verify_model_args there, lines 235 to 243
+        Refusal("quantization_bit", "", also="finetuning_type", also_values=_one_of("full", "freeze")),
+        Refusal("pissa_init", "", also="quantization_bit", also_values=_is_set),
+        Refusal("resize_vocab", "", also="quantization_bit", also_values=_is_set),
+        # configure_quantization in model/model_utils/quantization.py, lines 197 to 223
+        *(
+            Refusal("quantization_bit", engine, _none_of(4, "4"), "quantization_method", _one_of("bnb", None))
+            for engine in _SHARDED
+        ),
+        *(
+            Refusal("quantization_method", engine, _one_of("hqq", "eetq"), "quantization_bit", _is_set)
+            for engine in _SHARDED
+        ),
     ),
     similar=_SIMILAR
     | {

@@ -1310,3 +1310,15 @@ def test_an_offload_that_is_as_fast_is_not_said_to_keep_state_in_faster_memory(
     printed = capsys.readouterr().out
     assert "Use zero3_cpu," in printed
     assert "but zero3_cpu has a smaller 90 % bound (" in printed
+
+
+@pytest.mark.parametrize(
+    ("box", "flag", "arguments"),
+    [
+        ("4090", "", 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)'),
+        ("T4", "--double_quant", "bnb_4bit_compute_dtype=torch.float16, bnb_4bit_use_double_quant=True)"),
+    ],
+)
+def test_the_config_of_bitsandbytes_is_that_of_qlora_and_not_its_defaults(box: str, flag: str, arguments: str) -> None:
+    flags = ("--peft", "lora", "--quantization", "4bit", *flag.split())
+    assert arguments in " ".join(print_page("qwen2.5-3b", box, *flags).split())

@@ -23,6 +23,7 @@ from study.advisor import explain, predict_command
 from study.advisor.calculator import Calculator
 from study.advisor.explain import first_line
 from study.advisor.explain_case import ACCUMULATION, ConfigCase
+from study.advisor.explain_combinations import untested_line
 from study.advisor.explain_findings import findings
 from study.advisor.explain_releases import release_line
 from study.advisor.predict_command import PredictFlags, make_request
@@ -31,6 +32,7 @@ from study.advisor.trainer_keys import HF_OPTIMIZERS, OTHER_FIELDS, REMOVED_HF_K
 from study.advisor.user_settings import ZERO
 from study.advisor.workload import Workload
 from study.cli import main
+from study.compositions.features import make_combination
 from study.config.errors import UserError, did_you_mean
 from study.config.flags import Parser
 from study.config.text import rounded
@@ -284,6 +286,8 @@ def test_the_trainer_fills_in_auto_and_contradictions_are_its_errors(tmp_path: P
 
 Z3, Z2 = ({"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"} for stage in (3, 2))
 OFFLOAD = {"offload_params": True, "version": 1}
+EIGHT_BITS = {"quantization_bit": 8, "finetuning_type": "lora"}
+HQQ = {"quantization_bit": 4, "quantization_method": "hqq", "finetuning_type": "lora"}
 BEST = {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}
 FSDP2_SHARDS = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
 
@@ -294,8 +298,8 @@ FSDP2_SHARDS = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "
         (FACTORY | {"pure_bf16": True}, "pure_bf16", {"deepspeed": Z3}, {"deepspeed": Z2}),
         (FACTORY | {"use_unsloth": True}, "use_unsloth", {"deepspeed": Z3}, {"deepspeed": Z2}),
         (FACTORY | {"use_galore": True}, "use_galore", {"deepspeed": Z2}, {"fsdp": "full_shard"}),
-        (FACTORY | {"quantization_bit": 8}, "quantization_bit", {"fsdp": "full_shard"}, {"deepspeed": Z2}),
-        (FACTORY | {"quantization_bit": 8}, "quantization_bit", {"deepspeed": Z3}, {}),
+        (FACTORY | EIGHT_BITS, "quantization_bit", {"fsdp": "full_shard"}, {"deepspeed": Z2}),
+        (FACTORY | EIGHT_BITS, "quantization_bit", {"deepspeed": Z3}, {}),
         (AXOLOTL | {"optimizer": "lion_8bit"}, "optimizer", {"fsdp_config": OFFLOAD}, {"fsdp_config": {"version": 2}}),
         (AXOLOTL | {"optimizer": "adamw_8bit"}, "optimizer", {"fsdp_version": 2, "fsdp_config": {"version": 2}}, {}),
         (ARGUMENTS | BEST, "save_only_model", {"deepspeed": Z3}, {"load_best_model_at_end": False}),
@@ -314,6 +318,92 @@ def test_what_a_trainer_refuses_with_an_engine_is_its_error(
     assert [
         item for item in read(write(tmp_path, document | no_refusal), *BOX).findings if item.kind == "refused"
     ] == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "no_refusal"),
+    [
+        ({"quantization_bit": 4}, "quantization_bit", {"finetuning_type": "lora"}),
+        ({"quantization_bit": 4, "finetuning_type": "freeze"}, "quantization_bit", {"finetuning_type": "lora"}),
+        ({**HQQ, "deepspeed": Z3}, "quantization_method", {"deepspeed": Z2}),
+        ({**HQQ, "fsdp": "full_shard"}, "quantization_method", {"fsdp": ""}),
+        ({"finetuning_type": "lora", "pissa_init": True, "deepspeed": Z3}, "pissa_init", {"deepspeed": Z2}),
+        ({"predict_with_generate": True, "deepspeed": Z3}, "predict_with_generate", {"deepspeed": Z2}),
+        ({"use_galore": True, "galore_layerwise": True}, "galore_layerwise", {"galore_layerwise": False}),
+        ({"use_badam": True}, "use_badam", {"deepspeed": Z3}),
+        ({"use_badam": True, "badam_mode": "ratio", "deepspeed": Z3}, "use_badam", {"badam_mode": "layer"}),
+    ],
+)
+def test_keys_that_llama_factory_refuses_together_are_its_error(
+    keys: dict[str, Any], key: str, no_refusal: dict[str, Any], tmp_path: Path
+) -> None:
+    case = read(write(tmp_path, FACTORY | keys), *BOX)
+    assert explain.first_line(case).startswith(f"Refused by the trainer: {key}. Apart from that: ")
+    case = read(write(tmp_path, FACTORY | keys | no_refusal), *BOX)
+    assert [item for item in case.findings if item.kind == "refused"] == []
+
+
+SWIFT = {"model": "Qwen/Qwen2.5-7B-Instruct", "max_length": 2048, "learning_rate": 1e-4, "output_dir": "out"}
+SWIFTS_ADAPTERS = "--peft lora --lora_rank 8 --lora_targets all-linear"
+
+
+@pytest.mark.parametrize(
+    ("keys", "flags"),
+    [
+        ({"train_type": "lora", "deepspeed": "zero2", "lora_rank": 8}, f"zero2 {SWIFTS_ADAPTERS} --seq_length 2048"),
+        ({"tuner_type": "full", "deepspeed": "zero3_offload", "packing": True}, "zero3_cpu --seq_length 2048"),
+        ({"torch_dtype": "bfloat16"}, f"ddp {SWIFTS_ADAPTERS} --seq_length 2048 --precision bf16"),
+        ({"quant_bits": 4, "fsdp": "fsdp2"}, f"fsdp2 {SWIFTS_ADAPTERS} --quantization 4bit --seq_length 2048"),
+    ],
+)
+def test_a_file_of_ms_swift_is_not_read_as_trl(keys: dict[str, Any], flags: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a file of ms-swift, which is not read") as refused:
+        read(write(tmp_path, SWIFT | keys), *BOX)
+    assert f"MODEL --strategy {flags}" in refused.value.fix
+    command = refused.value.fix.removeprefix("study predict ").replace("BOX", "8xH100")
+    assert predicted(command.replace("MODEL", "qwen2.5-7b")).shape.lora_rank == (8 if "lora" in flags else None)
+
+
+def test_llama_factory_is_judged_by_the_deepspeed_that_it_requires(tmp_path: Path) -> None:
+    file = write(tmp_path, FACTORY | {"gradient_accumulation_steps": 8, "deepspeed": Z2 | {ACCUMULATION: "auto"}})
+    case = read(file, *BOX)
+    assert first_line(case).startswith("Trains something else, silently: gradient_accumulation_steps. Apart from that")
+    line = release_line(case)
+    assert (
+        "DeepSpeed 0.18.4 (the newest that LLaMA-Factory requires; nothing checks it, so newer ones run, too)" in line
+    )
+    assert line.endswith("unless --release names others")
+    case = read(file, *BOX, "--release", "deepspeed=0.19.8")
+    assert not first_line(case).startswith("Trains")
+    assert "0.19.8 (--release)" in release_line(case)
+    # Without DeepSpeed there is none to name.
+    assert "DeepSpeed" not in release_line(read(write(tmp_path, FACTORY), *BOX))
+
+
+def test_fp16_is_in_no_stored_run(tmp_path: Path) -> None:
+    document = {name: value for name, value in ARGUMENTS.items() if name != "bf16"} | {"deepspeed": Z2}
+    line = untested_line(read(write(tmp_path, document | {"fp16": True}), *BOX))
+    assert line is not None
+    assert line.startswith("fp16 is in no stored run of these features; run: study verify --features zero2,")
+    assert line.endswith(",fp16")
+    # The combination is one that the command takes.
+    make_combination(line.rpartition(" ")[2].split(","))
+    assert "fp16" not in (untested_line(read(write(tmp_path, document | {"bf16": True}), *BOX)) or "")
+
+
+@pytest.mark.parametrize("key", ["galore_layerwise", "use_badam"])
+def test_one_gpu_trains_what_several_refuse(key: str, tmp_path: Path) -> None:
+    document = FACTORY | {"use_galore": key != "use_badam", key: True}
+    assert [
+        item for item in read(write(tmp_path, document), "--hardware", "1xH100").findings if item.kind == "refused"
+    ] == []
+
+
+def test_weights_of_another_quantization_are_not_called_those_of_bitsandbytes(tmp_path: Path) -> None:
+    case = read(write(tmp_path, FACTORY | HQQ), *BOX)
+    assert first_line(case).startswith("Without quantization_method (not modelled): ")
+    case = read(write(tmp_path, FACTORY | HQQ | {"quantization_method": "bnb"}), *BOX)
+    assert not first_line(case).startswith("Without")
 
 
 def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
