@@ -489,7 +489,7 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
         yield file.refused(file.keys.get("gradient_checkpointing", "fsdp_config"), message, "leave one of them out")
     if engine.distributed_type != "NO":
         names.add("distributed training")
-        if "stage 3" not in names:
+        if names.isdisjoint({"stage 3"}):
             names.add("distributed training without stage 3")
     yield from _refused_keys(file, names)
     if file.trainer.has_hf_keys:
@@ -499,12 +499,12 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
 def _refused_keys(file: TrainerFile, names: set[str]) -> Iterator[Finding]:
     """Yield the keys that the trainer refuses with an engine that has these names, or with another key."""
     for refusal in file.trainer.refusals:
-        value, other = file.document.get(refusal.key), file.document.get(refusal.also)
+        value, also = file.document.get(refusal.key), file.document.get(refusal.also)
         if value is None or not refusal.values(value) or (refusal.engine and refusal.engine not in names):
             continue
-        if refusal.also and not refusal.also_values(other):
+        if refusal.also and not refusal.also_values(also):
             continue
-        causes = [f"{refusal.also}: {clip(other)}"] if refusal.also and other is not None else []
+        causes = [f"{refusal.also}: {clip(also)}"] if refusal.also and also is not None else []
         causes += [refusal.engine] if refusal.engine else []
         message = f"{file.trainer.name} ends with an error: {clip(value)} with {' and '.join(causes)}"
         fix = "take it out, or use another engine" if refusal.engine else "take one of them out"

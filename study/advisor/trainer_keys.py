@@ -62,7 +62,7 @@ class Refusal(NamedTuple):
     engine: str
     # Of its values; by default any that is on.
     values: Callable[[Any], bool] = bool
-    # A second key, and its values that are refused with the first one; None is the value of a missing key.
+    # A second key, and its values with which the trainer ends; None is the value of a missing key.
     also: str = ""
     also_values: Callable[[Any], bool] = bool
 
@@ -323,12 +323,12 @@ HF_OPTIMIZERS = frozenset(
 )
 
 
-def _one_of(*values: Any) -> Callable[[Any], bool]:
+def has_value(*values: Any) -> Callable[[Any], bool]:
     """Return whether a value is one of these, whatever its case."""
     return lambda value: (value.lower() if isinstance(value, str) else value) in values
 
 
-def _none_of(*values: Any) -> Callable[[Any], bool]:
+def lacks_value(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value not in values
 
 
@@ -575,21 +575,21 @@ LLAMA_FACTORY = Trainer(
         *(Refusal(name, "stage 3") for name in ("use_unsloth", "use_kt")),
         *(Refusal(f"use_{name}", "DeepSpeed") for name in _PROJECTING),
         *(Refusal(f"{name}_layerwise", "distributed training", also=f"use_{name}") for name in _PROJECTING),
-        Refusal("use_badam", "distributed training", also="badam_mode", also_values=_one_of("ratio")),
+        Refusal("use_badam", "distributed training", also="badam_mode", also_values=has_value("ratio")),
         Refusal(
-            "use_badam", "distributed training without stage 3", also="badam_mode", also_values=_one_of("layer", None)
+            "use_badam", "distributed training without stage 3", also="badam_mode", also_values=has_value("layer", None)
         ),
         # _verify_model_args there, lines 235 to 243
-        Refusal("quantization_bit", "", also="finetuning_type", also_values=_one_of("full", "freeze")),
+        Refusal("quantization_bit", "", also="finetuning_type", also_values=has_value("full", "freeze")),
         Refusal("pissa_init", "", also="quantization_bit", also_values=_is_set),
         Refusal("resize_vocab", "", also="quantization_bit", also_values=_is_set),
         # configure_quantization in model/model_utils/quantization.py, lines 197 to 223
         *(
-            Refusal("quantization_bit", engine, _none_of(4, "4"), "quantization_method", _one_of("bnb", None))
+            Refusal("quantization_bit", engine, lacks_value(4, "4"), "quantization_method", has_value("bnb", None))
             for engine in _SHARDED
         ),
         *(
-            Refusal("quantization_method", engine, _one_of("hqq", "eetq"), "quantization_bit", _is_set)
+            Refusal("quantization_method", engine, has_value("hqq", "eetq"), "quantization_bit", _is_set)
             for engine in _SHARDED
         ),
     ),
