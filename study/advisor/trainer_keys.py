@@ -519,7 +519,9 @@ LLAMA_FACTORY = Trainer(
         Key(
             "freeze_vision_tower",
             "",
-            lambda value: None if is_on(value) else Counted(None, "its tower is trained, too"),
+            lambda value: (
+                Counted(None, "a frozen tower is counted as trained in full training") if is_on(value) else None
+            ),
         ),
         Key("pref_loss", "objective", lambda value: "pairs" if value in ("orpo", "simpo") else None),
         Key(

@@ -192,8 +192,8 @@ def load_reference(folder: Path, ranks: int) -> PlainReference:
         allowed[rank] = {Place.parse(key): float(value) for key, value in limits.items()}
     shares: dict[tuple[int, int], dict[str, Any]] = {}
     for key, value in load_arrays(folder / "shares.npz").items():
-        of_rank, micro_step, name = key.split("|")
-        shares.setdefault((int(of_rank), int(micro_step)), {})[name] = value
+        owner, micro_step, name = key.split("|")
+        shares.setdefault((int(owner), int(micro_step)), {})[name] = value
     return PlainReference(traces, allowed, shares)
 
 

@@ -343,6 +343,14 @@ def test_keys_that_llama_factory_refuses_together_are_its_error(
     assert [item for item in case.findings if item.kind == "refused"] == []
 
 
+def test_a_frozen_tower_is_said_to_be_counted_as_trained(tmp_path: Path) -> None:
+    notes = {}
+    for frozen in (True, False):
+        case = read(write(tmp_path, FACTORY | {"freeze_vision_tower": frozen}), *BOX)
+        notes[frozen] = [item.says for item in case.findings if item.key == "freeze_vision_tower"]
+    assert notes == {True: ["a frozen tower is counted as trained in full training"], False: []}
+
+
 SWIFT = {"model": "Qwen/Qwen2.5-7B-Instruct", "max_length": 2048, "learning_rate": 1e-4, "output_dir": "out"}
 SWIFTS_ADAPTERS = "--peft lora --lora_rank 8 --lora_targets all-linear"
 
