@@ -712,7 +712,8 @@ def test_a_strategy_whose_gpus_cannot_load_the_weights_is_not_recommended(capsys
     (needed,) = re.findall("'loading needs (.*) of 23.6 GiB on each GPU'", str(reasons))
     page = print_page(model, box, *ADAPTERS[1])
     assert f"do not fit 23.6 GiB a rank while weights are loaded: zero3_cpu ({needed}), " in page
-    config = "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16)"
+    types = 'bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16'
+    config = f"BitsAndBytesConfig(load_in_4bit=True, {types})"
     assert f"load the model with {config} and device_map={{'': 'cpu'}}" in page
     # The command below the page has the recommended figures.
     predicted = shlex.split(page.splitlines()[-1])
