@@ -22,6 +22,12 @@ def measured_by(probe: str, cases: list[Any]) -> list[int]:
     return figures
 
 
+def rotary_bytes(tokens: int) -> int:
+    """Sines and cosines of the positions of a head of 32, in fp32, which a prediction leaves out: here as many bytes as
+    a tensor of the hidden width, and in Llama 3.1 8B a sixteenth of it."""
+    return 2 * tokens * 32 * 4
+
+
 def test_fsdp1_keeps_each_input_and_its_gradient_where_reentrant_checkpoints_enclose_its_units() -> None:
     """A virtual rank has them to the byte: an input and a gradient of all layers but two more than it otherwise has."""
     sizes = ((4, 128), (6, 64))
@@ -35,9 +41,10 @@ def test_fsdp1_keeps_each_input_and_its_gradient_where_reentrant_checkpoints_enc
         # At the first layer the shards of all adapters' gradients are there, too, and at the last those of one matrix.
         gradients = [memory.device_parts["gradients"] for memory in predicted]
         assert more - (gradients[0] - gradients[1]) == (layers - 2) * tokens * 64 * 4
-        # The table of families has 6 % less of these layers, whose feed-forward block is narrow.
+        # The table of families has 4 to 6 % less of these layers, whose feed-forward block is narrow.
         constant = sum(predicted[0].device_parts[part] for part in ("parameters", "optimizer"))
-        assert predicted[0].peak_allocated.value - constant == pytest.approx(around, rel=0.07)
+        changing = predicted[0].peak_allocated.value - constant + rotary_bytes(tokens)
+        assert changing == pytest.approx(around, rel=0.07)
 
 
 def test_fsdp1_has_gradients_of_frozen_weights_in_a_flat_parameter_with_adapters() -> None:
@@ -48,4 +55,4 @@ def test_fsdp1_has_gradients_of_frozen_weights_in_a_flat_parameter_with_adapters
         for is_mixed, low, high in ((True, 0.91, 1.0), (False, 0.5, 0.7)):
             predicted = predict_memory(fsdp1(layers, tokens, fsdp_mixed_units=is_mixed))
             constant = sum(predicted.device_parts[part] for part in ("parameters", "optimizer"))
-            assert low < (predicted.peak_allocated.value - constant) / peak < high
+            assert low < (predicted.peak_allocated.value - constant + rotary_bytes(tokens)) / peak < high
