@@ -34,6 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from study.benchmark.questions import BenchmarkQuestion, read_questions
 from study.config.errors import first_line
+from study.config.precisions import computing_type, in_autocast, in_engine
 from study.host.memory import GIB
 from study.predictor.live_trace import _IN_FP32, build_model, register_fused
 from study.predictor.request import Request
@@ -78,7 +79,7 @@ def why_not(question: BenchmarkQuestion) -> str | None:
         return f"{request.optimizer} has no fake kernels"
     if question.inputs["checkpointing"] == "selective":
         return "which operations are kept is not on the page"
-    if request.precision.endswith("-engine") and not request.pure:
+    if in_engine(request.precision) and not request.pure:
         return "the engine of the page, with fp32 copies of 16-bit weights, is not torch's"
     return None
 
@@ -98,7 +99,7 @@ def trace_peak(request: Request) -> float:
 
 
 def _traced(request: Request, is_fsdp: bool, ranks: int) -> float:
-    shape, computing = request.shape, _DTYPES[request.precision.removesuffix("-engine")]
+    shape, computing = request.shape, _DTYPES[computing_type(request.precision)]
     torch.set_default_dtype(computing if request.pure else torch.float32)
     attention = "eager" if request.attention == "eager" else register_fused()
     model = build_model(
@@ -112,7 +113,7 @@ def _traced(request: Request, is_fsdp: bool, ranks: int) -> float:
     torch.set_default_dtype(torch.float32)
     if shape.lora_rank is not None:
         _prepare_adapters(model, is_fsdp)
-    autocasts = request.precision in ("bf16", "fp16") and request.autocast
+    autocasts = in_autocast(request.precision) and request.autocast
     if request.gradient_checkpointing:
         _checkpoint(model, request.checkpoint_every, autocasts)
     if is_fsdp:

@@ -25,6 +25,7 @@ from study.advisor.request_notes import OVERFLOWS, request_findings, request_not
 from study.advisor.workload import Workload
 from study.config.errors import UserError
 from study.config.flags import changed_flags
+from study.config.precisions import computes_in_fp16, computing_type, in_engine
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.strategies import (
     STRATEGY_DIRECTORY,
@@ -569,7 +570,7 @@ def _program_notes(best: Option) -> Iterator[str]:
     yield from _sync_notes(request)
     yield from _link_notes(request)
     yield from unvalidated_notes(request.box)
-    half = "float16" if request.precision.startswith("fp16") else "bfloat16"
+    half = "float16" if computes_in_fp16(request.precision) else "bfloat16"
     if request.pure:
         how = "BitsAndBytesConfig(load_in_8bit=True)" if request.in_8_bits else f"dtype=torch.{half}"
         if request.quantized:
@@ -733,7 +734,7 @@ def _kernel_arguments(request: Request) -> dict[str, bool]:
 
 def _trainer_arguments(request: Request) -> str:
     """Return the arguments of the Trainer, or of TRL's DPO, of the predicted configuration."""
-    precision = request.precision.removesuffix("-engine")
+    precision = computing_type(request.precision)
     optimizer = {"lion": "lion_32bit"}.get(request.optimizer, request.optimizer)
     # TRL counts pairs.
     samples = request.micro_batch // 2 if request.reference_model else request.micro_batch
@@ -776,8 +777,8 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
         changes["mixed_precision"] = "no" if precision == "fp32" else precision
     else:
         # Accelerate refuses a precision in its own file if there is a DeepSpeed JSON.
-        if precision.endswith("-engine"):
-            settings[precision.removesuffix("-engine")] = {"enabled": True}
+        if in_engine(precision):
+            settings[computing_type(precision)] = {"enabled": True}
         for what in ("offload_optimizer", "offload_param"):
             section = settings["zero_optimization"].get(what)
             if section and section["device"] == "nvme":

@@ -35,6 +35,7 @@ from study.advisor.fitted import precision_under
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
 from study.advisor.workload import FSDP1_UNITS, FSDP_FLAGS, Workload, WorkloadError
 from study.config.errors import UserError, clip
+from study.config.precisions import computing_type
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_number, rounded, rounded_seconds
 from study.host.folders import resolve_path
@@ -425,7 +426,7 @@ def _verdict(case: ConfigCase) -> str:
     request, peak = case.request, device_bytes(case.memory)
     memory = dataclasses.replace(case.memory, loading=0.0)
     hardware = None if request.box.device is ANY_DEVICE else request.box
-    precision, in_half = request.precision.removesuffix("-engine"), ""
+    precision, in_half = computing_type(request.precision), ""
     half = predict_command.usual_precision(hardware) if hardware else "bf16"
     if precision == "fp32" and half != "fp32":
         in_16_bits = precision_under(request.strategy, half)

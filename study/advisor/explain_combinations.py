@@ -20,6 +20,7 @@ from study.compositions.answers import (
 )
 from study.compositions.features import Combination, make_combination
 from study.config.errors import UserError
+from study.config.precisions import computes_in_fp16
 from study.releases.feature_answers import FeatureAnswer, find_answer
 
 # Features that no run on CPUs has.
@@ -123,7 +124,7 @@ def untested_line(case: ConfigCase, *, details: bool = False) -> str | None:
     if any(_wrong_or_refused(case)):
         return None
     combination = _combination(case)
-    if combination is not None and case.request.precision.startswith("fp16"):
+    if combination is not None and computes_in_fp16(case.request.precision):
         return f"fp16 is in no stored run of these features; run: study verify --features {combination.name},fp16"
     answer = stored_answer(case)
     if answer is None or (answer.kind != "untested" and not (details and answer.kind == "pairs")):

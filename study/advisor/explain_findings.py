@@ -38,6 +38,7 @@ from study.advisor.user_settings import (
     section_entries,
 )
 from study.config.errors import clip, did_you_mean
+from study.config.precisions import computes_in_bf16, in_autocast
 from study.config.text import format_number, rounded
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
@@ -141,7 +142,7 @@ def _missing_units(case: ConfigCase) -> Iterator[Finding]:
     device, request = case.request.box.device, case.request
     if not lacks_bf16(request):
         return
-    if request.precision.startswith("bf16"):
+    if computes_in_bf16(request.precision):
         message = f"{device.name} has no units for bf16, which torch emulates at the rate of fp32 at best"
         fix = "use fp16, or fp32"
         if overflows_in_fp16(request):
@@ -193,7 +194,7 @@ def _wrong_blocks(case: ConfigCase) -> Iterator[Finding]:
 def _loaded_weights(request: Request) -> Iterator[Finding]:
     """Yield that fp32 weights are counted in plain training, whose file does not set the type that a program loads."""
     rates, strategy = request.box.device.peak_tflops, request.strategy
-    if strategy.deepspeed is None and request.shape.lora_rank and request.precision in ("bf16", "fp16"):
+    if strategy.deepspeed is None and request.shape.lora_rank and in_autocast(request.precision):
         yield from _frozen_in_fp32(request)
     # Under FSDP Accelerate makes trained weights fp32 in mixed precision (fsdp2_prepare_model).
     precisions = ("fp32",) if strategy.is_fsdp else ("fp32", "bf16")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from study.config.flags import Precision
+from study.config.precisions import in_autocast, in_engine
 from study.config.strategies import Strategy
 from study.predictor import time as timing
 from study.predictor.hardware import Hardware
@@ -42,14 +43,14 @@ def usual_weights(shape: ModelShape, strategy: Strategy, precision: str) -> tupl
     With adapters, programs without DeepSpeed load the frozen weights in 16 bits, too. peft keeps the adapters in fp32,
     so that their gradients can be unscaled.
     """
-    if shape.lora_rank and precision in ("bf16", "fp16") and strategy.deepspeed is None:
+    if shape.lora_rank and in_autocast(precision) and strategy.deepspeed is None:
         return cast(Precision, f"{precision}-engine"), True
     return precision_under(strategy, precision), False
 
 
 def loads_16_bits(shape: ModelShape, strategy: Strategy, precision: Precision) -> bool:
     """Whether a program loads 16-bit weights for DeepSpeed: with adapters it does, as without an engine."""
-    return bool(shape.lora_rank) and strategy.deepspeed is not None and precision.endswith("-engine")
+    return bool(shape.lora_rank) and strategy.deepspeed is not None and in_engine(precision)
 
 
 def loaded_where_it_fits(request: Request) -> Request:

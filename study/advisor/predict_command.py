@@ -18,6 +18,7 @@ from study.advisor.workload import FSDP_FLAGS, Workload
 from study.config import strategies
 from study.config.errors import UserError, clip, require_extra
 from study.config.flags import Parser, Precision, RunConfig
+from study.config.precisions import computes_in_bf16, computing_type, in_engine
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_parameters, rounded, rounded_seconds
 from study.host.memory import GIB
@@ -62,8 +63,7 @@ that a rank sends if each collective is a ring, as with NCCL.
 # Characters of the longest bar.
 _BAR = 40
 _PREDICTED = [name for name in strategies.STRATEGY_NAMES if name not in strategies.WITH_GROUPS]
-# Those whose ranks divide the tensors of each layer in a file of accelerate_configs/, or with --tensor_parallel.
-_WITH_TENSOR_GROUPS = [name for name in strategies.WITH_GROUPS if name == "tp" or name.endswith("_tp")]
+# Those that may have groups by --tensor_parallel.
 _ALLOW_TENSOR_GROUPS = ("fsdp2", "zero0", "zero1", "zero2", "zero3")
 _HOST_PARTS = {
     "load": "while the model is loaded",
@@ -147,7 +147,7 @@ def check_required(options: argparse.Namespace, example: str) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--strategy", metavar="S", help=f"one of {', '.join([*_PREDICTED, *_WITH_TENSOR_GROUPS])}")
+    add("--strategy", metavar="S", help=f"one of {', '.join([*_PREDICTED, *strategies.WITH_TENSOR_GROUPS])}")
     add_model_arguments(parser)
     add("--micro_batch", type=parse_int, metavar="B", help="samples of one forward pass on one rank")
     add("--accumulation", type=parse_int, metavar="A", help="micro-batches of an optimizer step")
@@ -202,7 +202,7 @@ def _measured_request(flags: PredictFlags, run: measured.RunText) -> Request:
 
 def precision_name(request: Request) -> str:
     """Return the precision as programs name it: a model that is loaded in 16 bits is predicted as an engine's."""
-    return request.precision if request.strategy.deepspeed else request.precision.removesuffix("-engine")
+    return request.precision if request.strategy.deepspeed else computing_type(request.precision)
 
 
 def usual_precision(box: Hardware) -> str:
@@ -212,7 +212,7 @@ def usual_precision(box: Hardware) -> str:
 
 def check_precision(box: Hardware, precision: str) -> None:
     """Raise UserError if the device does not support the precision."""
-    if precision.startswith("bf16") and usual_precision(box) == "fp16":
+    if computes_in_bf16(precision) and usual_precision(box) == "fp16":
         raise UserError(f"{box.device.name} has no bf16", "use --precision fp16 or --precision fp32")
 
 
@@ -312,7 +312,7 @@ def _with_tensor_ranks(name: str, workload: Workload, box: Hardware) -> strategi
     engine does not allow them."""
     name = strategies.spelled_strategy(name)
     ranks = workload.tensor_parallel
-    if ranks is None and name not in _WITH_TENSOR_GROUPS:
+    if ranks is None and name not in strategies.WITH_TENSOR_GROUPS:
         return predicted_strategy(name)
     strategy = strategies.read_strategy(name)
     if ranks is None:
@@ -320,7 +320,8 @@ def _with_tensor_ranks(name: str, workload: Workload, box: Hardware) -> strategi
     if ranks == 1 and name in _ALLOW_TENSOR_GROUPS:
         return strategy
     if reason := _tensor_refusal(strategy, ranks, workload, box):
-        fix = f"use one of {', '.join([*_ALLOW_TENSOR_GROUPS, *_WITH_TENSOR_GROUPS])}, or another number of ranks"
+        allowed = ", ".join([*_ALLOW_TENSOR_GROUPS, *strategies.WITH_TENSOR_GROUPS])
+        fix = f"use one of {allowed}, or another number of ranks"
         raise UserError(f"tensor parallelism over {ranks} rank{'s' * (ranks > 1)} with {name}: {reason}", fix)
     return strategy.with_tensor_parallelism(ranks)
 
@@ -334,7 +335,7 @@ def _tensor_refusal(strategy: strategies.Strategy, ranks: int, workload: Workloa
         return "Accelerate has no ranks that only replicate the parts (ParallelismConfig); tp has one group of all"
     if name == "zero3_hpz":
         return "hpZ gathers layers from a rank with another part of them (docs/compositions.md)"
-    if name not in (*_ALLOW_TENSOR_GROUPS, *_WITH_TENSOR_GROUPS):
+    if name not in (*_ALLOW_TENSOR_GROUPS, *strategies.WITH_TENSOR_GROUPS):
         return "it is not predicted, as no run of this project has both"
     if name == "tp" and ranks != box.ranks:
         return f"Accelerate has all {box.ranks} ranks in one group; fsdp2 shards over several"
@@ -441,7 +442,7 @@ def _precision(
     """Return the precision, and whether the weights are loaded in 16 bits without an engine, as advice assumes them."""
     requested = cast(Precision, workload.precision or usual_precision(box))
     is_pure = bool(workload.pure_bf16)
-    if requested.endswith("-engine") or (workload.precision and workload.autocast):
+    if in_engine(requested) or (workload.precision and workload.autocast):
         return requested, is_pure
     if workload.pure_bf16 is not None or workload.autocast:
         return precision_under(strategy, requested), is_pure
@@ -605,7 +606,7 @@ def _page(
     details: bool,
     runs: Sequence[PredictedRun] = (),
 ) -> Iterator[str | TextTable]:
-    shape, base = request.shape, request.precision.removesuffix("-engine")
+    shape, base = request.shape, computing_type(request.precision)
     # FSDP2 sums the gradients of micro-batches in the precision of computation.
     kinds = "weights" if request.strategy.is_fsdp else "weights and gradients"
     state = f" ({kinds} {base if request.weight_bytes == 2 else 'fp32'})" if base != "fp32" else ""

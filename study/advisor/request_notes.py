@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from study.advisor.user_settings import ZERO, Finding, flatten, known_settings
+from study.config.precisions import computes_in_fp16, in_engine
 from study.config.text import format_number, rounded
 from study.host.memory import GIB
 from study.predictor.activations import computing_mode, is_fused
@@ -51,7 +52,7 @@ def lacks_bf16(request: Request) -> bool:
 
 def overflows_in_fp16(request: Request) -> bool:
     """Whether activations of the model exceed fp16's largest number."""
-    in_fp16 = replace(request, precision="fp16-engine" if request.precision.endswith("-engine") else "fp16")
+    in_fp16 = replace(request, precision="fp16-engine" if in_engine(request.precision) else "fp16")
     return any(finding.rule == OVERFLOWS for finding in request_findings(in_fp16))
 
 
@@ -160,7 +161,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "weights": shape.quantized_by or "none",
         "peft": "lora" if shape.lora_rank else "none",
         "quantized": request.quantized,
-        "storage": "float16" if request.precision.startswith("fp16") else "bfloat16",
+        "storage": "float16" if computes_in_fp16(request.precision) else "bfloat16",
         "in_8_bits": request.in_8_bits,
         "reference_model": request.has_reference_copy,
         "optimizer_name": request.optimizer,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
+from study.config.precisions import computing_type
 from study.config.strategies import Strategy
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
@@ -230,7 +231,7 @@ def _inputs(keys: Mapping[str, Any], request: Request, measurement: Measurement)
         "nodes": box.nodes,
         "gpu_memory_gib": device.visible_gib,
         "gpu_bandwidth_gb_per_s": device.memory_bandwidth_gb_per_s,
-        "gpu_tflops": device.peak_tflops[request.precision.removesuffix("-engine")],
+        "gpu_tflops": device.peak_tflops[computing_type(request.precision)],
         "nvlink_gb_per_s": device.nvlink_gb_per_s,
         "network_gb_per_s": box.network_gb_per_s if box.nodes > 1 else None,
         "strategy": strategy.name,

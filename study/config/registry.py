@@ -14,12 +14,13 @@ class StrategyEntry(NamedTuple):
     # Empty without an engine.
     digest: str
     # `studied`: the strategies of `strategy: all` in a suite; a fixed list, so that reports stay comparable.
-    # `replicas`: hybrid sharding, several replicas, each sharded over some of the ranks. `groups`: model-parallel
-    # groups, whose ranks process the same samples. `named`: later additions. A suite lists the last three by name.
-    kind: Literal["studied", "replicas", "groups", "named"]
+    # `replicas`: hybrid sharding, several replicas, each sharded over some of the ranks. `tensor groups`,
+    # `token groups`: model-parallel groups, whose ranks divide the tensors of each layer or the tokens of each sample.
+    # `named`: later additions. A suite lists all but the studied ones by name.
+    kind: Literal["studied", "replicas", "tensor groups", "token groups", "named"]
     # `study advise` tries the strategies with a rank, and prefers the lowest among equally fast ones; None: not tried.
     simplicity: int | None
-    # For plots. A strategy of `groups` has the color of its counterpart without groups.
+    # For plots. A strategy with groups has the color of its counterpart without groups.
     colour: str
     marker: str
     dash: tuple[float, ...]
@@ -41,12 +42,12 @@ REGISTRY = {
     "fsdp2": StrategyEntry("0d15d130", "studied", 6, "#3e1665", "X", (8, 2)),
     "hsdp": StrategyEntry("afad6f4c", "replicas", 8, "#183c3c", "H", (8, 2, 1, 2)),
     "zero3_hpz": StrategyEntry("84b60480", "replicas", 9, "#6d1404", "8", (5, 1)),
-    "tp": StrategyEntry("46005079", "groups", None, "#767676", "4", (2, 1, 6, 1)),
-    "cp": StrategyEntry("066098a5", "groups", None, "#3e1665", "+", (4, 1, 2, 1)),
-    "ulysses_zero1": StrategyEntry("0bc82649", "groups", None, "#0a35b3", "1", (2, 1, 6, 1)),
-    "ulysses_zero2": StrategyEntry("3505de4a", "groups", None, "#018228", "2", (2, 1, 6, 1)),
-    "ulysses_zero3": StrategyEntry("9d1a4285", "groups", None, "#db3502", "3", (2, 1, 6, 1)),
-    "zero1_tp": StrategyEntry("b5179013", "groups", None, "#0a35b3", "_", (1, 1, 3, 1)),
-    "zero2_tp": StrategyEntry("b26f666d", "groups", None, "#018228", "x", (1, 1, 3, 1)),
-    "zero3_tp": StrategyEntry("dc9095f8", "groups", None, "#db3502", "|", (1, 1, 3, 1)),
+    "tp": StrategyEntry("46005079", "tensor groups", None, "#767676", "4", (2, 1, 6, 1)),
+    "cp": StrategyEntry("066098a5", "token groups", None, "#3e1665", "+", (4, 1, 2, 1)),
+    "ulysses_zero1": StrategyEntry("0bc82649", "token groups", None, "#0a35b3", "1", (2, 1, 6, 1)),
+    "ulysses_zero2": StrategyEntry("3505de4a", "token groups", None, "#018228", "2", (2, 1, 6, 1)),
+    "ulysses_zero3": StrategyEntry("9d1a4285", "token groups", None, "#db3502", "3", (2, 1, 6, 1)),
+    "zero1_tp": StrategyEntry("b5179013", "tensor groups", None, "#0a35b3", "_", (1, 1, 3, 1)),
+    "zero2_tp": StrategyEntry("b26f666d", "tensor groups", None, "#018228", "x", (1, 1, 3, 1)),
+    "zero3_tp": StrategyEntry("dc9095f8", "tensor groups", None, "#db3502", "|", (1, 1, 3, 1)),
 }

@@ -23,6 +23,7 @@ from study.config import other_names, strategy_names
 from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import RunConfig
 from study.config.places import REPOSITORY
+from study.config.precisions import computing_type
 from study.config.registry import REGISTRY
 from study.config.strategy_names import apply_overrides, parse_overrides
 from study.config.yaml_sections import load_package_yaml
@@ -111,7 +112,9 @@ STRATEGY_DIRECTORY = REPOSITORY / "accelerate_configs"
 STRATEGY_NAMES = tuple(REGISTRY)
 STUDIED_STRATEGIES = tuple(name for name, row in REGISTRY.items() if row.kind == "studied")
 WITH_REPLICAS = tuple(name for name, row in REGISTRY.items() if row.kind == "replicas")
-WITH_GROUPS = tuple(name for name, row in REGISTRY.items() if row.kind == "groups")
+WITH_TENSOR_GROUPS = tuple(name for name, row in REGISTRY.items() if row.kind == "tensor groups")
+WITH_TOKEN_GROUPS = tuple(name for name, row in REGISTRY.items() if row.kind == "token groups")
+WITH_GROUPS = (*WITH_TENSOR_GROUPS, *WITH_TOKEN_GROUPS)
 # Two replicas of two ranks each.
 MIN_RANKS_WITH_REPLICAS = 4
 # A DeepSpeed setting that has no effect until the study applies it to the checkpoints.
@@ -247,7 +250,7 @@ class Strategy:
         """Raise for flags that need DeepSpeed under another engine, and for those that DeepSpeed handles wrongly."""
         self._check_checkpointing(config)
         precision, stage = config.precision or "", self.zero_stage
-        plain = precision.removesuffix("-engine")
+        plain = computing_type(precision)
         offloads = self.offload_device("optimizer") is not None
         splits_tensors = bool(stage) and self.group is not None and self.group.divides == "tensors"
         without_deepspeed, without_tp = "or use a zero* strategy", "leave it out, or use a strategy without _tp"

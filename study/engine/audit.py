@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from study.config.errors import NotFinite, RunFailed, Unsupported
 from study.config.flags import BatchPlan, RunConfig
 from study.config.launch_context import Launch
+from study.config.precisions import computes_in_fp16, computing_type
 from study.config.strategies import PARTITION_ACTIVATIONS_KEY, Strategy
 from study.config.strategy_names import parse_overrides
 from study.engine.model_parallel import read_fsdp_replicas, read_group, read_hpz_replicas
@@ -171,7 +172,7 @@ def _expected_settings(run: TrainingRun, accelerator: Accelerator, plan: BatchPl
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "per_device_train_batch_size": plan.per_device_train_batch_size,
         "nvme_path": str(run.swap_folder) if strategy.uses_nvme else None,
-        "loss_scaler": LOSS_SCALER if config.precision.startswith("fp16") else None,
+        "loss_scaler": LOSS_SCALER if computes_in_fp16(config.precision) else None,
         "tf32": False,
         "gradient_checkpointing": config.gradient_checkpointing,
         "optimizer_settings": expected_settings(config),
@@ -218,7 +219,7 @@ def audit_end(run: TrainingRun, accelerator: Accelerator, skipped: int, steps: i
     accelerator.wait_for_everyone()
     # DeepSpeed skips a step whose gradients are not finite, in every precision, and keeps the old weights. Under fp16
     # this is how it adapts the loss scale. In other precisions DDP would have applied such gradients.
-    if skipped and (not run.config.precision.startswith("fp16") or skipped == steps):
+    if skipped and (not computes_in_fp16(run.config.precision) or skipped == steps):
         problem = f"{skipped} of {steps} optimizer steps were skipped because their gradients were not finite"
         raise NotFinite(problem, "lower --learning_rate, or use a precision with more range")
     _check_swapped(run)
@@ -240,7 +241,7 @@ def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:
         # A hook would break the compiled graph; the same run without compilation performs the check.
         return
     precision = config.precision
-    expected = {"fp32": torch.float32, "fp16": torch.float16}.get(precision.removesuffix("-engine"), torch.bfloat16)
+    expected = {"fp32": torch.float32, "fp16": torch.float16}.get(computing_type(precision), torch.bfloat16)
     layer = next(module for module in model.modules() if type(module).__name__ in _LINEAR)
 
     def check_output(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig
 from study.config.launch_context import Launch
+from study.config.precisions import computing_type, in_autocast
 from study.config.strategies import PARTITION_ACTIVATIONS_KEY, settings_of_options
 from study.config.strategy_names import BATCH_KEYS, apply_overrides, parse_overrides
 from study.engine import sequence_parallel, tensor_parallel
@@ -81,7 +82,7 @@ def make_accelerator(run: TrainingRun) -> Accelerator:
     cap_device_memory(config, launch)
     arguments: dict[str, Any] = {
         "gradient_accumulation_steps": run.plan.gradient_accumulation_steps,
-        "mixed_precision": "no" if config.precision == "fp32" else config.precision.removesuffix("-engine"),
+        "mixed_precision": "no" if config.precision == "fp32" else computing_type(config.precision),
         "kwargs_handlers": [GradScalerKwargs(**GRAD_SCALER)],
         "log_with": None if config.report_to == "none" else config.report_to,
         "project_dir": str(run.output_dir),
@@ -308,7 +309,7 @@ def check_engine_settings(config: RunConfig, launched: Mapping[str, Any], settin
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    if config.precision in ("bf16", "fp16") and not hasattr(DeepSpeedEngine, "torch_autocast_enabled"):
+    if in_autocast(config.precision) and not hasattr(DeepSpeedEngine, "torch_autocast_enabled"):
         raise Unsupported(
             f"--precision {config.precision} is autocast, which DeepSpeed {package_version('deepspeed')} does not have",
             f"use --precision {config.precision}-engine, or a later release",

@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Iterator, Mapping
 
+from study.config.precisions import in_engine
 from study.predictor.losses import FP32, Head, LogitBytes, bytes_without_logits, logit_bytes
 from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import trains_head
@@ -118,7 +119,7 @@ def computing_mode(request: Request) -> str:
     """Return the types of computation: fp32, 16 bits, or both as autocast decides."""
     if request.precision == "fp32":
         return "fp32"
-    return "engine" if request.precision.endswith("-engine") or not request.autocast else "autocast"
+    return "engine" if in_engine(request.precision) or not request.autocast else "autocast"
 
 
 def saves_parameters(request: Request) -> bool:
@@ -131,7 +132,7 @@ def returns_fp32(request: Request) -> bool:
     """Whether a model's logits are fp32 outside of it: in mixed precision Accelerate makes them so
     (convert_outputs_to_fp32 in prepare_model), but for FSDP2, whose root casts them (output_dtype in Accelerate's
     set_mixed_precision)."""
-    is_of_fsdp1 = request.strategy.is_fsdp and request.fsdp_version == 1 and not request.precision.endswith("-engine")
+    is_of_fsdp1 = request.strategy.is_fsdp and request.fsdp_version == 1 and not in_engine(request.precision)
     return computing_mode(request) == "autocast" or is_of_fsdp1
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from study.config.precisions import in_autocast
 from study.predictor.products import adapter_products
 from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import INFIX, ModelShape
@@ -52,7 +53,7 @@ def computes_adapters_in_fp32(request: Request) -> bool:
 
 def _casts_adapters(request: Request) -> bool:
     """Whether peft casts an input to fp32 for its adapter, and autocast back to 16 bits for the product."""
-    over_fp32 = request.precision in ("bf16", "fp16")
+    over_fp32 = in_autocast(request.precision)
     is_quantized = request.quantized or request.in_8_bits
     return request.autocast and not is_quantized and (over_fp32 or request.pure)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from study.config.errors import UserError
+from study.config.precisions import computing_type
 from study.config.text import rounded, rounded_seconds
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
@@ -93,7 +94,7 @@ def find_implausibility(request: Request, step_s: float | None, peak_bytes: floa
         minimum = state.params_device + state.optimizer_device
         if peak_bytes < minimum:
             return f"{peak_bytes / GIB:.1f} GiB, but weights and optimizer alone are {minimum / GIB:.1f}"
-    peak = request.box.device.peak_tflops.get(request.precision.removesuffix("-engine"))
+    peak = request.box.device.peak_tflops.get(computing_type(request.precision))
     if step_s is not None and peak is not None:
         rate = model_flops(request) / step_s / 1e12
         if rate > peak:
@@ -149,7 +150,7 @@ def _setup_figures(measured: Request, expected: Request) -> Iterator[tuple[str, 
         ("a reference model", "reference_model"),
     ):
         yield what, getattr(measured, name), getattr(expected, name)
-    yield "precision", measured.precision.removesuffix("-engine"), expected.precision.removesuffix("-engine")
+    yield "precision", computing_type(measured.precision), computing_type(expected.precision)
 
 
 def make_correction(runs: Sequence[PredictedRun], single_error: float = SINGLE_ERROR) -> SetupCorrection:

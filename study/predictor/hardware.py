@@ -21,6 +21,7 @@ from pathlib import Path
 from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import add_fields, flag
 from study.config.places import install_command
+from study.config.precisions import computing_type
 from study.config.strategies import DEFAULT_RANKS_PER_NODE
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB, available_cores, host_memory, wsl_limit
@@ -89,7 +90,7 @@ def find_device(device_name: str) -> Device | None:
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return peak dense FLOP/s of matrix products, or None if not known; fp32 is without tf32, as in the study."""
     device = find_device(device_name)
-    tflops = device.peak_tflops[precision.removesuffix("-engine")] if device else None
+    tflops = device.peak_tflops[computing_type(precision)] if device else None
     return None if tflops is None else tflops * 1e12
 
 

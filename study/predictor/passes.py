@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from study.config.precisions import computing_type, in_autocast
 from study.predictor.activations import is_fused
 from study.predictor.adapters import AdapterPasses, adapter_passes, computes_adapters_in_fp32
 from study.predictor.constants import Constants
@@ -69,7 +70,7 @@ class _Work:
 
 
 def _device_rates(request: Request, constants: Constants) -> _Rates:
-    device, precision = request.box.device, request.precision.removesuffix("-engine")
+    device, precision = request.box.device, computing_type(request.precision)
     peak = device.peak_tflops.get(precision)
     fp32 = device.matmul_tflops.get("fp32") or MEASURED_OVER_PEAK * (device.peak_tflops.get("fp32") or 0.0)
     # A precision without hardware units, such as bf16 on V100, runs at the fp32 rate at best.
@@ -202,7 +203,7 @@ def _logits_s(request: Request, rates: _Rates) -> float:
 
 def _casts_s(request: Request, rates: _Rates) -> float:
     """Return seconds of autocast's copies of weights and gradients; it caches its copies for one micro-batch."""
-    if request.precision not in ("bf16", "fp16") or request.strategy.is_fsdp:
+    if not in_autocast(request.precision) or request.strategy.is_fsdp:
         return 0.0
     shape = request.shape
     moved = _AUTOCAST_BYTES * shape.trained_parameters + _AUTOCAST_BYTES_FROZEN * shape.frozen_parameters
@@ -255,7 +256,7 @@ def _fused_attention_s(request: Request, flops: float, rate: float) -> float:
     """Return forward seconds of a fused attention, without masked pairs of tokens."""
     shape, device = request.shape, request.box.device
     causal = 0.5 if shape.family == "causal-lm" else 1.0
-    peak = device.peak_tflops.get(request.precision.removesuffix("-engine"))
+    peak = device.peak_tflops.get(computing_type(request.precision))
     is_hopper = device.compute_capability == _HOPPER
     peak_fraction = _FUSED_ATTENTION_SHARE_HOPPER if is_hopper else _FUSED_ATTENTION_SHARE
     # The power limit of a T4 and of an MI300X holds a product below the fraction of their peak.

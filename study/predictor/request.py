@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig
+from study.config.precisions import in_autocast, in_engine
 from study.config.strategies import DEFAULT_RANKS_PER_NODE, WITH_GROUPS, Strategy, read_strategy
 from study.predictor.hardware import Hardware
 from study.predictor.losses import DIVIDED_LOSSES, LossKernel
@@ -314,7 +315,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Load 4-bit weights in 16 bits under FSDP, where Accelerate casts none of them."""
-        if self.quantized and self.strategy.is_fsdp and self.precision in ("bf16", "fp16"):
+        if self.quantized and self.strategy.is_fsdp and in_autocast(self.precision):
             object.__setattr__(self, "precision", f"{self.precision}-engine")
             object.__setattr__(self, "pure", True)
 
@@ -368,7 +369,7 @@ class Request:
     @functools.cached_property
     def weight_bytes(self) -> int:
         """Bytes per weight: autocast keeps fp32 weights, DeepSpeed's bf16 and fp16 do not."""
-        return 2 if self.precision.endswith("-engine") else FP32_BYTES
+        return 2 if in_engine(self.precision) else FP32_BYTES
 
     @property
     def offloads(self) -> bool:
@@ -415,7 +416,7 @@ class Request:
     def loose_bytes(self) -> int:
         """Bytes per element of a layer's operations other than products and attention: autocast runs norms and softmax
         in fp32."""
-        is_autocast = self.precision in ("bf16", "fp16") and self.autocast
+        is_autocast = in_autocast(self.precision) and self.autocast
         return FP32_BYTES if is_autocast else self.computing_bytes
 
     @property

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from study.config.flags import Precision
+from study.config.precisions import in_engine
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
@@ -326,7 +327,7 @@ def unswapped_kind(request: Request) -> str | None:
 def engine_refusal(request: Request) -> tuple[str, str] | None:
     """Return the setting and DeepSpeed's error if it raises one when it makes the optimizer (engine.py); else None."""
     settings = request.strategy.deepspeed or {}
-    is_16_bit = request.precision.endswith("-engine")
+    is_16_bit = in_engine(request.precision)
     # _do_optimizer_sanity_check
     if request.strategy.zero_stage == 0 and is_16_bit and request.settings.accumulates_in_fp32:
         text = "stage 0 accumulates 16-bit gradients only in their type: DeepSpeed raises NotImplementedError"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from study.config.precisions import computing_type
 from study.config.text import rounded, rounded_seconds
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
@@ -240,7 +241,7 @@ _PINNED_SPEEDUP_ALONE, _PINNED_SPEEDUP = 6.0, 4.5
 
 def predict_time(request: Request, memory: MemoryUse | None = None, constants: Constants = FITTED) -> StepTime:
     """Predict the time of an optimizer step; `memory` only adds a note if it does not fit."""
-    peak = request.box.device.peak_tflops.get(request.precision.removesuffix("-engine"))
+    peak = request.box.device.peak_tflops.get(computing_type(request.precision))
     parts, is_launch_bound = _parts(request, constants)
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
     tokens = request.micro_batch * request.sequence_length * request.accumulation
@@ -436,7 +437,7 @@ def _nvme_s(request: Request) -> float:
 
 
 def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[str, ...]:
-    device, name = request.box.device, request.precision.removesuffix("-engine")
+    device, name = request.box.device, computing_type(request.precision)
     notes = [
         "MFU counts every product at full length, without savings by causal masking or recomputation; HFU includes"
         " recomputation",

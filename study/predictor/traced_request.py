@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from study.config.precisions import in_autocast, in_engine
 from study.predictor.activations import is_fused
 from study.predictor.live_trace import (
     AsCuda,
@@ -38,11 +39,11 @@ class TracedActivations(NamedTuple):
 
 def trace_activations(request: Request) -> TracedActivations:
     """Trace the activation memory of a request's model, without dropout."""
-    with fake_tensors(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32):
+    with fake_tensors(torch.bfloat16 if in_engine(request.precision) else torch.float32):
         model = build_meta_model(request)
         inputs, media = make_inputs(model, request.micro_batch, request.sequence_length, request.target_length)
         live = Meter([*model.parameters(), *model.buffers(), *inputs.values(), *media.values()])
-        autocasts = request.precision in ("bf16", "fp16")
+        autocasts = in_autocast(request.precision)
         as_cuda = AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
         if request.gradient_checkpointing:
             # Recomputation enters the mode again, since a mode has no effect inside the backward pass.

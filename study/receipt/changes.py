@@ -11,6 +11,7 @@ from study.advisor.advise import AdviceRequest, candidates
 from study.advisor.fitted import fit_settings
 from study.advisor.predict_command import workload_text
 from study.config.errors import UserError
+from study.config.precisions import computing_type
 from study.config.strategies import read_strategy
 from study.config.text import rounded
 from study.host.memory import GIB
@@ -125,7 +126,7 @@ def _question(now: Request) -> AdviceRequest:
         shape=now.shape,
         box=now.box,
         sequence_length=now.sequence_length,
-        precision=now.precision.removesuffix("-engine"),
+        precision=computing_type(now.precision),
         attention=now.attention,
         reference_model=now.reference_model,
         quantized=now.quantized,

@@ -15,6 +15,7 @@ import numpy as np
 
 from study.config.errors import UserError, replace_unprintable
 from study.config.flags import RunConfig, inner_type, parse_command_line, resolve_config
+from study.config.precisions import computing_type
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.records import older
 from study.records.directory import Run, read_json
@@ -68,7 +69,7 @@ def matmul_tflops(notes: dict[str, Any], precision: str | None) -> float | None:
     """Return the measured matmul rate in TFLOP/s; None without a GPU or a measurement."""
     attempts = notes.get("attempts") or [{}]
     rates = attempts[-1].get("matmul_rates", {}).get("tflops", {})
-    rate: float | None = rates.get((precision or "").removesuffix("-engine"))
+    rate: float | None = rates.get(computing_type(precision or ""))
     return rate
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 from scipy import special
 
+from study.config.precisions import computes_in_bf16
 from study.config.text import percent
 from study.records.shares import CONFIDENCE
 
@@ -423,7 +424,7 @@ class Equivalence:
 
 def step_margin(precision: str) -> float:
     """Return the relative difference of a step's loss up to which losses are the same."""
-    return max(LOSS_MARGIN, BF16_SPACING) if precision.startswith("bf16") else LOSS_MARGIN
+    return max(LOSS_MARGIN, BF16_SPACING) if computes_in_bf16(precision) else LOSS_MARGIN
 
 
 def equivalence_test(values: Sequence[float], baselines: Sequence[float], margin: float = LOSS_MARGIN) -> Equivalence:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from study.compositions.matrix import Matrix
+from study.config.precisions import computing_type
 from study.config.strategies import read_strategy
 from study.releases.causes import PACKAGES, Cause, known_faults
 
@@ -38,7 +39,7 @@ class JudgedStack:
     @property
     def short_precision(self) -> str:
         """The precision as the command line names it."""
-        return self.precision.removesuffix("-engine")
+        return computing_type(self.precision)
 
     def known_faults(self, deepspeed: str) -> list[Cause]:
         """Return the faults of a release of DeepSpeed, with the other packages of this stack."""

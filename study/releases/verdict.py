@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from study.config.precisions import computing_type
 from study.records.directory import read_run
 from study.records.outcome import Outcome
 from study.records.schema import RecordError
@@ -155,7 +156,7 @@ class Reference:
 
 def reference_precision(precision: str) -> str:
     """Return the precision in which `single` is the reference: bf16 for bf16-engine, fp16 for fp16-engine."""
-    return precision.removesuffix("-engine")
+    return computing_type(precision)
 
 
 def judge(trace: TrainingTrace, single: TrainingTrace, tolerance: Tolerance) -> Verdict:

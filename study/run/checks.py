@@ -11,6 +11,7 @@ from pathlib import Path
 from study.config.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
 from study.config.flags import BatchPlan, RunConfig, check_virtual_run_flags, resolve_config
 from study.config.launch_context import Launch
+from study.config.precisions import computes_in_bf16, computes_in_fp16, computing_type
 from study.config.strategies import Strategy
 from study.engine.model_parallel import check_group, check_replicas
 from study.engine.setup import check_engine_settings
@@ -152,13 +153,13 @@ def check_request(config: RunConfig, launch: Launch) -> None:
 
     strategy, on_gpu = launch.strategy, torch.cuda.is_available()
     has_fp16 = on_gpu or (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    if config.precision.startswith("fp16") and not has_fp16:
+    if computes_in_fp16(config.precision) and not has_fp16:
         raise Unsupported(f"--precision {config.precision}: this CPU has no fp16", "use --precision bf16")
     strategy.check_engine_flags(config)
     if not on_gpu and (strategy.custom_settings or {}).get("fsdp_offload_params"):
         raise Unsupported("fsdp_offload_params offloads from a GPU, and none is visible", "leave it out")
     has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
-    if config.precision in ("bf16", "bf16-engine") and not has_bf16:
+    if computes_in_bf16(config.precision) and not has_bf16:
         raise Unsupported(f"{torch.cuda.get_device_name()} has no bf16", "use --precision fp16 or --precision fp32")
     if config.device_memory_cap_gib is not None:
         _check_memory_cap(config.device_memory_cap_gib, launch.local_rank)
@@ -217,7 +218,7 @@ _OVERRULED_BY_DEEPSPEEDS_FILE = {
 
 def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[str, str] = os.environ) -> None:
     """Raise UserError if the Accelerate file or launcher flags set something that train.py's flags decide."""
-    precision = config.precision.removesuffix("-engine")
+    precision = computing_type(config.precision)
     for key, expected, flag in (
         ("mixed_precision", "no" if precision == "fp32" else precision, "precision"),
         ("dynamo_backend", "inductor" if config.torch_compile else "no", "torch_compile"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from study.config.precisions import in_engine
 from study.config.strategies import WITH_GROUPS, WITH_REPLICAS, read_strategy
 from study.config.text import full_model, percent
 from study.predictor.recorded_runs import request_if_any
@@ -239,7 +240,7 @@ def _sum(sizes: Iterable[float | None]) -> float:
 
 
 def _weights(summary: Summary) -> float:
-    bytes_per_weight = 2 if summary["precision"] in ("bf16-engine", "fp16-engine") else 4
+    bytes_per_weight = 2 if in_engine(summary["precision"]) else 4
     return float(summary["model_parameters"]) * bytes_per_weight
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from study.config.precisions import computing_type
 from study.engine import setup as engine
 from study.engine.audit import audit
 from study.engine.optimizer import SkippedSteps
@@ -26,7 +27,7 @@ def training_arguments(run: OpenRun) -> TrainingArguments:
     # Passed as an argument, because TrainingArguments creates the plugin only when it is constructed.
     deepspeed = engine.deepspeed_settings(run) if launch.strategy.deepspeed is not None else None
     # bf16 is torch_autocast in DeepSpeed's settings.
-    mixed = "no" if config.precision == "bf16" and deepspeed else config.precision.removesuffix("-engine")
+    mixed = "no" if config.precision == "bf16" and deepspeed else computing_type(config.precision)
     arguments = TrainingArguments(
         output_dir=str(run.output_dir),
         # Without it the Trainer finds no GPU backend, and every rank runs as a single process.

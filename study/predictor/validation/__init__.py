@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from study.config.precisions import computing_type
 from study.config.strategies import read_strategy
 from study.config.strategy_names import apply_overrides
 from study.config.yaml_sections import load_package_yaml
@@ -260,7 +261,7 @@ def _step_s(row: Mapping[str, Any], request: Request) -> float | None:
     if "samples_per_s" in row:
         return float(sequences * request.data_ranks / row["samples_per_s"])
     if "mfu" in row:
-        peak = request.box.device.peak_tflops[request.precision.removesuffix("-engine")]
+        peak = request.box.device.peak_tflops[computing_type(request.precision)]
         assert peak is not None
         return float(model_flops(request) / (row["mfu"] * peak * 1e12))
     seconds: float | None = row.get("step_s")

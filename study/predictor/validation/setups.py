@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from study.config.precisions import computing_type
 from study.predictor.calibration import MeasuredRun, PredictedRun, make_correction
 from study.predictor.time import SINGLE_ERROR, predict_time
 from study.predictor.validation import (
@@ -92,7 +93,7 @@ def _setup(row: Measurement) -> tuple[object, ...]:
         row.url.partition("#")[0],
         (shape.name, shape.lora_rank, shape.lora_targets, shape.lora_saved, shape.lora_dora),
         request.box.name,
-        request.precision.removesuffix("-engine"),
+        computing_type(request.precision),
         (request.attention, request.loss_kernel, request.optimizer),
         (request.compiled, request.quantized, request.reference_model),
     )
