@@ -207,12 +207,7 @@ class Option:
     @property
     def speed_ends(self) -> tuple[float, float] | None:
         """Ends of the throughput of all ranks; None if no measurement validated them."""
-        if self.time is None:
-            return None
-        if self.request.strategy.offloads:
-            return self.offload_speeds
-        speed, ranks = self.time.tokens_per_s_per_gpu, self.request.box.ranks
-        return None if speed.low is None or speed.high is None else (speed.low * ranks, speed.high * ranks)
+        return None if self.time is None else timing.speed_ends(self.request, self.time)
 
     @property
     def cost_ends(self) -> tuple[float, float] | None:

@@ -18,10 +18,11 @@ from typing import Any
 
 import yaml
 
-from study.advisor import advise, longer, measured, predict_command
+from study.advisor import advise, longer, measured, predict_command, training
 from study.advisor.advise import Advice, Option
 from study.advisor.fitted import fit_settings
 from study.advisor.request_notes import OVERFLOWS, request_findings, request_notes
+from study.advisor.training import Amount, WholeTraining
 from study.advisor.workload import Workload
 from study.config.errors import UserError
 from study.config.flags import changed_flags
@@ -131,6 +132,7 @@ class AdviseFlags:
     global_batch_size: int | None
     price_per_gpu_hour: float | None
     nvme_path: str
+    amount: Amount | None
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> AdviseFlags:
@@ -146,6 +148,7 @@ class AdviseFlags:
             options.global_batch_size,
             options.price_per_gpu_hour,
             options.nvme_path,
+            Amount.from_options(options),
         )
 
 
@@ -174,7 +177,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A",
         help="micro-batches of an optimizer step; by default as few as fit",
     )
-    add("--price_per_gpu_hour", type=real, metavar="X", help="price per GPU hour; adds the cost per million tokens")
+    training.add_arguments(parser)
+    price = "price per GPU hour; adds the cost per million tokens, and that of a whole training"
+    add("--price_per_gpu_hour", type=real, metavar="X", help=price)
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="folder on NVMe, written to the files")
     Workload.add_arguments(parser, "optimizer", "tensor_parallel")
     add("--details", action="store_true", help="also print the legend, measurements and excluded strategies")
@@ -206,7 +211,10 @@ def run(
             files = write_files(best, options.output, flags.nvme_path, flags.workload.model_name_or_path)
         # Only a request that prints them reads the records, which takes as long as the advice.
         similar = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
-        document = functools.partial(_document, advice, riskier, plain, [*safer, *what_ifs], similar, files, runs)
+        total = whole_training(flags, best)
+        document = functools.partial(
+            _document, advice, riskier, plain, [*safer, *what_ifs], similar, files, runs, total
+        )
         lines = [*calibration_lines(runs), *what_ifs, *(similar if options.details else [])]
         # It compares adapters, too.
         page = _page(advice, riskier, plain, lines, files, flags, options.details, safer)
@@ -324,6 +332,7 @@ def _document(
     similar: list[str],
     files: AdvisedFiles | None,
     runs: Sequence[PredictedRun] = (),
+    total: WholeTraining | None = None,
 ) -> dict[str, Any]:
     question, best, runner_up = advice.question, advice.best, advice.runner_up
     return {
@@ -343,6 +352,7 @@ def _document(
         "chunked_loss": question.trainer.loss_kernel == "liger",
         "compiled": question.trainer.compiled,
         "recommended": best and best.name,
+        "training": total and total.document,
         "runner_up": runner_up and runner_up.name,
         "how_sure": advise.explain_best(advice),
         "faster_if_it_fits": riskier and entry(riskier),
@@ -400,6 +410,8 @@ def _page(
     program = predict_command.program_text(question.trainer)
     yield from safer
     yield _verdict(advice)
+    if total := whole_training(flags, best):
+        yield f"  {total.line}"
     if best is not None:
         # Before the table: a screen may cut the last lines.
         yield from predict_command.pair_notes(best.request)
@@ -496,6 +508,13 @@ def _verdict(advice: Advice) -> str:
         figures.append(f"about {rounded(best.tokens_per_s)} tokens/s{advise.speed_range(best)}, predicted")
     one_line = f"{use} {', '.join(figures)}"
     return one_line if len(one_line) <= _WIDTH else f"{use}\n  {', '.join(figures)}"
+
+
+def whole_training(flags: AdviseFlags, option: Option | None) -> WholeTraining | None:
+    """Return the training that the flags name, with the steps of an option; None without one, or if it does not fit."""
+    if flags.amount is None or option is None or option.time is None or not option.fits:
+        return None
+    return WholeTraining.predict(flags.amount, option.request, option.time, flags.price_per_gpu_hour)
 
 
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:

@@ -156,6 +156,8 @@ class Calculator:
         advice = advise.Advice(self._asked(), advise.rank_options(sorted(self.found.values(), key=order)))
         self.advice, best = advice, advice.best
         notes = list[str]()
+        if self.flags is not None and (total := advise_command.whole_training(self.flags, best)) is not None:
+            notes.append(total.line)
         if best is not None:
             notes += advise_command.release_lines(best)
             notes += advise_command.advice_notes(advice, best, advise.faster_riskier_option(advice))

@@ -10,9 +10,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from study.advisor import measured
+from study.advisor import measured, training
 from study.advisor.fitted import fit_settings, loads_16_bits, precision_under, usual_weights
 from study.advisor.request_notes import kernels_text, lacks_flash, request_notes
+from study.advisor.training import Amount, WholeTraining
 from study.advisor.user_settings import NOT_MODELLED, UserFile, check_deepspeed
 from study.advisor.workload import FSDP_FLAGS, Workload
 from study.config import strategies
@@ -110,6 +111,7 @@ class PredictFlags:
     strategy: str
     engine_override: tuple[str, ...]
     fitted: bool
+    amount: Amount | None = None
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> PredictFlags:
@@ -118,7 +120,8 @@ class PredictFlags:
         settle_model(options)
         check_required(options, "study predict llama-3.1-8b --strategy zero3 --hardware 8xH100")
         workload, hardware = Workload.from_options(options), HardwareFlags.from_options(options)
-        return cls(workload, hardware, options.strategy, tuple(options.engine_override), options.fitted)
+        overrides, amount = tuple(options.engine_override), Amount.from_options(options)
+        return cls(workload, hardware, options.strategy, overrides, options.fitted, amount)
 
 
 def settle_model(options: argparse.Namespace) -> None:
@@ -164,6 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
     add("--details", action="store_true", help="print every figure with its interval")
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
+    training.add_arguments(parser)
     measured.add_arguments(parser)
 
 
@@ -182,9 +186,17 @@ def run(options: argparse.Namespace, read_run: measured.ReadRun | None = None) -
                 from study.predictor.traced_request import trace_activations
 
                 traced = trace_activations(request).saved_bytes
-    page = _page(request, memory, time, traced, options.details, runs)
-    print_result(options.json, lambda: _document(request, memory, time, traced, runs), page, options.details)
+    total = _whole_training(flags, request, memory, time)
+    page = _page(request, memory, time, traced, options.details, runs, total)
+    print_result(options.json, lambda: _document(request, memory, time, traced, runs, total), page, options.details)
     return 0
+
+
+def _whole_training(flags: PredictFlags, request: Request, memory: MemoryUse, time: StepTime) -> WholeTraining | None:
+    """Return the training that the flags name; None without one, or if it does not fit."""
+    if flags.amount is None or memory.missing or not fits(memory, request.box):
+        return None
+    return WholeTraining.predict(flags.amount, request, time)
 
 
 def _measured_request(flags: PredictFlags, run: measured.RunText) -> Request:
@@ -472,7 +484,12 @@ def _overridden(strategy: strategies.Strategy, config: RunConfig, box: Hardware)
 
 
 def _document(
-    request: Request, memory: MemoryUse, time: StepTime, traced: float | None, runs: Sequence[PredictedRun] = ()
+    request: Request,
+    memory: MemoryUse,
+    time: StepTime,
+    traced: float | None,
+    runs: Sequence[PredictedRun] = (),
+    total: WholeTraining | None = None,
 ) -> dict[str, Any]:
     return {
         "model": request.shape.name,
@@ -504,6 +521,7 @@ def _document(
         "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced,
         "time": None if memory.missing else dataclasses.asdict(time),
+        "training": total and total.document,
         "measured": [run_document(run) for run in runs],
         "sent_bytes_per_step": dataclasses.asdict(estimate("sent", sent_bytes(request))),
         "leaving_node_bytes_per_step": leaving_bytes(request),
@@ -605,6 +623,7 @@ def _page(
     traced: float | None,
     details: bool,
     runs: Sequence[PredictedRun] = (),
+    total: WholeTraining | None = None,
 ) -> Iterator[str | TextTable]:
     shape, base = request.shape, computing_type(request.precision)
     # FSDP2 sums the gradients of micro-batches in the precision of computation.
@@ -651,6 +670,7 @@ def _page(
     yield ""
     yield from (
         *_speed_lines(request, memory, time),
+        *([total.line] if total else []),
         *request_notes(request, details),
         *_adapted_notes(request),
         *([] if memory.missing else time.notes),

@@ -190,6 +190,14 @@ def offload_speeds(request: Request, step_s: float, speed: float) -> tuple[float
     return speed * step_s / span[1], speed * step_s / span[0]
 
 
+def speed_ends(request: Request, time: StepTime) -> tuple[float, float] | None:
+    """Return the ends of the throughput of all ranks; None if no measurement validated them."""
+    speed, ranks = time.tokens_per_s_per_gpu, request.box.ranks
+    if request.strategy.offloads:
+        return offload_speeds(request, time.step_s.value, speed.value * ranks)
+    return None if speed.low is None or speed.high is None else (speed.low * ranks, speed.high * ranks)
+
+
 def estimate(figure: str, value: float, certain: float = 0.0) -> Estimate:
     """Add an interval to a value, except its exact part `certain`; no interval if the figure was not validated.
 

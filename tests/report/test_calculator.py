@@ -54,7 +54,7 @@ FORM_ORDER = (
     *("model", "seq_length", "nodes", "gpus", "device"),
     *("host_memory", "host_gb_per_s", "nvme_gb_per_s", "nvme_path"),
     *("bus_gb_per_s", "network_gb_per_s", "price_per_gpu_hour"),
-    *("global_batch_size", "micro_batch", "accumulation", "tensor_parallel", "optimizer", "precision"),
+    *("train_tokens", "global_batch_size", "micro_batch", "accumulation", "tensor_parallel", "optimizer", "precision"),
     *("peft", "lora_rank", "lora_targets", "with_reference"),
     *("gradient_checkpointing", "attn_implementation", "compile", "loss_kernel"),
 )
@@ -898,6 +898,7 @@ def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytes
         "bus_gb_per_s": "4",
         "network_gb_per_s": "3",
         "price_per_gpu_hour": "2.5",
+        "train_tokens": "20M",
         "seq_length": "256",
         "global_batch_size": "32",
         "micro_batch": "2",
@@ -912,13 +913,17 @@ def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytes
         "compile": "yes",
     }
     visit(page, f"#{urllib.parse.urlencode(fields)}")
-    assert page.evaluate("[...document.querySelector('#form').elements].filter((field) => field.name).length") == 27
+    assert page.evaluate("[...document.querySelector('#form').elements].filter((field) => field.name).length") == 28
     command = page.inner_text("#command").split()[2:]
     document = advised(capsys, command)
     # The micro-batch and the accumulation are those that were asked for.
     assert {(row["micro_batch"], row["accumulation"]) for row in document["strategies"] if row["fits"]} == {(2, 2)}
     assert page.inner_text("#answer") == f"Use {document['recommended']}: {document['how_sure']}"
     assert {*fields.values()} - {"gpt2", "2", "4", "A10", "qlora", "yes"} | {"--compile"} <= {*command}
+    training = document["training"]
+    assert page.inner_text("#notes li:first-child").startswith(
+        f"20 M tokens: {rounded(training['seconds'] / 60)} minutes"
+    )
     # Only a price has a column of costs.
     titles = page.evaluate(TITLES)[1:]
     cells = {name: dict(zip(titles, texts, strict=True)) for name, texts in rows(page).items()}

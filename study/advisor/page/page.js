@@ -13,10 +13,10 @@ const fields = [...form.elements].filter((field) => field.name);
 const DEFAULTS = { model: "llama-3.1-8b", nodes: "1", gpus: "8", device: "H100" };
 // Fields that are flags of `study advise` by the same name.
 const FLAGS = ["host_memory", "host_gb_per_s", "nvme_gb_per_s", "nvme_path", "bus_gb_per_s", "network_gb_per_s", "seq_length", "global_batch_size", "micro_batch", "accumulation", "tensor_parallel", "optimizer",
-  "precision", "gradient_checkpointing", "attn_implementation", "loss_kernel", "price_per_gpu_hour"];
+  "precision", "gradient_checkpointing", "attn_implementation", "loss_kernel", "train_tokens", "price_per_gpu_hour"];
 // Of these `study explain` has another form, or none; the file's form has its own micro-batch and accumulation, and the
 // file sets tensor-parallel groups.
-const OTHERWISE = ["nvme_path", "global_batch_size", "micro_batch", "accumulation", "tensor_parallel", "precision", "gradient_checkpointing", "price_per_gpu_hour"];
+const OTHERWISE = ["nvme_path", "global_batch_size", "micro_batch", "accumulation", "tensor_parallel", "precision", "gradient_checkpointing", "train_tokens", "price_per_gpu_hour"];
 const USUAL = { optimizer: "adamw", gradient_checkpointing: "auto", attn_implementation: "sdpa" };
 
 // Fields that change an answer only with these values of others: else they are hidden, and in no command and no link.
