@@ -579,6 +579,24 @@ def test_a_default_length_is_one_that_the_model_has(tmp_path: Path) -> None:
         read(write(tmp_path, ARGUMENTS | {"line_by_line": True, "max_seq_length": 1024}), "bert-base-uncased", *BOX)
 
 
+def test_a_classifiers_own_script_is_not_trl(tmp_path: Path) -> None:
+    document = {"model_name_or_path": "bert-large-uncased", "per_device_train_batch_size": 16, "fp16": True}
+    box = ("--hardware", "4xV100-16")
+    glue = read(write(tmp_path, document | {"task_name": "mrpc", "max_seq_length": 256}), *box)
+    for keys in ({"max_seq_length": 256}, {"max_length": 256, "dataset_name": "imdb"}):
+        case = read(write(tmp_path, document | keys), *box)
+        assert "example script of text" in case.read_from[0]
+        assert not [item for item in case.findings if item.kind in ("refused", "ignored")]
+        # TRL's default is gradient checkpointing, and it has no logits of words.
+        assert not case.request.gradient_checkpointing
+        assert figures(case.request) == figures(glue.request)
+    assert (
+        "(TRL)"
+        in read(write(tmp_path, document | {"max_length": 256, "center_rewards_coefficient": 0.1}), *box).read_from[0]
+    )
+    assert "(TRL)" in read(write(tmp_path, ARGUMENTS | {"max_length": 256}), *box).read_from[0]
+
+
 def test_what_a_script_adds_to_the_figures_or_changes_is_named_once(tmp_path: Path) -> None:
     masked = read(write(tmp_path, ARGUMENTS | {"mlm_probability": 0.15}), "bert-base-uncased", *BOX)
     assert first_line(masked).startswith("Without mlm_probability (not modelled): ")
