@@ -139,10 +139,11 @@ _STAGE = re.compile(r"\bstage\s*=\s*([0-3])")
 def script_strategy(text: str) -> str | None:
     """Return the flags of the strategy that a script gives Lightning's Trainer; STRATEGY if it names several, None if
     it names none that Lightning has."""
-    found = [OF_LIGHTNING[name] for name in _NAMED_STRATEGY.findall(text) if name in OF_LIGHTNING]
-    found += [_made_strategy(*match) for match in _MADE_STRATEGY.findall(text)]
-    kinds = set(found)
-    return None if not kinds else kinds.pop() if len(kinds) == 1 else "STRATEGY"
+    strategies = [OF_LIGHTNING[name] for name in _NAMED_STRATEGY.findall(text) if name in OF_LIGHTNING]
+    strategies += [_made_strategy(*match) for match in _MADE_STRATEGY.findall(text)]
+    if not strategies:
+        return None
+    return strategies[0] if len(set(strategies)) == 1 else "STRATEGY"
 
 
 def _made_strategy(kind: str, arguments: str) -> str:

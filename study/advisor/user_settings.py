@@ -269,7 +269,7 @@ def read_mapping(name: str, findings: list[Finding], tree: Path | None) -> dict[
         raise WrongFile(name, _IS_OUTSIDE, _INSIDE)
     path = resolve_path(name)
     if path.suffix in _PROGRAMS and path.is_file():
-        raise _is_a_program(name, _begin_of(path))
+        raise _is_a_program(name, _read_beginning(path))
     if path.suffix == ".toml":
         raise WrongFile(name, "is TOML, as torchtitan's files are, which are not read", _EITHER)
     text = _read_text(name, path)
@@ -288,7 +288,7 @@ def read_mapping(name: str, findings: list[Finding], tree: Path | None) -> dict[
     return document
 
 
-def _begin_of(path: Path) -> str:
+def _read_beginning(path: Path) -> str:
     """Return the first letters of a program; none if it is not readable."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:

@@ -17,12 +17,12 @@ def adapter_facts(model: nn.Module, rank: int) -> dict[str, Any]:
     # A wrapper comes before its module, which has the same name here and takes its place.
     modules = {_plain_name(name): module for name, module in model.named_modules()}
     adapted = {name: module for name, module in modules.items() if hasattr(module, "lora_A")}
-    others = [f".{name}" for name in modules if name not in adapted]
+    unadapted = [f".{name}" for name in modules if name not in adapted]
     saved = [name for name, module in modules.items() if hasattr(module, "original_module")]
     matrices = [matrix for module in adapted.values() for matrix in module.lora_A.parameters()]
     return {
         "lora_rank": rank,
-        "lora_targets": tuple(sorted({_target(name, others) for name in adapted})),
+        "lora_targets": tuple(sorted({_target(name, unadapted) for name in adapted})),
         "lora_saved": tuple(sorted({name.rpartition(".")[2] for name in saved})),
         "lora_dora": any(len(getattr(module, "lora_magnitude_vector", ())) for module in adapted.values()),
         "lora_dtype": dtype_name(matrices[0].dtype) if matrices else None,
@@ -33,8 +33,8 @@ def _plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _target(name: str, others: list[str]) -> str:
+def _target(name: str, unadapted: list[str]) -> str:
     """Return the shortest end of an adapted module's name that is not the end of a module's without adapters."""
     parts = name.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts) - 1, 0, -1))
-    return next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), name)
+    return next((end for end in ends if not any(path.endswith(f".{end}") for path in unadapted)), name)

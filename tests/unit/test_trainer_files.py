@@ -373,6 +373,10 @@ def test_a_file_of_ms_swift_is_not_read_as_trl(keys: dict[str, Any], flags: str,
 
 
 def test_llama_factory_is_judged_by_the_deepspeed_that_it_requires(tmp_path: Path) -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "advice.md").read_text(encoding="utf-8").split())
+    for trainer in TRAINERS:
+        if trainer.newest_deepspeed:
+            assert f"{trainer.name} requires DeepSpeed {trainer.newest_deepspeed} at most" in page
     file = write(tmp_path, FACTORY | {"gradient_accumulation_steps": 8, "deepspeed": Z2 | {ACCUMULATION: "auto"}})
     case = read(file, *BOX)
     assert first_line(case).startswith("Trains something else, silently: gradient_accumulation_steps. Apart from that")
