@@ -13,6 +13,7 @@ install: .venv/installed
 # beside the download of what they do not import. In an isolated build without torch DeepSpeed compiles nothing.
 # A driver for CUDA 12 wants another build of torch than PyPI's, and it goes first:
 # make install -B TORCH_INDEX=https://download.pytorch.org/whl/cu129
+# For V100, P100 and older GPUs it is cu126: no other build of torch 2.11 to 2.14 has code for them.
 # That index lacks most of what is pinned, so it goes beside PyPI; of one release pip takes the build with a local version.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed: make install PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'

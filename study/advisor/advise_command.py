@@ -40,7 +40,7 @@ from study.config.text import format_parameters, rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
-from study.predictor.communication import ASSUMED_OF_LINE, pcie_notes
+from study.predictor.communication import network_notes, pcie_notes
 from study.predictor.hardware import Hardware, HardwareFlags, pair_notes, parse_int, real
 from study.predictor.models import model_shape
 from study.predictor.request import Request
@@ -620,12 +620,9 @@ def _sync_notes(request: Request) -> Iterator[str]:
 
 def _link_notes(request: Request) -> Iterator[str]:
     """Yield the assumed speed of the network, and of PCIe between the GPUs of a machine."""
-    box = request.box
-    if box.nodes > 1:
-        line = f"{box.network_gb_per_s:g} GB/s of network bandwidth per GPU (--network_gb_per_s)"
-        yield f"{line}, {ASSUMED_OF_LINE}"
+    yield from network_notes(request.box)
     yield from pcie_notes(request)
-    yield from pair_notes(box)
+    yield from pair_notes(request.box)
 
 
 def plain_note(plain: Option, best: Option) -> str:

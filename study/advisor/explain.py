@@ -32,6 +32,7 @@ from study.advisor.explain_releases import (
     with_requirements,
 )
 from study.advisor.fitted import precision_under
+from study.advisor.request_notes import lacks_bf16
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
 from study.advisor.workload import FSDP1_UNITS, FSDP_FLAGS, Workload, WorkloadError
 from study.config.errors import UserError, clip
@@ -40,7 +41,7 @@ from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_number, rounded, rounded_seconds
 from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
-from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, leaving_bytes, sent_bytes
+from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, leaving_bytes, network_notes, sent_bytes
 from study.predictor.constants import FITTED
 from study.predictor.hardware import ANY_DEVICE, Hardware, HardwareFlags, parse_int
 from study.predictor.memory import predict_memory
@@ -266,6 +267,8 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         if name != trainer.values.get("model_name_or_path"):
             raise
         raise trainer_files.model_error(trainer, refusal) from None
+    if (script := trainer_files.reread_for(trainer, model)) is not None:
+        return _read_trainer_case(script, line_options)
     trainer, workload = _with_lengths(trainer, workload, model, line_options)
     try:
         shape = workload.adapt(model)
@@ -441,6 +444,8 @@ def _verdict(case: ConfigCase) -> str:
     if memory.missing:
         verdict = why(memory, request.box)
         return f"{verdict[0].upper()}{verdict[1:]}; {host}"
+    if request.precision.startswith("bf16") and lacks_bf16(request):
+        precision = f"{precision}, which {request.box.device.name} emulates slowly"
     if fits(memory, request.box):
         bound, is_certain = device_bytes(memory, at_upper=True), fits(memory, request.box, at_upper=True)
         usable = _about(usable_bytes(request.box))
@@ -776,6 +781,7 @@ def _explain_time(case: ConfigCase) -> Explanation:
     by_host = predict_command.offload_range_text(request, time.step_s.value)
     short = f"{text}{by_host}: {', '.join(shares)}"
     short += "".join(f"; {alternative}" for alternative in _other_times(case, time.step_s.value))
+    short += "".join(f"; {note}" for note in network_notes(request.box))
     because = list(time.notes[1:])
     if case.ranks > 1 and not request.box.is_cpu_only:
         rate = bus_bandwidth_gb_per_s(request.box, "all_gather", request.shape.parameters * case.weight)

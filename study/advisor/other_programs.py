@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -127,6 +128,35 @@ def _lightning_strategy(document: Mapping[str, Any]) -> str:
     if isinstance(strategy, Mapping) and str(strategy.get("class_path")).endswith("DeepSpeedStrategy"):
         return _with_settings(strategy.get("init_args") or {})
     return OF_LIGHTNING.get(str(strategy), "STRATEGY")
+
+
+# A notebook's JSON escapes the quotes.
+_NAMED_STRATEGY = re.compile(r"""\bstrategy\s*=\s*\\?["'](\w+)""")
+_MADE_STRATEGY = re.compile(r"\b(DeepSpeed|FSDP|DDP)Strategy\(([^)]*)")
+_STAGE = re.compile(r"\bstage\s*=\s*([0-3])")
+
+
+def script_strategy(text: str) -> str | None:
+    """Return the flags of the strategy that a script gives Lightning's Trainer; STRATEGY if it names several, None if
+    it names none that Lightning has."""
+    strategies = [OF_LIGHTNING[name] for name in _NAMED_STRATEGY.findall(text) if name in OF_LIGHTNING]
+    strategies += [_made_strategy(*match) for match in _MADE_STRATEGY.findall(text)]
+    if not strategies:
+        return None
+    return strategies[0] if len(set(strategies)) == 1 else "STRATEGY"
+
+
+def _made_strategy(kind: str, arguments: str) -> str:
+    if kind != "DeepSpeed":
+        return OF_LIGHTNING[kind.lower()]
+    settings: dict[str, Any] = {
+        name: re.search(rf"\b{name}\s*=\s*True", arguments) is not None
+        for name in ("offload_parameters", "offload_optimizer")
+    }
+    if stage := _STAGE.search(arguments):
+        settings["stage"] = int(stage[1])
+    # Its settings may be in a file, or in a mapping.
+    return "STRATEGY" if re.search(r"\bconfig\s*=", arguments) else _with_settings(settings)
 
 
 def _with_settings(settings: Mapping[str, Any]) -> str:

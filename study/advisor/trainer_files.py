@@ -24,8 +24,10 @@ from study.advisor.trainer_keys import (
     HF_OPTIMIZERS,
     KTO_KEYS,
     KTO_LOSSES,
+    OF_CLASSIFIERS,
     OTHER_FIELDS,
     REMOVED_HF_KEYS,
+    SHARED_WITH_TRL,
     TRAINERS,
     Convert,
     Counted,
@@ -119,8 +121,9 @@ class TrainerFile:
         return Finding(kind, key, message, fix, rule, self.name, find_line(self.text, key) or 1)
 
 
-def read_trainer_file(name: str) -> TrainerFile | None:
-    """Return a trainer's file; None for one of another program, or of a trainer that is not known.
+def read_trainer_file(name: str, trainer: Trainer | None = None) -> TrainerFile | None:
+    """Return a trainer's file; None for one of another program, or of a trainer that is not known. `trainer`: whose it
+    is, in place of the one that its keys name.
 
     Raise UserError if it is unreadable, or for a value that the trainer does not take.
     """
@@ -129,7 +132,7 @@ def read_trainer_file(name: str) -> TrainerFile | None:
     if not is_of_a_trainer(document):
         return None
     check_program(name, document)
-    trainer = next((trainer for trainer in TRAINERS if trainer.matches(document)), None)
+    trainer = trainer or next((trainer for trainer in TRAINERS if trainer.matches(document)), None)
     if trainer is None or _OF_OTHER_FORMATS & document.keys():
         return None
     text = resolve_path(name).read_text(encoding="utf-8")
@@ -155,6 +158,15 @@ def read_trainer_file(name: str) -> TrainerFile | None:
         _read_grpo(file, values, keys)
     findings += [*_trainer_findings(file, values), *_both_precisions(file), *_hf_findings(file), *_misspelled(file)]
     return dataclasses.replace(file, findings=tuple(findings), values=_settle(trainer, document, values))
+
+
+def reread_for(file: TrainerFile, model: ModelShape) -> TrainerFile | None:
+    """Return the file as that of a classifier's own script, if the model is a classifier of tokens and no key is TRL's
+    alone; else None."""
+    marks = file.trainer.marks & file.document.keys()
+    if file.trainer.name != "TRL" or model.family != "sequence-classification" or not marks <= SHARED_WITH_TRL:
+        return None
+    return read_trainer_file(file.name, OF_CLASSIFIERS) if model.encoder_reads_tokens else None
 
 
 def _converted(file: TrainerFile, name: str, convert: Convert) -> Any:

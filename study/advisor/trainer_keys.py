@@ -652,7 +652,14 @@ TRAINING_ARGUMENTS = Trainer(
 )
 
 
-def _example(script: str, length: int | None, *marks: str, target: int | None = None, **changes: Any) -> Trainer:
+def _example(
+    script: str,
+    length: int | None,
+    *marks: str,
+    target: int | None = None,
+    extra_keys: tuple[Key, ...] = (),
+    **changes: Any,
+) -> Trainer:
     """Return the reader of the file of an example script of transformers, whose samples have at most `length` tokens by
     default and `target` in a decoder (examples/pytorch at 00d481d1); None: as many as the model, or none at all."""
     lengths = {"seq_length": length, "target_length": target}
@@ -664,6 +671,7 @@ def _example(script: str, length: int | None, *marks: str, target: int | None = 
             *_HF_KEYS,
             *(Key(name, "seq_length", to_count) for name in ("block_size", "max_seq_length", "max_source_length")),
             Key("max_target_length", "target_length", to_count),
+            *extra_keys,
         ),
         defaults={**TRAINING_ARGUMENTS.defaults, **{name: value for name, value in lengths.items() if value}},
         similar=TRAINING_ARGUMENTS.similar | {"val_max_target_length", "max_answer_length"},
@@ -723,6 +731,9 @@ _EXAMPLES = (
     _example("run_clm.py", 1024, "block_size", "config_overrides", *_OF_TEXT, without=frozenset({"max_seq_length"})),
     _example("example script of text", None, *_OF_TEXT),
 )
+# A classifier's own script, whose keys are TRL's, too: of an encoder TRL trains a reward model alone.
+OF_CLASSIFIERS = _example("example script of text", None, extra_keys=(Key("max_length", "seq_length", to_count),))
+SHARED_WITH_TRL = frozenset({"dataset_name", "max_length", "max_seq_length"})
 # sentence_transformers/training_args.py: the length of a text is a setting of its model.
 SENTENCE_TRANSFORMERS = dataclasses.replace(
     TRAINING_ARGUMENTS,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-from study.advisor.other_programs import check_program
+from study.advisor.other_programs import check_program, script_strategy
 from study.config.errors import MissingFile, UserError, WrongFile, clip, did_you_mean, first_line, replace_unprintable
 from study.config.registry import REGISTRY
 from study.config.strategies import STRATEGY_DIRECTORY
@@ -27,6 +27,7 @@ _MAX_NESTING = 50
 # The libraries support 300. For each other key the similar names are computed.
 _MAX_KEYS = 2_000
 _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
+_MAX_PROGRAM_LETTERS = 1_000_000
 _PROGRAMS = (".py", ".ipynb", ".sh", ".bash", ".sbatch", ".slurm")
 ZERO = "zero_optimization"
 # Keys of the files of TrainingArguments, TRL, LlamaFactory and axolotl; and of a DeepSpeed file.
@@ -268,12 +269,12 @@ def read_mapping(name: str, findings: list[Finding], tree: Path | None) -> dict[
         raise WrongFile(name, _IS_OUTSIDE, _INSIDE)
     path = resolve_path(name)
     if path.suffix in _PROGRAMS and path.is_file():
-        raise _is_a_program(name)
+        raise _is_a_program(name, _read_beginning(path))
     if path.suffix == ".toml":
         raise WrongFile(name, "is TOML, as torchtitan's files are, which are not read", _EITHER)
     text = _read_text(name, path)
     if text.startswith("#!"):
-        raise _is_a_program(name)
+        raise _is_a_program(name, text)
     if is_json(path, text):
         # The reader of a Python in a browser does not come back from deep nesting.
         if _json_depth(text) > _MAX_NESTING:
@@ -287,11 +288,21 @@ def read_mapping(name: str, findings: list[Finding], tree: Path | None) -> dict[
     return document
 
 
-def _is_a_program(name: str) -> WrongFile:
+def _read_beginning(path: Path) -> str:
+    """Return the first letters of a program; none if it is not readable."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_MAX_PROGRAM_LETTERS)
+    except OSError:
+        return ""
+
+
+def _is_a_program(name: str, text: str) -> WrongFile:
+    strategy = script_strategy(text) or "single"
     fix = (
         "give the file that it launches with (--config_file, --deepspeed), the YAML or JSON of its TrainingArguments"
-        " (TRL, axolotl, LlamaFactory), or its settings as flags: study predict MODEL --strategy single --hardware BOX;"
-        " two lines in it measure its run (docs/receipt.md)"
+        f" (TRL, axolotl, LlamaFactory), or its settings as flags: study predict MODEL --strategy {strategy}"
+        " --hardware BOX; two lines in it measure its run (docs/receipt.md)"
     )
     return WrongFile(name, "is a program, and its settings are not read", fix)
 

@@ -22,7 +22,7 @@ from study.host.folders import resolve_path
 EPILOG = """\
 A log may be of any length: its last 20 MB are read. Each message that is known is printed once, the first in the log
 first, since later ones are often its consequences. Before them comes the first traceback's error, if it is not known.
-Warnings that healthy runs print, too, are known in a text of at most ten lines.
+Warnings that healthy runs print, too, are known in a text of at most ten lines, or if a log has no other message.
 Exit status 3: no message is known.
 """
 # The end of a longer log has the error.
@@ -138,7 +138,8 @@ def run(options: argparse.Namespace) -> int:
     text = read_text(options.text)
     messages = find_messages(text)
     error = find_unknown_error(text, messages)
-    print_result(options.json, lambda: _document(messages, error), list(_page(messages, error)))
+    warnings = [] if messages or error else find_messages(text, with_warnings=True)
+    print_result(options.json, lambda: _document(messages, error, warnings), list(_page(messages, error, warnings)))
     return 0 if messages else NOT_KNOWN
 
 
@@ -167,8 +168,9 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def find_messages(text: str) -> list[FoundMessage]:
-    """Return the known messages of a text, the first one first."""
+def find_messages(text: str, *, with_warnings: bool = False) -> list[FoundMessage]:
+    """Return the known messages of a text, the first one first; `with_warnings`: of a log, too, those that healthy runs
+    print."""
     results = []
     data = text.encode("utf-8", errors="replace")
     # Of bytes: a pattern that ignores case takes ten times as long, and the lower case of other letters is longer.
@@ -177,7 +179,7 @@ def find_messages(text: str) -> list[FoundMessage]:
     ends = [match.start() for match in re.finditer(b"\n", data)]
     is_log = len(ends) > _MAX_ASKED_LINES
     for message in read_messages():
-        if is_log and message.in_healthy_logs:
+        if is_log and message.in_healthy_logs and not with_warnings:
             continue
         places = sorted(place for pattern in message.patterns for place in pattern.find(lower))
         if message.unless:
@@ -254,13 +256,19 @@ def _find_ending(lines: dict[int, bytes]) -> tuple[int | None, int]:
     return ending, last
 
 
-def _page(messages: list[FoundMessage], error: FirstError | None) -> Iterator[str]:
+def _page(messages: list[FoundMessage], error: FirstError | None, warnings: list[FoundMessage]) -> Iterator[str]:
     if error:
         yield f"first error in the log, unknown: line {error.line}: {replace_unprintable(error.text[:_MAX_SHOWN])}"
-    if not messages:
+    if warnings:
+        yield "nothing in this text that is known ends a run: healthy runs print these lines, too"
+        yield (
+            "look for the first Traceback, exitcode, return code or signal in the log of each rank; a run that hangs"
+            " has none (py-spy dump --pid PID)"
+        )
+    elif not messages:
         yield f"no message of this text is known; {len(read_messages())} are"
         yield "the first error of any rank is the cause of those after it; study doctor checks the machine"
-    for item in messages:
+    for item in messages or warnings:
         where = f"line {item.line}" + (f", {item.count} times" if item.count > 1 else "")
         yield f"{where}: {replace_unprintable(item.first_text[:_MAX_SHOWN])}"
         yield f"  why: {item.message.says}"
@@ -272,19 +280,21 @@ def _page(messages: list[FoundMessage], error: FirstError | None) -> Iterator[st
             yield f"  see: {item.message.see}"
 
 
-def _document(messages: list[FoundMessage], error: FirstError | None) -> dict[str, Any]:
+def _document(messages: list[FoundMessage], error: FirstError | None, warnings: list[FoundMessage]) -> dict[str, Any]:
     return {
         "unknown_first_error": dataclasses.asdict(error) if error else None,
-        "messages": [
-            {
-                "id": item.message.id,
-                "line": item.line,
-                "count": item.count,
-                "why": item.message.says,
-                "do": item.remedies,
-                "see": item.message.see or None,
-                "full_gpu": dataclasses.asdict(item.memory) if item.memory else None,
-            }
-            for item in messages
-        ],
+        "messages": [_message_document(item) for item in messages],
+        "warnings_of_healthy_runs": [_message_document(item) for item in warnings],
+    }
+
+
+def _message_document(item: FoundMessage) -> dict[str, Any]:
+    return {
+        "id": item.message.id,
+        "line": item.line,
+        "count": item.count,
+        "why": item.message.says,
+        "do": item.remedies,
+        "see": item.message.see or None,
+        "full_gpu": dataclasses.asdict(item.memory) if item.memory else None,
     }

@@ -18,6 +18,8 @@ from study.host import machine, memory, stacks
 # Constants of malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_THRESHOLD_BYTES = 64 * 2**10
+# Compute capability of the first GPUs that torch's builds for CUDA 12.8 and newer have code for (T4, RTX 20).
+_TURING = (7, 5)
 
 
 def prepare_devices(launch: launch_context.Launch) -> int:
@@ -61,17 +63,22 @@ def check_torch_supports_gpus() -> None:
         f"{gpus} GPU{'s'[: gpus > 1]} are visible, but torch {torch.__version__} can use none: it is built for"
         f" {f'CUDA {built}' if built else 'no CUDA'}, and the driver {machine.driver_version()} supports CUDA {runs}"
     )
-    fix = f"{torch_for_driver(runs, torch.__version__)}; or set an empty CUDA_VISIBLE_DEVICES, to train on CPU cores"
+    install = torch_for_driver(runs, torch.__version__, machine.oldest_capability())
+    fix = f"{install}; or set an empty CUDA_VISIBLE_DEVICES, to train on CPU cores"
     raise errors.Unsupported(problem, fix)
 
 
-def torch_for_driver(runs: str, version: str) -> str:
-    """Return the command that installs a torch for the driver's major version of CUDA, or the advice to update it."""
+def torch_for_driver(runs: str, version: str, capability: tuple[int, int] | None = None) -> str:
+    """Return the command that installs a torch for the driver's major version of CUDA and the oldest GPU, or the advice
+    to update the driver."""
     release = version.partition("+")[0]
-    if runs.startswith("12."):
-        # Drivers of CUDA 12 support all of its builds, and this one exists for the newest torch, too.
-        index = "https://download.pytorch.org/whl/cu129"
-        return f"python -m pip install -c constraints.txt torch=={release}+cu129 --extra-index-url {index}"
+    is_old = capability is not None and capability < _TURING
+    if runs.startswith("12.") or (is_old and runs.startswith("13.")):
+        # Drivers of CUDA 12 support all of its builds. cu129 exists up to torch 2.13 (issue 187834 of pytorch/pytorch),
+        # and of 2.11 to 2.14 cu126 alone has code for GPUs before Turing (issue 190385).
+        build = "cu126" if is_old else "cu129"
+        index = f"https://download.pytorch.org/whl/{build}"
+        return f"python -m pip install -c constraints.txt torch=={release}+{build} --extra-index-url {index}"
     if runs.startswith(("10.", "11.")):
         return "update the driver: every torch that this study runs on needs one of CUDA 12 or newer"
     return f"python -m pip install --force-reinstall torch=={release}"

@@ -141,6 +141,16 @@ def gpu_names() -> list[str]:
     return _asked(lambda: [str(pynvml.nvmlDeviceGetName(handle)) for handle in visible_gpus()]) or []
 
 
+def oldest_capability() -> tuple[int, int] | None:
+    """Return the least compute capability of the visible GPUs, such as (7, 0); None if it is not known."""
+    return _asked(lambda: min((_capability(handle) for handle in visible_gpus()), default=None))
+
+
+def _capability(handle: Any) -> tuple[int, int]:
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return int(major), int(minor)
+
+
 def _asked(query: Callable[[], Answer]) -> Answer | None:
     if pynvml is None:
         return None

@@ -75,6 +75,13 @@ def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes:
     return min(node_rate, _network_gb_per_s(line, box.ranks, collective, payload_bytes))
 
 
+def network_notes(box: Hardware) -> Iterator[str]:
+    """Yield the speed of the network between machines."""
+    if box.nodes > 1:
+        line = f"{box.network_gb_per_s:g} GB/s of network bandwidth per GPU (--network_gb_per_s)"
+        yield f"{line}, {ASSUMED_OF_LINE}"
+
+
 def pcie_notes(request: Request) -> Iterator[str]:
     """Yield the assumed speed of PCIe between the GPUs of a machine."""
     box = request.box

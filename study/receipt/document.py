@@ -98,6 +98,13 @@ class ModelFacts(Part):
     # config.json of a transformers model.
     config: dict[str, object] | None = None
     lora_rank: int | None = None
+    # Ends of the names of the modules with adapters, which no other module has; empty: a receipt from before they were
+    # read, whose adapters are taken to be on all linear layers.
+    lora_targets: tuple[str, ...] = ()
+    # Modules with a trained copy next to adapters, and whether these are DoRA's.
+    lora_saved: tuple[str, ...] = ()
+    lora_dora: bool = False
+    lora_dtype: str | None = None
     # Weights in 4 bits of bitsandbytes, and whether their scales are quantized, too.
     quantized: bool = False
     double_quantized: bool = False

@@ -125,6 +125,7 @@ def config_case(receipt: ReceiptDocument) -> ConfigCase:
         **_wrapping(receipt, shape),
         keeps_outputs=bool(receipt.memory is not None and receipt.memory.kept_output_bytes),
         compiled=engine.compiled,
+        adapters_in_16_bits=receipt.model.lora_dtype in ("bfloat16", "float16"),
         quantized=receipt.model.quantized,
         double_quantized=receipt.model.double_quantized,
     )
@@ -159,7 +160,7 @@ def _shape(receipt: ReceiptDocument) -> ModelShape:
         raise UserError(f"{model.name} has no model_type", "give one")
     shape = shape_of_document(model.config, model.name)
     if model.lora_rank is not None:
-        shape = with_adapters(shape, model.lora_rank)
+        shape = with_adapters(shape, model.lora_rank, model.lora_targets, model.lora_saved, dora=model.lora_dora)
     for what, predicted, counted in (
         ("parameters", shape.parameters, model.parameters),
         ("trained parameters", shape.trained_parameters, model.trained_parameters),

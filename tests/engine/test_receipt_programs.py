@@ -12,7 +12,7 @@ from engines import printed_json
 from forked import fork_ranks
 from study.receipt.document import ReceiptDocument, read_receipt
 
-PROGRAMS = ("trainer", "trainer_with_adapters", "nlp_example", "nanogpt", "wide_layers")
+PROGRAMS = ("trainer", "trainer_with_adapters", "trainer_with_some_adapters", "nlp_example", "nanogpt", "wide_layers")
 LIGHTNING = ("lightning_trainer", "fabric")
 
 
@@ -82,9 +82,15 @@ def test_precision_and_adapters_are_those_of_the_program() -> None:
     assert receipts["trainer_with_adapters"].engine.gradient_checkpointing
     assert receipts["wide_layers"].model.config is None
     predicted = [name for name in PROGRAMS if receipts[name].forecast.missing is None]
-    assert predicted == ["trainer", "trainer_with_adapters", "nlp_example"]
+    assert predicted == ["trainer", "trainer_with_adapters", "trainer_with_some_adapters", "nlp_example"]
     for name in predicted:
         assert not [row for row in receipts[name].forecast.comparisons if row.is_outside], name
+
+
+def test_a_prediction_has_adapters_where_the_program_has_them() -> None:
+    model = run_programs("ddp", *PROGRAMS)["trainer_with_some_adapters"].model
+    assert (model.lora_rank, model.lora_targets, model.lora_saved) == (8, ("down_proj", "q_proj"), ("lm_head",))
+    assert (model.lora_dora, model.lora_dtype) == (True, "float32")
 
 
 @pytest.mark.long

@@ -85,6 +85,14 @@ def trainer_with_adapters(path: Path) -> None:
     run_trainer(path, model, gradient_checkpointing=True)
 
 
+def trainer_with_some_adapters(path: Path) -> None:
+    """Adapters of two modules of each layer, DoRA's, and a trained copy of the output layer."""
+    import peft
+
+    settings = peft.LoraConfig(r=8, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], use_dora=True)
+    run_trainer(path, peft.get_peft_model(make_llama(), settings))
+
+
 def trl_sft(path: Path) -> None:
     """TRL's SFTTrainer, which is derived from the Trainer."""
     from tokenizers import Tokenizer, models, pre_tokenizers

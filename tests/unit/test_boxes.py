@@ -126,6 +126,15 @@ def test_gpus_that_this_torch_cannot_use_are_refused_with_the_build_for_their_dr
         check_torch_supports_gpus()
     for runs, says in {"11.8": "update the driver", "12.0": "cu129", "13.0": "torch==2.13.0"}.items():
         assert says in torch_for_driver(runs, "2.13.0+cu130")
+    # A V100 next to an A100: no other build has code for it.
+    capabilities = {FIRST: [8, 0], SECOND: [7, 0]}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCudaComputeCapability", capabilities.__getitem__)
+    with pytest.raises(
+        Unsupported, match=r"torch==[\d.]+\+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"
+    ):
+        check_torch_supports_gpus()
+    for capability, build in (((7, 0), "cu126"), ((7, 5), "cu129")):
+        assert build in torch_for_driver("12.8", "2.13.0+cu130", capability)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_torch_supports_gpus()
 

@@ -1369,6 +1369,22 @@ def test_with_hardware_the_first_line_says_whether_it_fits_and_in_which_precisio
     assert "16 ranks, and" in capsys.readouterr().err
 
 
+def test_a_first_line_does_not_call_emulated_bf16_fitting_and_no_more(capsys) -> None:
+    file = str(ROOT / "accelerate_configs" / "zero2.yaml")
+    for hardware, device in (("4xV100-16", "V100 SXM2 16GB"), ("4xT4", "T4"), ("4xA100", None)):
+        main(["explain", file, "bert-large-uncased", "--world_size", "4", "--hardware", hardware, *BF16])
+        emulates = "" if device is None else f", which {device} emulates slowly"
+        assert capsys.readouterr().out.startswith(f"Fits in bf16{emulates}: ")
+
+
+def test_the_assumed_network_is_named_where_several_machines_train(capsys) -> None:
+    file = str(ROOT / "accelerate_configs" / "zero3.yaml")
+    says = "25 GB/s of network bandwidth per GPU (--network_gb_per_s), of which 60% is assumed"
+    for hardware, is_named in (("2x8xA100", True), ("16xA100", False)):
+        main(["explain", file, LLAMA_8B, "--world_size", "16", "--hardware", hardware, *BF16])
+        assert (says in " ".join(capsys.readouterr().out.split())) == is_named
+
+
 def test_a_strict_check_reports_all_findings_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also those of a file that cannot be resolved. tests/unit/test_ship.py has the lines of findings."""
 

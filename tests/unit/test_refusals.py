@@ -195,6 +195,27 @@ def test_study_alone_and_a_model_before_its_file_are_told_a_whole_command(tmp_pa
     assert f"name the file first: study explain {file} gpt2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "strategy"),
+    [
+        ("lightning.py", 'Trainer(strategy="deepspeed_stage_3", devices=8)', "zero3"),
+        ("lightning.py", "Trainer(strategy = 'deepspeed_stage_3_offload')", "zero3_cpu"),
+        ("lightning.ipynb", r'"trainer = L.Trainer(strategy=\"fsdp\")\n"', "fsdp2 --fsdp_version 1"),
+        ("lightning.py", "DeepSpeedStrategy(\n    stage=3, offload_optimizer=True)", "zero3_cpu_optimizer"),
+        ("lightning.py", "DeepSpeedStrategy()", "zero2"),
+        ("lightning.py", "DeepSpeedStrategy(config=settings)", "STRATEGY"),
+        ("lightning.py", "DDPStrategy()", "ddp"),
+        ("lightning.py", "strategy='ddp' if small else x; Trainer(strategy='fsdp')", "STRATEGY"),
+        # No words of Lightning.
+        ("train.py", "evaluate(strategy='steps')", "single"),
+    ],
+)
+def test_a_script_of_lightning_leads_to_the_strategy_that_it_names(name, text, strategy, tmp_path, capsys) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["explain", str(tmp_path / name), "gpt2"]) == 2
+    assert f"study predict MODEL --strategy {strategy} --hardware BOX" in capsys.readouterr().err
+
+
 def test_a_file_that_explain_cannot_read_leads_to_the_one_that_is_meant(tmp_path, capsys) -> None:
     (tmp_path / "zero3.json").write_text("{}")
     (tmp_path / "notes.md").write_text("```\nmodel: [\n")

@@ -373,6 +373,10 @@ def test_a_file_of_ms_swift_is_not_read_as_trl(keys: dict[str, Any], flags: str,
 
 
 def test_llama_factory_is_judged_by_the_deepspeed_that_it_requires(tmp_path: Path) -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "advice.md").read_text(encoding="utf-8").split())
+    for trainer in TRAINERS:
+        if trainer.newest_deepspeed:
+            assert f"{trainer.name} requires DeepSpeed {trainer.newest_deepspeed} at most" in page
     file = write(tmp_path, FACTORY | {"gradient_accumulation_steps": 8, "deepspeed": Z2 | {ACCUMULATION: "auto"}})
     case = read(file, *BOX)
     assert first_line(case).startswith("Trains something else, silently: gradient_accumulation_steps. Apart from that")
@@ -577,6 +581,24 @@ def test_a_default_length_is_one_that_the_model_has(tmp_path: Path) -> None:
     assert "tokens" not in line
     with pytest.raises(UserError, match="512 positions, too few"):
         read(write(tmp_path, ARGUMENTS | {"line_by_line": True, "max_seq_length": 1024}), "bert-base-uncased", *BOX)
+
+
+def test_a_classifiers_own_script_is_not_trl(tmp_path: Path) -> None:
+    document = {"model_name_or_path": "bert-large-uncased", "per_device_train_batch_size": 16, "fp16": True}
+    box = ("--hardware", "4xV100-16")
+    glue = read(write(tmp_path, document | {"task_name": "mrpc", "max_seq_length": 256}), *box)
+    for keys in ({"max_seq_length": 256}, {"max_length": 256, "dataset_name": "imdb"}):
+        case = read(write(tmp_path, document | keys), *box)
+        assert "example script of text" in case.read_from[0]
+        assert not [item for item in case.findings if item.kind in ("refused", "ignored")]
+        # TRL's default is gradient checkpointing, and it has no logits of words.
+        assert not case.request.gradient_checkpointing
+        assert figures(case.request) == figures(glue.request)
+    assert (
+        "(TRL)"
+        in read(write(tmp_path, document | {"max_length": 256, "center_rewards_coefficient": 0.1}), *box).read_from[0]
+    )
+    assert "(TRL)" in read(write(tmp_path, ARGUMENTS | {"max_length": 256}), *box).read_from[0]
 
 
 def test_what_a_script_adds_to_the_figures_or_changes_is_named_once(tmp_path: Path) -> None:

@@ -177,6 +177,37 @@ def test_a_warning_of_healthy_runs_is_known_if_it_is_asked_for() -> None:
     assert find_messages(line + "\nstep" * 20) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("UserWarning: 'pin_memory' argument is set as true but no accelerator is found, then", "no GPU"),
+        ("Trainer.tokenizer is now deprecated. You should use `Trainer.processing_class` instead.", "processing_class"),
+        (
+            "Warning: find_unused_parameters=True was specified in DDP constructor, but did not find any unused"
+            " parameters in the forward pass.",
+            "without a gradient",
+        ),
+        ("`torch_dtype` is deprecated! Use `dtype` instead!", "the name dtype"),
+    ],
+)
+def test_a_log_with_warnings_of_healthy_runs_alone_has_nothing_that_ends_a_run(line, says, tmp_path, capsys) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(f"{line}\n" + "step\n" * 20)
+    assert main(["why", str(log)]) == 3
+    page = " ".join(capsys.readouterr().out.split())
+    assert page.startswith("nothing in this text that is known ends a run")
+    assert "look for the first Traceback" in page
+    assert "do: nothing" in page
+    assert says in page
+    main(["why", str(log), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert (document["messages"], len(document["warnings_of_healthy_runs"])) == ([], 1)
+    # With an error the warning is not named.
+    log.write_text(f"{line}\nCUDA out of memory\n" + "step\n" * 20)
+    assert main(["why", str(log)]) == 0
+    assert says not in capsys.readouterr().out
+
+
 def test_a_watchdog_names_the_setting_of_the_trainer_and_the_test_of_pcie() -> None:
     (message,) = find_messages(
         "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE)"
