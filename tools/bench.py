@@ -94,7 +94,7 @@ COMMANDS = {
     ("advise", "llama-3.1-8b", "--hardware", "4090"): _PRESET_S,
     ("advise", "llama-3.1-70b", "--hardware", "8x8xH100"): _PRESET_S,
     ("advise", "llama-3.1-405b", "--hardware", "16x8xH200"): _PRESET_S,
-    ("advise", "mixtral-8x7b", "--hardware", "8xH100"): _PRESET_S,
+    ("advise", "mixtral-8x7b", "--hardware", "8xH100"): _TRACED_S,
     ("advise", "gpt-1t", "--hardware", "64x8xH100"): _PRESET_S,
     ("advise", TRACED, "--hardware", "8xH100"): _TRACED_S,
 }

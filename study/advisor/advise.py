@@ -612,7 +612,7 @@ class _Variant:
 def _option(question: AdviceRequest, request: Request, memory: MemoryUse) -> Option:
     box = request.box
     unused_nvme = unswapped_kind(request)
-    time = timing.predict_time(request) if timing.fits(memory, box) and unused_nvme is None else None
+    time = timing.predict_time(request, has_notes=False) if timing.fits(memory, box) and unused_nvme is None else None
     cost = None
     if question.price_per_gpu_hour is not None and time is not None:
         cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
@@ -791,7 +791,7 @@ def explain_slowdown(option: Option, best: Option) -> str:
     if not timing.fits(predict_memory(same), box, at_upper=best.is_safe):
         return f": with {workload_text(ours)}, the settings of {best.name}, it does not fit"
     assert best.time is not None
-    times = timing.predict_time(same), best.time
+    times = timing.predict_time(same, has_notes=False), best.time
     part = max(_PARTS_OF_A_STEP, key=lambda name: times[0].parts[name] - times[1].parts[name])
     fraction, best_fraction = (f"{time.parts[part] / time.step_s.value:.0%}" for time in times)
     return (

@@ -78,7 +78,7 @@ def speed_if_it_fits(request: Request) -> float:
         return math.inf
     if unswapped_kind(request) is not None:
         return 0.0
-    return timing.predict_time(request).tokens_per_s_per_gpu.value
+    return timing.predict_time(request, has_notes=False).tokens_per_s_per_gpu.value
 
 
 def find_best(
@@ -111,7 +111,7 @@ def fit_settings(request: Request, at_upper_bound: bool = True) -> Request:
     def evaluate(candidate: Request) -> tuple[RankKey, Request]:
         memory, speed = predict_memory(candidate), 0.0
         if timing.fits(memory, request.box) and unswapped_kind(candidate) is None:
-            speed = timing.predict_time(candidate).tokens_per_s_per_gpu.value
+            speed = timing.predict_time(candidate, has_notes=False).tokens_per_s_per_gpu.value
         return rank_key(memory, speed, request.box, at_upper_bound), candidate
 
     return find_best(requests, speed_if_it_fits, evaluate)

@@ -650,6 +650,10 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     return [point.with_logits(output_bytes) for point in points] if output_bytes else points
 
 
+# A layer, whether it is before the layer's backward pass, and the part of that pass, None before its first gradient.
+_LayerPart = tuple[int, bool, str | None]
+
+
 class _DeviceStep:
     """The moments of a step on one device."""
 
@@ -661,6 +665,8 @@ class _DeviceStep:
         self.is_stage3 = request.strategy.zero_stage == 3
         self.gathers = simulate_gathers(request) if self.is_stage3 else GatherTrace()
         self.stored = _stored(request, self.saved, shape.layers)
+        self.phases = _phases(shape)
+        self.stored_by_part: dict[_LayerPart, dict[str, float]] = {}
         self.accumulated = _accumulated_bytes(request)
         self.standing = _static_buffer_bytes(request)
         # FSDP2's root stays gathered until its backward pass; stages 1 and 2 allocate their bucket at the first
@@ -734,15 +740,27 @@ class _DeviceStep:
 
     def _stored_at(self, snapshot: Snapshot) -> dict[str, float]:
         """Return the activations that are left when a gradient arrives."""
-        request, saved, place = self.request, self.saved, snapshot.place
+        place, param = snapshot.place, snapshot.param
+        part = None
+        if param is not None:
+            part = self.phases[param.index] if 0 <= place < self.layers else ""
+        # Several snapshots of a part are decisive: each has the largest of another size.
+        key = (place, snapshot.between, part)
+        if (stored := self.stored_by_part.get(key)) is None:
+            stored = self.stored_by_part[key] = self._stored_in(*key)
+        return stored
+
+    def _stored_in(self, place: int, between: bool, part: str | None) -> dict[str, float]:
+        """Return the activations that are left in a part of a layer's backward pass, None before its first gradient."""
+        request, saved = self.request, self.saved
         is_in_layer = 0 <= place < self.layers
-        stored = _stored(request, saved, min(self.layers, place + 1), is_in_layer and not snapshot.between)
+        stored = _stored(request, saved, min(self.layers, place + 1), is_in_layer and not between)
         stored["activations"] += _kept_inputs_bytes(request, saved, place)
-        if snapshot.param is None and is_in_layer and not snapshot.between and request.gradient_checkpointing:
+        if part is None and is_in_layer and not between and request.gradient_checkpointing:
             # Before its first gradient a layer is recomputed.
             stored["activations"] += max(0.0, saved.weight_norm - saved.find_stack(place).working)
-        if snapshot.param is not None and is_in_layer:
-            stored["activations"] -= saved.freed.get(request.shape.part_of_backward(snapshot.param), 0.0)
+        if part is not None and is_in_layer:
+            stored["activations"] -= saved.freed.get(part, 0.0)
         if is_in_layer:
             stored["activations"] += saved.carried_at(place)
         if place < self.layers:

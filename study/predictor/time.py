@@ -247,8 +247,13 @@ _ADAM_ALONE_GB_PER_S = 118.0
 _PINNED_SPEEDUP_ALONE, _PINNED_SPEEDUP = 6.0, 4.5
 
 
-def predict_time(request: Request, memory: MemoryUse | None = None, constants: Constants = FITTED) -> StepTime:
-    """Predict the time of an optimizer step; `memory` only adds a note if it does not fit."""
+def predict_time(
+    request: Request, memory: MemoryUse | None = None, constants: Constants = FITTED, *, has_notes: bool = True
+) -> StepTime:
+    """Predict the time of an optimizer step; `memory` only adds a note if it does not fit.
+
+    Without notes it takes two thirds of the time, which a search over settings saves.
+    """
     peak = request.box.device.peak_tflops.get(computing_type(request.precision))
     parts, is_launch_bound = _parts(request, constants)
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
@@ -260,7 +265,7 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
         tokens_per_s_per_gpu=_time_estimate(request, "tokens", tokens_per_s),
         mfu=None if peak is None else model_flops(request) / (total * peak * 1e12),
         hfu=None if peak is None else hardware_flops(request) / (total * peak * 1e12),
-        notes=(*_notes(request, memory, total), *[_LAUNCH_NOTE] * is_launch_bound),
+        notes=(*_notes(request, memory, total), *[_LAUNCH_NOTE] * is_launch_bound) if has_notes else (),
         is_launch_bound=is_launch_bound,
     )
 
