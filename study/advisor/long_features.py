@@ -87,51 +87,55 @@ def has_features(request: Request) -> bool:
 
 def with_features(request: Request, workload: Workload) -> Request:
     """Return the request of a whole sample with the features of the flags; raise UserError if they are impossible."""
-    ranks = 1 if workload.sp is None else workload.sp
-    divided = dataclasses.replace(
-        request,
-        sequence_length=request.sequence_length // ranks,
-        sequence_ranks=ranks,
-        checkpoints_on_host=workload.offload_checkpoints,
-        tiled_mlp=workload.tiled_mlp,
-    )
-    if not has_features(divided):
-        return request
-    _check_kind(divided)
-    if ranks > 1:
-        _check_ranks(request, ranks)
-    if divided.checkpoints_on_host and not request.gradient_checkpointing:
+    request = over_ranks(request, 1 if workload.sp is None else workload.sp, "--sp")
+    for flag, is_set in (
+        ("--offload_checkpoints", workload.offload_checkpoints),
+        ("--tiled_mlp", workload.tiled_mlp),
+    ):
+        if is_set:
+            _check_kind(request, flag)
+    if workload.offload_checkpoints and not request.gradient_checkpointing:
         problem = "--offload_checkpoints has no effect without gradient checkpointing"
         raise UserError(problem, "add --gradient_checkpointing")
-    if divided.tiled_mlp and request.shape.lora_rank is not None:
+    if workload.tiled_mlp and request.shape.lora_rank is not None:
         raise UserError("--tiled_mlp is not predicted with adapters", "leave one of them out")
-    return divided
+    return dataclasses.replace(request, checkpoints_on_host=workload.offload_checkpoints, tiled_mlp=workload.tiled_mlp)
 
 
-def _check_kind(request: Request) -> None:
-    """Raise UserError if the strategy, the model or the program is not predicted with the features of a request."""
-    over_ranks = request.sequence_ranks > 1
-    flags = {"--sp": over_ranks, "--offload_checkpoints": request.checkpoints_on_host, "--tiled_mlp": request.tiled_mlp}
-    flag = next(name for name, is_set in flags.items() if is_set)
-    if not allows_features(request.strategy, over_ranks):
-        raise UserError(f"{flag} is not predicted with {request.strategy.name}", "use zero3")
+def over_ranks(request: Request, ranks: int, setting: str) -> Request:
+    """Return the request of a rank's part of each sample; raise UserError, which names the setting, if ranks cannot
+    divide samples."""
+    if ranks == 1:
+        return request
+    _check_kind(request, setting, over_ranks=True)
+    _check_ranks(request, ranks, f"{setting} {ranks}")
+    return dataclasses.replace(request, sequence_length=request.sequence_length // ranks, sequence_ranks=ranks)
+
+
+def _check_kind(request: Request, setting: str, over_ranks: bool = False) -> None:
+    """Raise UserError if the strategy, the model or the program is not predicted with a feature."""
+    strategy = request.strategy
+    # That of a user's file has its name.
+    has_replicas = strategy.zero_stage and request.ranks_per_replica is not None
+    if has_replicas or not allows_features(strategy, over_ranks):
+        raise UserError(f"{setting} is not predicted with {strategy.name}", "use zero3")
     if reason := next(unpredicted_reasons(request), None):
-        raise UserError(f"{flag} is not predicted: {reason}", "leave it out")
+        raise UserError(f"{setting} is not predicted: {reason}", "leave it out")
 
 
-def _check_ranks(request: Request, ranks: int) -> None:
+def _check_ranks(request: Request, ranks: int, setting: str) -> None:
     """Raise UserError if ranks cannot divide the samples of a request."""
     shape, box, tokens = request.shape, request.box, request.sequence_length
     if box.ranks % ranks:
-        raise UserError(f"--sp {ranks} does not divide {box.ranks} ranks", "use a divisor of the number of GPUs")
+        raise UserError(f"{setting} does not divide {box.ranks} ranks", "use a divisor of the number of GPUs")
     if not divides_heads(shape, ranks):
         heads = f"{shape.heads} query and {shape.key_value_heads} key heads"
-        raise UserError(f"--sp {ranks} does not divide the {heads} of {shape.name}", "use another number of ranks")
+        raise UserError(f"{setting} does not divide the {heads} of {shape.name}", "use another number of ranks")
     if tokens % ranks:
         fix = f"use --seq_length {-(-tokens // ranks) * ranks}"
-        raise UserError(f"--sp {ranks} does not divide {tokens} tokens per sample", fix)
+        raise UserError(f"{setting} does not divide {tokens} tokens per sample", fix)
     if has_window(shape, tokens):
-        problem = f"--sp {ranks} would train {shape.name} without the window of its attention, which Ulysses ignores"
+        problem = f"{setting} would train {shape.name} without the window of its attention, which Ulysses ignores"
         raise UserError(problem, "leave it out")
 
 

@@ -270,8 +270,7 @@ def tokens_text(lengths: Request | AdviceRequest) -> str:
     """Return the tokens of a sample, and those of a decoder if they are others."""
     in_decoder = f" and {lengths.target_length} in the decoder" if lengths.target_length else ""
     if isinstance(lengths, Request) and lengths.sequence_ranks > 1:
-        ranks = lengths.sequence_ranks
-        return f"{lengths.sequence_length * ranks} tokens per sample over {ranks} ranks"
+        return f"{lengths.sample_tokens} tokens per sample over {lengths.sequence_ranks} ranks"
     return f"{lengths.sequence_length} tokens per sample{in_decoder}"
 
 
@@ -495,7 +494,7 @@ def _document(
         "tensor_parallel": request.tensor_ranks,
         "tensor_plan": None if request.tensor_group is None else "sequence" if request.stream_ranks > 1 else "plain",
         "precision": precision_name(request),
-        "sequence_length": request.sequence_length * request.sequence_ranks,
+        "sequence_length": request.sample_tokens,
         "sequence_ranks": request.sequence_ranks,
         "checkpoints_on_host": request.checkpoints_on_host,
         "tiled_mlp": request.tiled_mlp,

@@ -10,6 +10,7 @@ import json
 import random
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -347,3 +348,68 @@ def test_features_that_are_impossible_or_not_predicted_are_refused_in_one_line(
 def test_one_rank_of_a_sample_is_no_division() -> None:
     words = ["predict", "llama-3.1-8b", "--strategy", "zero2", "--hardware", "8xH100"]
     assert read_document([*words, "--sp", "1"]) == read_document(words)
+
+
+ULYSSES = """\
+distributed_type: DEEPSPEED
+num_processes: 8
+mixed_precision: bf16
+deepspeed_config: {{deepspeed_config_file: {file}}}
+parallelism_config: {{parallelism_config_sp_size: {ranks}, parallelism_config_sp_backend: deepspeed}}
+"""
+
+
+def explain_ulysses(folder: Path, model: str, ranks: int, stage: int = 3, **settings: Any) -> dict[str, Any]:
+    inner, outer = folder / "ds.json", folder / "ulysses.yaml"
+    zero = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 1, **settings}
+    inner.write_text(json.dumps({"bf16": {"enabled": True}, **zero}), encoding="utf-8")
+    outer.write_text(ULYSSES.format(file=inner, ranks=ranks), encoding="utf-8")
+    words = ["explain", str(outer), model, "--hardware", "8xH100", "--seq_length", str(LENGTH)]
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page):
+        main([*words, "--gradient_checkpointing", "--json"])
+    document: dict[str, Any] = json.loads(page.getvalue())
+    return document
+
+
+def ulysses_findings(document: dict[str, Any]) -> list[str]:
+    """Return what is said of the figures, not of the training."""
+    names = ("noted/sp_size", "noted/not-modelled")
+    findings = [item for item in document["findings"] if item["key"] == "parallelism_config.sp_size"]
+    return [item["message"] for item in findings if item["id"] in names]
+
+
+def test_a_file_with_ulysses_is_explained_as_the_flag_predicts_it(tmp_path: Path) -> None:
+    document = explain_ulysses(tmp_path, "llama-3.1-8b", 8)
+    assert (document["sequence_length"], document["sequence_ranks"]) == (LENGTH, 8)
+    words = ["predict", "llama-3.1-8b", "--strategy", "zero3", "--hardware", "8xH100", "--seq_length", str(LENGTH)]
+    predicted = read_document([*words, "--gradient_checkpointing", "--sp", "8"])
+    for name in ("activations", "logits"):
+        assert document["memory"]["device_parts"][name] == predicted["memory"]["device_parts"][name]
+    (message,) = ulysses_findings(document)
+    text = "8 ranks divide the tokens of each sample: a step trains on the samples of 1 rank"
+    assert message == f"{text}; no step time is predicted"
+    assert "What takes the time of a step?" not in [answer["question"] for answer in document["answers"]]
+
+
+def test_a_global_batch_under_ulysses_is_that_of_its_groups(tmp_path: Path) -> None:
+    assert explain_ulysses(tmp_path, "llama-3.1-8b", 4, train_batch_size=8)["micro_batch"] == 4
+    assert explain_ulysses(tmp_path, "llama-3.1-8b", 1, train_batch_size=8)["micro_batch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "stage", "reason"),
+    [
+        ("llama-3.1-8b", 3, 3, "sp_size 3 does not divide 8 ranks"),
+        ("qwen2.5-1.5b", 8, 3, "sp_size 8 does not divide the 12 query and 2 key heads of qwen2.5-1.5b"),
+        ("llama-3.1-8b", 8, 2, "at stage 2"),
+    ],
+)
+def test_a_file_with_ulysses_that_is_not_predicted_says_why(
+    tmp_path: Path, model: str, ranks: int, stage: int, reason: str
+) -> None:
+    document = explain_ulysses(tmp_path, model, ranks, stage)
+    assert document["sequence_ranks"] == 1
+    (message,) = ulysses_findings(document)
+    assert message.startswith(reason)
+    assert message.endswith("; not modelled: the figures are without it")
