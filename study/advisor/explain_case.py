@@ -222,8 +222,8 @@ def resolve(
         **vars(dataclasses.replace(work.trainer, compiled=work.trainer.compiled or file.compiled)),
     )
     request, notes = _divide_tensors(file, request)
-    request, of_samples = _divide_samples(file, request)
-    return ConfigCase(file, zero, dict(file.deepspeed or {}), request, (*findings, *notes, *of_samples))
+    request, sample_notes = _divide_samples(file, request)
+    return ConfigCase(file, zero, dict(file.deepspeed or {}), request, (*findings, *notes, *sample_notes))
 
 
 def _divide_samples(file: UserFile, request: Request) -> tuple[Request, list[Finding]]:

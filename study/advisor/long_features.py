@@ -69,13 +69,13 @@ def unpredicted_reasons(question: Request | AdviceRequest) -> Iterator[str]:
     """Yield why the parts of a sample are not counted: the table of families has them, for a program of one model."""
     shape = question.shape
     if shape.is_traced or shape.family != "causal-lm":
-        yield f"{shape.name} is no language model of the table of families"
+        yield f"{shape.name} is not a language model of the table of families"
     if question.reference_model:
         yield "there is a reference model"
     if question.tensor_ranks > 1:
         yield "ranks share the tensors of a layer"
     if question.attention not in shape.fused_attentions:
-        yield f"{question.attention} is no fused attention of {shape.name}"
+        yield f"{question.attention} is not a fused attention of {shape.name}"
     if question.box.is_cpu_only:
         yield "the ranks are on CPUs"
 

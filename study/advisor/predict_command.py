@@ -717,7 +717,7 @@ def _unit_of_sent(request: Request) -> tuple[str, float]:
 
 
 def _sent_text(request: Request) -> str:
-    """Return what one rank sends in a step."""
+    """Return the communication of one rank per step as text."""
     if has_features(request):
         return "not predicted"
     sent, (name, unit) = sent_bytes(request), _unit_of_sent(request)

@@ -20,7 +20,8 @@ from engines import ROOT
 from study.advisor import advise as rules
 from study.advisor.advise import AdviceRequest, advise
 from study.advisor.fitted import fit_settings
-from study.advisor.longer import HOST, LOSS, RANKS, SETTINGS, TILES, LongerRow, longer_lines, longer_rows
+from study.advisor.long_features import HOST, LOSS, RANKS, SETTINGS, TILES
+from study.advisor.longer import LongerRow, longer_lines, longer_rows
 from study.cli import main
 from study.config.strategies import read_strategy
 from study.config.text import rounded
@@ -328,9 +329,9 @@ def test_the_page_of_a_divided_sample_has_its_ranks_and_no_speed() -> None:
         ("llama-3.1-8b --sp 2 --strategy zero3_hpz", "--sp is not predicted with zero3_hpz"),
         ("llama-3.1-8b --tiled_mlp --strategy fsdp2", "--tiled_mlp is not predicted with fsdp2"),
         ("llama-3.1-8b --sp 2 --with_reference", "--sp is not predicted: there is a reference model"),
-        ("llama-3.1-8b --sp 2 --attn_implementation eager", "--sp is not predicted: eager is no fused attention of"),
+        ("llama-3.1-8b --sp 2 --attn_implementation eager", "--sp is not predicted: eager is not a fused attention of"),
         ("llama-3.1-8b --tiled_mlp --tensor_parallel 2", "--tiled_mlp is not predicted: ranks share the tensors of a"),
-        ("bert-base-uncased --sp 2", "--sp is not predicted: bert-base-uncased is no language model of the table"),
+        ("bert-base-uncased --sp 2", "--sp is not predicted: bert-base-uncased is not a language model of the table"),
         ("llama-3.1-8b --offload_checkpoints", "--offload_checkpoints has no effect without gradient checkpointing"),
         ("llama-3.1-8b --tiled_mlp --peft lora", "--tiled_mlp is not predicted with adapters"),
         ("llama-3.1-8b --sp 2 --measured strategy=zero3,step_s=1", "a measured run is not predicted with features"),
@@ -373,7 +374,7 @@ def explain_ulysses(folder: Path, model: str, ranks: int, stage: int = 3, **sett
 
 
 def ulysses_findings(document: dict[str, Any]) -> list[str]:
-    """Return what is said of the figures, not of the training."""
+    """Return the messages about the figures."""
     names = ("noted/sp_size", "noted/not-modelled")
     findings = [item for item in document["findings"] if item["key"] == "parallelism_config.sp_size"]
     return [item["message"] for item in findings if item["id"] in names]
