@@ -414,3 +414,20 @@ def test_a_file_with_ulysses_that_is_not_predicted_says_why(
     (message,) = ulysses_findings(document)
     assert message.startswith(reason)
     assert message.endswith("; not modelled: the figures are without it")
+
+
+@pytest.mark.parametrize(
+    ("command", "fix"),
+    [
+        ("predict llama-3.1-8b --strategy zero3 --sp_size 8", "it is --sp here"),
+        ("predict llama-3.1-8b --strategy zero3 --activation_offloading", "it is --offload_checkpoints here"),
+        ("advise llama-3.1-8b --sp_size 8", "study predict has --sp"),
+        ("advise llama-3.1-8b --tiled_mlp", "study predict has --tiled_mlp"),
+    ],
+)
+def test_names_of_other_programs_and_commands_lead_to_the_flag(
+    command: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main([*command.split(), "--hardware", "8xH100"]) == 2
+    assert f"To fix it: {fix};" in capsys.readouterr().err
