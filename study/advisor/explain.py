@@ -32,6 +32,7 @@ from study.advisor.explain_releases import (
     with_requirements,
 )
 from study.advisor.fitted import precision_under
+from study.advisor.long_features import has_features
 from study.advisor.request_notes import lacks_bf16
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
 from study.advisor.workload import FSDP1_UNITS, FSDP_FLAGS, Workload, WorkloadError
@@ -410,7 +411,8 @@ def _document(case: ConfigCase) -> dict[str, Any]:
         "fits": None if box.device is ANY_DEVICE or memory.missing else fits(memory, box),
         "precision": predict_command.precision_name(case.request),
         "zero_stage": case.stage if case.file.deepspeed is not None else None,
-        "sequence_length": case.request.sequence_length,
+        "sequence_length": case.request.sample_tokens,
+        "sequence_ranks": case.request.sequence_ranks,
         "target_length": case.request.target_length,
         "micro_batch": case.request.micro_batch,
         "accumulation": case.request.accumulation,
@@ -757,7 +759,7 @@ def _offload_costs(case: ConfigCase) -> Iterator[SettingCost]:
 
 def find_answers(case: ConfigCase) -> Iterator[Explanation]:
     """Yield the answers to the frequent questions that apply to this case."""
-    if case.request.box.device is not ANY_DEVICE and not case.memory.missing:
+    if case.request.box.device is not ANY_DEVICE and not case.memory.missing and not has_features(case.request):
         yield _explain_time(case)
     if case.stage in (1, 2) and case.data_ranks > 1:
         yield _compare_stages(case, 1, 2)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from study.advisor.fitted import loads_16_bits, usual_weights
+from study.advisor.long_features import over_ranks
 from study.advisor.user_settings import NOT_MODELLED, OFFLOADS, ZERO, Finding, UserFile, known_settings
 from study.config.errors import UserError, WrongFile, clip
 from study.config.flags import Precision
@@ -28,6 +29,7 @@ from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 from study.predictor.tensor_group import UNDER_FSDP2
 
+_SP_SIZE = "parallelism_config.sp_size"
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
@@ -220,7 +222,31 @@ def resolve(
         **vars(dataclasses.replace(work.trainer, compiled=work.trainer.compiled or file.compiled)),
     )
     request, notes = _divide_tensors(file, request)
-    return ConfigCase(file, zero, dict(file.deepspeed or {}), request, (*findings, *notes))
+    request, sample_notes = _divide_samples(file, request)
+    return ConfigCase(file, zero, dict(file.deepspeed or {}), request, (*findings, *notes, *sample_notes))
+
+
+def _divide_samples(file: UserFile, request: Request) -> tuple[Request, list[Finding]]:
+    """Return the request of a rank with its part of each sample if the file sets DeepSpeed's Ulysses, and a finding
+    that the figures are those of it, or why they are not."""
+    ranks = file.group_sizes.get("sp_size", 1)
+    if ranks == 1 or file.deepspeed is None:
+        return request, []
+    stage, reason = request.strategy.zero_stage, None
+    if len(file.group_sizes) > 1:
+        reason = "with groups of another kind"
+    elif stage != 3:
+        reason = f"at stage {stage}"
+    else:
+        try:
+            request = over_ranks(request, ranks, "sp_size")
+        except UserError as refusal:
+            reason = refusal.problem
+    if reason is not None:
+        return request, [Finding("noted", _SP_SIZE, f"{reason}; {NOT_MODELLED}", rule="not-modelled")]
+    count = f"{request.box.ranks // ranks} rank{'s' * (request.box.ranks > ranks)}"
+    message = f"{ranks} ranks divide the tokens of each sample: a step trains on the samples of {count}"
+    return request, [Finding("noted", _SP_SIZE, f"{message}; no step time is predicted")]
 
 
 def _divide_tensors(file: UserFile, request: Request) -> tuple[Request, list[Finding]]:
@@ -368,7 +394,8 @@ def _batch(file: UserFile, ranks: int, work: ProgramSettings) -> tuple[int, int]
     top = file.deepspeed or {}
     values = [top.get(key) for key in ("train_batch_size", MICRO_BATCH, ACCUMULATION)]
     global_batch, micro, steps = (value if type(value) is int and value > 0 else None for value in values)
-    sharing = ranks_of_a_batch(top, ranks)
+    # Accelerate's Ulysses makes DeepSpeed count a group as one rank (DeepSpeedConfig.__init__ with an mpu).
+    sharing = max(ranks_of_a_batch(top, ranks) // file.group_sizes.get("sp_size", 1), 1)
     # Without this key Accelerate sets 1. With "auto" no other value fits.
     is_without = file.launcher == "deepspeed" and ACCUMULATION not in top
     if (is_without or (top.get(ACCUMULATION) == "auto" and not work.accumulation)) and global_batch and micro:

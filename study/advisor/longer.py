@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from study.advisor.advise import Advice, AdviceRequest, Option, candidates
 from study.advisor.fitted import fit_settings
+from study.advisor.long_features import (
+    HOST,
+    LOSS,
+    RANKS,
+    SETTINGS,
+    TILES,
+    allows_features,
+    divides_heads,
+    has_window,
+    unpredicted_reasons,
+)
 from study.config.printing import TextTable
-from study.config.strategies import WITH_REPLICAS, Strategy
+from study.config.strategies import Strategy
 from study.config.text import rounded, rounded_seconds
 from study.host.memory import GIB
 from study.predictor import time as timing
@@ -19,7 +29,6 @@ from study.predictor.losses import WITHOUT_LOGITS
 from study.predictor.memory import checkpoints_on_host_bytes, predict_memory
 from study.predictor.micro_batch import predict_activations
 from study.predictor.request import MemoryUse, Request
-from study.predictor.table_shape import find_family
 
 # Parts of the peak that grow with the tokens of a sample.
 _PARTS_OF_A_SAMPLE = ("logits", "activations", "attention")
@@ -35,34 +44,11 @@ _COLUMNS = (
     "host\nGiB",
     "longest,\ntokens",
 )
-LOSS, RANKS, HOST, TILES = (
-    "a loss without logits",
-    "tokens over ranks",
-    "checkpoints on the host",
-    "a tiled MLP",
-)
 _REDUCES = {
     LOSS: "logits",
     RANKS: "activations, logits",
     HOST: "inputs of recomputed layers",
     TILES: "temporaries of the MLP",
-}
-# By feature, the settings of programs that have it.
-SETTINGS = {
-    LOSS: (
-        "use_liger_kernel (Trainer, TRL), loss_type chunked_nll (TRL), cut_cross_entropy or"
-        " liger_fused_linear_cross_entropy (axolotl)"
-    ),
-    RANKS: (
-        'ParallelismConfig(sp_size=N, sp_backend="deepspeed") of Accelerate, the Trainer and TRL (Ulysses), with'
-        " seq_parallel_communication_data_type bf16 in the DeepSpeed file; ParallelismConfig(cp_size=N) under FSDP2,"
-        " context_parallel_size of axolotl (rings, whose gathered keys and values are not predicted)"
-    ),
-    HOST: (
-        "activation_offloading (TRL, axolotl), enable_activation_offloading (torchtune),"
-        " get_checkpoint_hidden_states_offloading_ctx_manager (DeepSpeed)"
-    ),
-    TILES: "tiled_mlp (axolotl), TiledMLP of deepspeed.runtime.sequence_parallel.ulysses_sp",
 }
 
 
@@ -149,15 +135,7 @@ def longer_rows(advice: Advice) -> list[LongerRow]:
 
 def _is_predicted(question: AdviceRequest) -> bool:
     """Whether the parts of a sample are counted by the table of families, for a program of one model."""
-    shape = question.shape
-    is_table = not shape.is_traced and shape.family == "causal-lm"
-    return (
-        is_table
-        and not question.reference_model
-        and question.tensor_ranks == 1
-        and question.attention in shape.fused_attentions
-        and not question.box.is_cpu_only
-    )
+    return next(unpredicted_reasons(question), None) is None
 
 
 def _is_full_of_one_sample(advice: Advice) -> bool:
@@ -180,18 +158,9 @@ def _has_use(feature: str, question: AdviceRequest) -> bool:
     if feature == LOSS:
         return question.trainer.loss_kernel not in WITHOUT_LOGITS
     if feature == RANKS:
-        return not _has_window(question) and any(_sequence_ranks(question, True))
+        return not has_window(question.shape, question.sequence_length) and any(_sequence_ranks(question, True))
     # Adapters of a tile are not counted.
     return feature != TILES or question.shape.lora_rank is None
-
-
-def _has_window(question: AdviceRequest) -> bool:
-    """Whether attention has a window shorter than a sample, whose mask Ulysses ignores."""
-    shape = question.shape
-    text = json.loads(shape.document) if shape.document else {}
-    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    is_shorter = window is not None and window < question.sequence_length
-    return is_shorter or find_family(shape).masks > 1
 
 
 def _sequence_ranks(question: AdviceRequest, over_ranks: bool) -> Iterator[int]:
@@ -201,20 +170,21 @@ def _sequence_ranks(question: AdviceRequest, over_ranks: bool) -> Iterator[int]:
         return
     shape, box = question.shape, question.box
     for ranks in range(2, box.ranks + 1):
-        keys = shape.key_value_heads
-        divides_heads = shape.heads % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
         in_machines = box.gpus_per_node % ranks == 0 or ranks % box.gpus_per_node == 0
-        if divides_heads and in_machines and box.ranks % ranks == 0 and question.sequence_length % ranks == 0:
+        if (
+            divides_heads(shape, ranks)
+            and in_machines
+            and box.ranks % ranks == 0
+            and question.sequence_length % ranks == 0
+        ):
             yield ranks
 
 
 def _strategies(question: AdviceRequest, over_ranks: bool) -> Iterator[Strategy]:
-    """Yield the strategies of a row, the simplest first. With ranks that share a sample stages 1 and 2 of DeepSpeed sum
-    gradients that it should average, so only stage 3 remains."""
+    """Yield the strategies of a row, the simplest first."""
     for name in candidates(question):
         strategy = question.find_strategy(name)
-        is_usual = not strategy.uses_nvme and name not in WITH_REPLICAS
-        if is_usual and (strategy.zero_stage == 3 or not (over_ranks or strategy.is_fsdp)):
+        if allows_features(strategy, over_ranks):
             yield strategy
 
 

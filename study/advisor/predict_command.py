@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor import measured, training
 from study.advisor.fitted import fit_settings, loads_16_bits, precision_under, usual_weights
+from study.advisor.long_features import feature_notes, features_text, has_features, with_features
 from study.advisor.request_notes import kernels_text, lacks_flash, request_notes
 from study.advisor.training import Amount, WholeTraining
 from study.advisor.user_settings import NOT_MODELLED, UserFile, check_deepspeed
-from study.advisor.workload import FSDP_FLAGS, Workload
+from study.advisor.workload import FSDP_FLAGS, LONG_FEATURES, Workload
 from study.config import strategies
 from study.config.errors import UserError, clip, require_extra
 from study.config.flags import Parser, Precision, RunConfig
@@ -157,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = "default: bf16, else fp16, with 16-bit weights under DeepSpeed (--autocast: fp32 weights); fp32 on a CPU"
     add("--precision", choices=get_args(Precision), help=default)
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
-    Workload.add_arguments(parser, "optimizer", "tensor_parallel", "tensor_plan")
+    Workload.add_arguments(parser, "optimizer", "tensor_parallel", "tensor_plan", *LONG_FEATURES)
     add("--autocast", action="store_true", help="fp32 weights under autocast, as study/train.py has them")
     add("--dropout", action="store_true", help="the model's dropout is on")
     pure = "without DeepSpeed: weights, gradients and moments in bf16, no masters; by default with --peft lora in bf16"
@@ -178,6 +179,9 @@ def run(options: argparse.Namespace, read_run: measured.ReadRun | None = None) -
         flags = PredictFlags.from_options(options)
         request = make_request(flags)
         runs = measured.RunFlags.from_options(options).collect(functools.partial(_measured_request, flags), read_run)
+        if has_features(request) and (runs or options.traced):
+            problem = f"{'--traced' if options.traced else 'a measured run'} is not predicted with features for samples"
+            raise UserError(problem, "leave out --sp, --offload_checkpoints and --tiled_mlp")
         request = dataclasses.replace(request, correction=measured.correct(request, runs))
         memory, traced = predict_memory(request), None
         time = predict_time(request, memory)
@@ -193,8 +197,14 @@ def run(options: argparse.Namespace, read_run: measured.ReadRun | None = None) -
 
 
 def _whole_training(flags: PredictFlags, request: Request, memory: MemoryUse, time: StepTime) -> WholeTraining | None:
-    """Return the training that the flags name; None without one, or if it does not fit."""
-    if flags.amount is None or memory.missing or not fits(memory, request.box):
+    """Return the training that the flags name; None without one, or if it does not fit. Raise UserError if no step
+    time is predicted."""
+    if flags.amount is None:
+        return None
+    if has_features(request):
+        problem = f"{flags.amount} take a time that is not predicted with --sp, --offload_checkpoints or --tiled_mlp"
+        raise UserError(problem, f"leave out --train_{flags.amount.unit}")
+    if memory.missing or not fits(memory, request.box):
         return None
     return WholeTraining.predict(flags.amount, request, time)
 
@@ -277,6 +287,8 @@ def optimizer_text(optimizer: OptimizerName) -> str:
 def tokens_text(lengths: Request | AdviceRequest) -> str:
     """Return the tokens of a sample, and those of a decoder if they are others."""
     in_decoder = f" and {lengths.target_length} in the decoder" if lengths.target_length else ""
+    if isinstance(lengths, Request) and lengths.sequence_ranks > 1:
+        return f"{lengths.sample_tokens} tokens per sample over {lengths.sequence_ranks} ranks"
     return f"{lengths.sequence_length} tokens per sample{in_decoder}"
 
 
@@ -409,7 +421,7 @@ def make_request(flags: PredictFlags) -> Request:
         fsdp_version=version,
         **vars(workload.trainer),
     )
-    request = with_tensor_group(request, workload.tensor_plan)
+    request = with_features(with_tensor_group(request, workload.tensor_plan), workload)
     if flags.fitted:
         stock = dataclasses.replace(request, strategy=strategy)
         fitted = fit_settings(stock)
@@ -506,7 +518,10 @@ def _document(
         "tensor_parallel": request.tensor_ranks,
         "tensor_plan": None if request.tensor_group is None else "sequence" if request.stream_ranks > 1 else "plain",
         "precision": precision_name(request),
-        "sequence_length": request.sequence_length,
+        "sequence_length": request.sample_tokens,
+        "sequence_ranks": request.sequence_ranks,
+        "checkpoints_on_host": request.checkpoints_on_host,
+        "tiled_mlp": request.tiled_mlp,
         "target_length": request.target_length,
         "micro_batch": request.micro_batch,
         "accumulation": request.accumulation,
@@ -520,18 +535,31 @@ def _document(
         "device_bytes": device_bytes(memory),
         "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced,
-        "time": None if memory.missing else dataclasses.asdict(time),
+        "time": dataclasses.asdict(time) if _is_timed(request, memory) else None,
         "training": total and total.document,
         "measured": [run_document(run) for run in runs],
-        "sent_bytes_per_step": dataclasses.asdict(estimate("sent", sent_bytes(request))),
-        "leaving_node_bytes_per_step": leaving_bytes(request),
-        "payload_bytes": predict_payload(request),
+        **_sent_document(request),
     }
+
+
+def _sent_document(request: Request) -> dict[str, Any]:
+    """Return the bytes that ranks send, None with features for longer samples."""
+    is_known = not has_features(request)
+    return {
+        "sent_bytes_per_step": dataclasses.asdict(estimate("sent", sent_bytes(request))) if is_known else None,
+        "leaving_node_bytes_per_step": leaving_bytes(request) if is_known else None,
+        "payload_bytes": predict_payload(request) if is_known else None,
+    }
+
+
+def _is_timed(request: Request, memory: MemoryUse) -> bool:
+    """Whether a step time is predicted."""
+    return memory.missing is None and not has_features(request)
 
 
 def _leaving_row(request: Request) -> Iterator[tuple[str, str]]:
     """Yield the bytes that leave a node, of several."""
-    if request.box.nodes > 1:
+    if request.box.nodes > 1 and not has_features(request):
         by_all = request.box.gpus_per_node * sent_bytes(request)
         figures = f"{rounded(leaving_bytes(request) / 1e9)} of the {rounded(by_all / 1e9)} GB that its ranks send"
         yield "network traffic of one node per step", figures
@@ -603,6 +631,8 @@ def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
             return f"{need}; with --gradient_checkpointing {recomputed}; predicted"
     if not is_fit:
         return f"{need}; predicted"
+    if has_features(request):
+        return f"{need}; no step time; predicted"
     step, interval, source = time.step_s, "", "predicted"
     if request.correction is not None and request.correction.find_measured_factor(request) is not None:
         source = "as measured"
@@ -633,7 +663,7 @@ def _page(
     yield from calibration_lines(runs)
     yield from pair_notes(request)
     yield ""
-    program = program_text(request)
+    program = f"{program_text(request)}{features_text(request)}"
     yield (
         f"{shape.name} ({format_parameters(request.full_shape.parameters)}{lora_text(shape)}),"
         f" {strategy_text(request)} on {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
@@ -645,42 +675,34 @@ def _page(
     yield TextTable(("", "", ""), _part_rows(memory, traced), indent=2)
     host = {_HOST_PARTS[name]: memory.host_parts.get(name, 0.0) for name in ("load", "train")}
     host |= {"on NVMe": memory.nvme} if memory.nvme else {}
-    sent, payload = sent_bytes(request), predict_payload(request)
-    # Adapters send little.
-    name, unit = ("GB", 1e9) if sent >= 1e8 else ("MB", 1e6)
     yield ""
     yield TextTable(
         ("", ""),
         [
             ("host memory of one node", ", ".join(f"{rounded(size / GIB)} GiB {when}" for when, size in host.items())),
-            (
-                "communication of one rank per step",
-                f"{rounded(sent / unit)} {name} in ring bytes (NCCL); payload: "
-                + ", ".join(f"{kind.replace('_', ' ')} {rounded(size / unit)}" for kind, size in payload.items())
-                if sent
-                else "none",
-            ),
+            ("communication of one rank per step", _sent_text(request)),
             *_leaving_row(request),
-            *_time_row(memory, time),
+            *_time_row(request, memory, time),
         ],
     )
     if details:
         yield "\nfigures with their interval, which covers 80 % of published measurements"
-        yield _intervals(request, memory, time, name, unit)
+        yield _intervals(request, memory, time)
     yield ""
     yield from (
         *_speed_lines(request, memory, time),
         *([total.line] if total else []),
         *request_notes(request, details),
         *_adapted_notes(request),
-        *([] if memory.missing else time.notes),
+        *feature_notes(request),
+        *(time.notes if _is_timed(request, memory) else []),
         *memory.notes,
     )
 
 
-def _time_row(memory: MemoryUse, time: StepTime) -> Iterator[tuple[str, str]]:
+def _time_row(request: Request, memory: MemoryUse, time: StepTime) -> Iterator[tuple[str, str]]:
     """Yield the parts of a step, if nothing is missing of them."""
-    if memory.missing:
+    if not _is_timed(request, memory):
         return
     parts = ((part.replace("_", " "), seconds) for part, seconds in time.parts.items() if seconds)
     yield "time of one step", ", ".join(f"{part} {rounded_seconds(seconds)}" for part, seconds in parts)
@@ -688,7 +710,7 @@ def _time_row(memory: MemoryUse, time: StepTime) -> Iterator[tuple[str, str]]:
 
 def _speed_lines(request: Request, memory: MemoryUse, time: StepTime) -> Iterator[str]:
     """Yield the speed of all ranks and MFU. The speed of an option that does not fit would be compared with others."""
-    if memory.missing:
+    if not _is_timed(request, memory):
         return
     figures = []
     if fits(memory, request.box):
@@ -716,10 +738,28 @@ def _part_rows(memory: MemoryUse, traced: float | None) -> list[tuple[str, str, 
     return rows
 
 
-def _intervals(request: Request, memory: MemoryUse, time: StepTime, name_of_unit: str, unit: float) -> TextTable:
+def _unit_of_sent(request: Request) -> tuple[str, float]:
+    """Return the name and the bytes of the unit of sent bytes: adapters send little."""
+    return ("GB", 1e9) if sent_bytes(request) >= 1e8 else ("MB", 1e6)
+
+
+def _sent_text(request: Request) -> str:
+    """Return the communication of one rank per step as text."""
+    if has_features(request):
+        return "not predicted"
+    sent, (name, unit) = sent_bytes(request), _unit_of_sent(request)
+    if not sent:
+        return "none"
+    payload = [f"{kind.replace('_', ' ')} {rounded(size / unit)}" for kind, size in predict_payload(request).items()]
+    return f"{rounded(sent / unit)} {name} in ring bytes (NCCL); payload: {', '.join(payload)}"
+
+
+def _intervals(request: Request, memory: MemoryUse, time: StepTime) -> TextTable:
+    name_of_unit, unit = _unit_of_sent(request)
     host = {_HOST_PARTS[name]: size for name, size in memory.host_parts.items() if name in _HOST_PARTS and size}
     ample = Estimate(memory.pool_with_room)
-    sent = estimate("sent", sent_bytes(request)) if sent_bytes(request) else None
+    is_sent = sent_bytes(request) and not has_features(request)
+    sent = estimate("sent", sent_bytes(request)) if is_sent else None
     saved = checkpoint_bytes(request)
     rows = []
     for title, figure, size in (
@@ -734,7 +774,7 @@ def _intervals(request: Request, memory: MemoryUse, time: StepTime, name_of_unit
     ):
         if figure is not None:
             rows.append((title, *_with_interval(figure, functools.partial(_in_unit, size))))
-    if memory.missing is None:
+    if _is_timed(request, memory):
         rows.append(("step", *_with_interval(time.step_s, rounded_seconds)))
     return TextTable(("", "", ""), rows, indent=2)
 

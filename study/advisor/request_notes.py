@@ -166,7 +166,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "reference_model": request.has_reference_copy,
         "optimizer_name": request.optimizer,
         "positions": f"{shape.positions or 0:,}",
-        "beyond": not shape.has_position_table and 0 < (shape.positions or 0) < request.sequence_length,
+        "beyond": not shape.has_position_table and 0 < (shape.positions or 0) < request.sample_tokens,
         "attention": request.attention,
         "fused": is_fused(request),
         "flash": "flash_attention_2" in shape.fused_attentions,

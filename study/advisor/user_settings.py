@@ -637,8 +637,9 @@ def _mesh(sizes: Mapping[str, int], kind: str, findings: list[Finding]) -> tuple
     (ParallelismConfig._validate_accelerator)."""
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
     groups = list(_group_sizes(sizes))
-    # Under DeepSpeed Accelerate divides no layer by tp_size; else explain_case.py divides them.
-    unmodelled = [key for key in groups if key != "tp_size"]
+    # Under DeepSpeed Accelerate divides no layer by tp_size. explain_case.py divides other layers, and its samples.
+    modelled = {"tp_size", "sp_size"} if kind == "DEEPSPEED" else {"tp_size"}
+    unmodelled = [key for key in groups if key not in modelled]
     findings += [Finding("noted", f"parallelism_config.{key}", NOT_MODELLED) for key in unmodelled]
     # Sequence parallelism is DeepSpeed's, which makes its own groups.
     ranks = 1 if "sp_size" in groups else math.prod(sizes.values())

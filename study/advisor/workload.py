@@ -146,6 +146,22 @@ class Workload:
         " loss, too, as torchtitan's programs do",
         "plain",
     )
+    sp: int | None = flag(
+        "ranks that divide the tokens of a sample by DeepSpeed's Ulysses (sp_size of Accelerate), under zero3;"
+        " --seq_length is the whole sample's",
+        type=parse_int,
+        metavar="N",
+    )
+    offload_checkpoints: bool = flag(
+        "the inputs of recomputed layers are in host memory (activation_offloading of TRL and axolotl)",
+        False,
+        action="store_true",
+    )
+    tiled_mlp: bool = flag(
+        "the feed-forward block has the tokens of one tile at a time (tiled_mlp of axolotl, DeepSpeed's TiledMLP)",
+        False,
+        action="store_true",
+    )
     optimizer: OptimizerName = flag(None, "adamw", type=known_optimizer)
     quantization: Quantization = flag("of the frozen weights under adapters; 4bit: QLoRA; 8bit: LLM.int8", "none")
     double_quant: bool = flag(
@@ -285,5 +301,7 @@ class Workload:
         return changed_flags(self, model_name_or_path=self.model_name_or_path, **defaults)
 
 
-_ELSEWHERE = ("hub", "optimizer", "tensor_parallel", "tensor_plan")
+# Of `study predict` alone.
+LONG_FEATURES = ("sp", "offload_checkpoints", "tiled_mlp")
+_ELSEWHERE = ("hub", "optimizer", "tensor_parallel", "tensor_plan", *LONG_FEATURES)
 _SAME_PLACE = [field.name for field in dataclasses.fields(Workload) if field.metadata and field.name not in _ELSEWHERE]

@@ -50,6 +50,8 @@ FLAGS = _by_name(
         "--attn_implementation sdpa": "attention attn attn_impl",
         "--tensor_parallel": "tp tp_size autotp_size tensor_parallel_size tensor_model_parallel_size",
         "--tensor_plan sequence": "sequence_parallel sequence_parallelism",
+        "--sp": "sp_size ulysses sequence_parallel_size",
+        "--offload_checkpoints": "activation_offloading enable_activation_offloading offload_activations",
     }
 )
 VALUES = {

@@ -330,6 +330,11 @@ class Request:
         )
 
     @property
+    def sample_tokens(self) -> int:
+        """Tokens of a whole sample."""
+        return self.sequence_length * self.sequence_ranks
+
+    @property
     def output_tokens(self) -> int:
         """Tokens of a micro-batch that have logits: a decoder's, or all."""
         return self.micro_batch * (self.target_length or self.sequence_length)

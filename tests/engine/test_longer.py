@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forked import fork_ranks
-from study.advisor import longer
+from study.advisor import long_features
 from study.config.flags import Precision
 from study.config.strategies import read_strategy
 from study.predictor.hardware import CPU_CORE, box_of_ranks
@@ -101,15 +101,18 @@ def test_the_named_settings_and_counts_are_those_of_the_installed_libraries() ->
 
     fields = {field.name for field in dataclasses.fields(ParallelismConfig)}
     assert {"sp_size", "sp_backend", "cp_size"} <= fields
-    assert re.findall(r"(?<=ParallelismConfig\()\w+", longer.SETTINGS[longer.RANKS]) == ["sp_size", "cp_size"]
-    assert constants.SEQ_PARALLEL_COMMUNICATION_DATA_TYPE in longer.SETTINGS[longer.RANKS]
+    assert re.findall(r"(?<=ParallelismConfig\()\w+", long_features.SETTINGS[long_features.RANKS]) == [
+        "sp_size",
+        "cp_size",
+    ]
+    assert constants.SEQ_PARALLEL_COMMUNICATION_DATA_TYPE in long_features.SETTINGS[long_features.RANKS]
     assert constants.SEQ_PARALLEL_COMMUNICATION_DATA_TYPE_DEFAULT == "fp32"
     manager = offload_activations.get_checkpoint_hidden_states_offloading_ctx_manager
-    assert f"{manager.__name__} (DeepSpeed)" in longer.SETTINGS[longer.HOST]
+    assert f"{manager.__name__} (DeepSpeed)" in long_features.SETTINGS[long_features.HOST]
     defaults = inspect.signature(manager).parameters
     on_device = sum(defaults[name].default for name in ("max_fwd_stash_count", "keep_last_count"))
     assert on_device == CHECKPOINTS_ON_DEVICE
-    assert f"{ulysses_sp.TiledMLP.__name__} of {ulysses_sp.__name__}" in longer.SETTINGS[longer.TILES]
+    assert f"{ulysses_sp.TiledMLP.__name__} of {ulysses_sp.__name__}" in long_features.SETTINGS[long_features.TILES]
 
 
 @by_case

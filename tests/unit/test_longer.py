@@ -7,7 +7,10 @@ import dataclasses
 import functools
 import io
 import json
+import random
 import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,8 @@ from engines import ROOT
 from study.advisor import advise as rules
 from study.advisor.advise import AdviceRequest, advise
 from study.advisor.fitted import fit_settings
-from study.advisor.longer import HOST, LOSS, RANKS, SETTINGS, TILES, LongerRow, longer_lines, longer_rows
+from study.advisor.long_features import HOST, LOSS, RANKS, SETTINGS, TILES
+from study.advisor.longer import LongerRow, longer_lines, longer_rows
 from study.cli import main
 from study.config.strategies import read_strategy
 from study.config.text import rounded
@@ -252,3 +256,178 @@ def test_longer_samples_than_the_configuration_names_are_a_scenario_for_rotary_p
     assert "4096 tokens per sample" in labels("tinyllama-1.1b", 2048)
     assert model_shape("gpt2").positions == 1024
     assert "2048 tokens per sample" not in labels("gpt2", 1024)
+
+
+def predict_words(row: LongerRow, length: int, model: str, hardware: str) -> list[str]:
+    """Return the command that predicts a row."""
+    request = row.request
+    words = ["predict", model, "--strategy", row.strategy, "--hardware", hardware, "--seq_length", str(length)]
+    words += ["--fitted", "--gradient_checkpointing", "--accumulation", str(request.accumulation)]
+    words += ["--loss_kernel", request.loss_kernel]
+    words += ["--sp", str(request.sequence_ranks)] * (request.sequence_ranks > 1)
+    words += ["--offload_checkpoints"] * request.checkpoints_on_host
+    return words + ["--tiled_mlp"] * request.tiled_mlp
+
+
+def read_document(words: list[str]) -> dict[str, Any]:
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page):
+        assert main([*words, "--json"]) == 0
+    document: dict[str, Any] = json.loads(page.getvalue())
+    return document
+
+
+def drawn_questions() -> list[tuple[str, str, int]]:
+    draw = random.Random(3)
+    models = ("llama-3.1-8b", "qwen2.5-1.5b", "qwen3-4b", "tinyllama-1.1b")
+    boxes = ("4xH100", "8xH100", "2x8xH100", "8xA100-40")
+    return [(draw.choice(models), draw.choice(boxes), 1024 * draw.randrange(64, 1024)) for _ in range(6)]
+
+
+@pytest.mark.parametrize(("model", "hardware", "length"), drawn_questions())
+def test_the_flags_of_predict_give_the_rows_of_advice_to_the_digit(model: str, hardware: str, length: int) -> None:
+    rows = longer_rows(advise(make_question(length, model, hardware), ["zero3", "zero3_cpu"]))
+    assert any(row.request.sequence_ranks > 1 and row.request.tiled_mlp for row in rows)
+    for row in rows:
+        document, expected = read_document(predict_words(row, length, model, hardware)), row.document
+        assert document["sequence_length"] == length
+        for name in ("strategy", "sequence_ranks", "fits", "device_bytes"):
+            assert document[name] == expected[name]
+        assert document["memory"] == json.loads(json.dumps(dataclasses.asdict(row.memory)))
+        has_time = row.feature in (None, LOSS)
+        assert (document["time"] is not None, document["sent_bytes_per_step"] is not None) == (has_time, has_time)
+
+
+def test_the_page_of_a_divided_sample_has_its_ranks_and_no_speed() -> None:
+    page = io.StringIO()
+    words = ["predict", "llama-3.1-8b", "--strategy", "zero3", "--hardware", "2x8xH100", "--seq_length", str(LENGTH)]
+    with contextlib.redirect_stdout(page):
+        main([*words, "--gradient_checkpointing", "--sp", "8", "--tiled_mlp", "--details"])
+    text = page.getvalue()
+    assert re.match(r"Fits: \S+ of \S+ GiB \(90 % bound \S+\); no step time; predicted\n", text)
+    assert f"{LENGTH} tokens per sample over 8 ranks, {TILES}" in text
+    assert re.search(r"communication of one rank per step +not predicted\n", text)
+    assert f"\n{RANKS}: {SETTINGS[RANKS]}\n{TILES}: {SETTINGS[TILES]}\n" in text
+    assert HOST not in text
+    assert "tokens/s" not in text
+    assert "network traffic" not in text
+    assert "MFU" not in text
+    assert not re.search(r"^ +step ", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("llama-3.1-8b --sp 3", "--sp 3 does not divide 8 ranks"),
+        ("llama-3.1-8b --sp 8 --seq_length 1001", "--sp 8 does not divide 1001 tokens per sample"),
+        ("qwen2.5-1.5b --sp 8", "--sp 8 does not divide the 12 query and 2 key heads of qwen2.5-1.5b"),
+        (
+            "mistral-7b-v0.1 --sp 2 --seq_length 8192",
+            "--sp 2 would train mistral-7b-v0.1 without the window of its attention",
+        ),
+        ("llama-3.1-8b --sp 2 --strategy zero2", "--sp is not predicted with zero2"),
+        ("llama-3.1-8b --sp 2 --strategy zero3_hpz", "--sp is not predicted with zero3_hpz"),
+        ("llama-3.1-8b --tiled_mlp --strategy fsdp2", "--tiled_mlp is not predicted with fsdp2"),
+        ("llama-3.1-8b --sp 2 --with_reference", "--sp is not predicted: there is a reference model"),
+        ("llama-3.1-8b --sp 2 --attn_implementation eager", "--sp is not predicted: eager is not a fused attention of"),
+        ("llama-3.1-8b --tiled_mlp --tensor_parallel 2", "--tiled_mlp is not predicted: ranks share the tensors of a"),
+        ("bert-base-uncased --sp 2", "--sp is not predicted: bert-base-uncased is not a language model of the table"),
+        ("llama-3.1-8b --offload_checkpoints", "--offload_checkpoints has no effect without gradient checkpointing"),
+        ("llama-3.1-8b --tiled_mlp --peft lora", "--tiled_mlp is not predicted with adapters"),
+        ("llama-3.1-8b --sp 2 --measured strategy=zero3,step_s=1", "a measured run is not predicted with features"),
+    ],
+)
+def test_features_that_are_impossible_or_not_predicted_are_refused_in_one_line(
+    words: str, refusal: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", "--strategy", "zero3", "--hardware", "8xH100", *shlex.split(words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {refusal}")
+    assert error.count("\n") == 1
+
+
+def test_one_rank_of_a_sample_is_no_division() -> None:
+    words = ["predict", "llama-3.1-8b", "--strategy", "zero2", "--hardware", "8xH100"]
+    assert read_document([*words, "--sp", "1"]) == read_document(words)
+
+
+ULYSSES = """\
+distributed_type: DEEPSPEED
+num_processes: 8
+mixed_precision: bf16
+deepspeed_config: {{deepspeed_config_file: {file}}}
+parallelism_config: {{parallelism_config_sp_size: {ranks}, parallelism_config_sp_backend: deepspeed}}
+"""
+
+
+def explain_ulysses(folder: Path, model: str, ranks: int, stage: int = 3, **settings: Any) -> dict[str, Any]:
+    inner, outer = folder / "ds.json", folder / "ulysses.yaml"
+    zero = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 1, **settings}
+    inner.write_text(json.dumps({"bf16": {"enabled": True}, **zero}), encoding="utf-8")
+    outer.write_text(ULYSSES.format(file=inner, ranks=ranks), encoding="utf-8")
+    words = ["explain", str(outer), model, "--hardware", "8xH100", "--seq_length", str(LENGTH)]
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page):
+        main([*words, "--gradient_checkpointing", "--json"])
+    document: dict[str, Any] = json.loads(page.getvalue())
+    return document
+
+
+def ulysses_findings(document: dict[str, Any]) -> list[str]:
+    """Return the messages about the figures."""
+    names = ("noted/sp_size", "noted/not-modelled")
+    findings = [item for item in document["findings"] if item["key"] == "parallelism_config.sp_size"]
+    return [item["message"] for item in findings if item["id"] in names]
+
+
+def test_a_file_with_ulysses_is_explained_as_the_flag_predicts_it(tmp_path: Path) -> None:
+    document = explain_ulysses(tmp_path, "llama-3.1-8b", 8)
+    assert (document["sequence_length"], document["sequence_ranks"]) == (LENGTH, 8)
+    words = ["predict", "llama-3.1-8b", "--strategy", "zero3", "--hardware", "8xH100", "--seq_length", str(LENGTH)]
+    predicted = read_document([*words, "--gradient_checkpointing", "--sp", "8"])
+    for name in ("activations", "logits"):
+        assert document["memory"]["device_parts"][name] == predicted["memory"]["device_parts"][name]
+    (message,) = ulysses_findings(document)
+    text = "8 ranks divide the tokens of each sample: a step trains on the samples of 1 rank"
+    assert message == f"{text}; no step time is predicted"
+    assert "What takes the time of a step?" not in [answer["question"] for answer in document["answers"]]
+
+
+def test_a_global_batch_under_ulysses_is_that_of_its_groups(tmp_path: Path) -> None:
+    assert explain_ulysses(tmp_path, "llama-3.1-8b", 4, train_batch_size=8)["micro_batch"] == 4
+    assert explain_ulysses(tmp_path, "llama-3.1-8b", 1, train_batch_size=8)["micro_batch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "stage", "reason"),
+    [
+        ("llama-3.1-8b", 3, 3, "sp_size 3 does not divide 8 ranks"),
+        ("qwen2.5-1.5b", 8, 3, "sp_size 8 does not divide the 12 query and 2 key heads of qwen2.5-1.5b"),
+        ("llama-3.1-8b", 8, 2, "at stage 2"),
+    ],
+)
+def test_a_file_with_ulysses_that_is_not_predicted_says_why(
+    tmp_path: Path, model: str, ranks: int, stage: int, reason: str
+) -> None:
+    document = explain_ulysses(tmp_path, model, ranks, stage)
+    assert document["sequence_ranks"] == 1
+    (message,) = ulysses_findings(document)
+    assert message.startswith(reason)
+    assert message.endswith("; not modelled: the figures are without it")
+
+
+@pytest.mark.parametrize(
+    ("command", "fix"),
+    [
+        ("predict llama-3.1-8b --strategy zero3 --sp_size 8", "it is --sp here"),
+        ("predict llama-3.1-8b --strategy zero3 --activation_offloading", "it is --offload_checkpoints here"),
+        ("advise llama-3.1-8b --sp_size 8", "study predict has --sp"),
+        ("advise llama-3.1-8b --tiled_mlp", "study predict has --tiled_mlp"),
+    ],
+)
+def test_names_of_other_programs_and_commands_lead_to_the_flag(
+    command: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main([*command.split(), "--hardware", "8xH100"]) == 2
+    assert f"To fix it: {fix};" in capsys.readouterr().err

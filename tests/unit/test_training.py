@@ -78,3 +78,9 @@ def test_two_amounts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["gpt2", "--hardware", "4090", "--train_tokens", "1B", "--train_samples", "50k"]
     assert main(["advise", *words]) == 2
     assert "--train_tokens and --train_samples are both given" in capsys.readouterr().err
+
+
+def test_a_training_without_a_step_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama-3.1-8b", "--strategy", "zero3", "--hardware", "8xH100", "--seq_length", "64k", "--sp", "8"]
+    assert main(["predict", *words, "--gradient_checkpointing", "--train_tokens", "1B"]) == 2
+    assert "leave out --train_tokens" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import pytest
 from study.advisor import advise_command, explain, predict_command
 from study.advisor.advise_command import AdviseFlags
 from study.advisor.predict_command import PredictFlags
-from study.advisor.workload import Workload
+from study.advisor.workload import LONG_FEATURES, Workload
 from study.cli import main
 from study.config.errors import UserError
 from study.config.flags import Parser, changed_flags
@@ -51,6 +51,9 @@ CHANGES = {
     "lora_dora": None,
     "tensor_parallel": "2",
     "tensor_plan": "sequence",
+    "sp": "8",
+    "offload_checkpoints": None,
+    "tiled_mlp": None,
     "optimizer": "lion",
     "quantization": "4bit",
     "double_quant": None,
@@ -114,7 +117,7 @@ def test_the_words_of_hardware_are_read_as_the_same_hardware(count: int) -> None
 
 def test_each_command_has_a_flag_for_each_field_of_a_workload() -> None:
     fields = {field.name for field in dataclasses.fields(Workload)}
-    only_predict = {"pure_bf16", "autocast", "dropout", "tensor_plan"}
+    only_predict = {"pure_bf16", "autocast", "dropout", "tensor_plan", *LONG_FEATURES}
     assert fields - vars(parse(predict_command, PREDICT)).keys() == set()
     assert fields - vars(parse(advise_command, ["gpt2"])).keys() == only_predict
     assert fields - vars(parse(explain, ["zero3.json", "gpt2"])).keys() == {
