@@ -114,7 +114,7 @@ STUDIED_STRATEGIES = tuple(name for name, row in REGISTRY.items() if row.kind ==
 WITH_REPLICAS = tuple(name for name, row in REGISTRY.items() if row.kind == "replicas")
 WITH_TENSOR_GROUPS = tuple(name for name, row in REGISTRY.items() if row.kind == "tensor groups")
 WITH_TOKEN_GROUPS = tuple(name for name, row in REGISTRY.items() if row.kind == "token groups")
-WITH_GROUPS = (*WITH_TENSOR_GROUPS, *WITH_TOKEN_GROUPS)
+WITH_GROUPS = tuple(name for name in STRATEGY_NAMES if name in (*WITH_TENSOR_GROUPS, *WITH_TOKEN_GROUPS))
 # Two replicas of two ranks each.
 MIN_RANKS_WITH_REPLICAS = 4
 # A DeepSpeed setting that has no effect until the study applies it to the checkpoints.
