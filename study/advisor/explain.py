@@ -37,7 +37,7 @@ from study.advisor.request_notes import lacks_bf16
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
 from study.advisor.workload import FSDP1_UNITS, FSDP_FLAGS, Workload, WorkloadError
 from study.config.errors import UserError, clip
-from study.config.precisions import computing_type
+from study.config.precisions import computes_in_bf16, computing_type
 from study.config.printing import TextTable, print_result, progress_line
 from study.config.text import format_number, rounded, rounded_seconds
 from study.host.folders import resolve_path
@@ -446,7 +446,7 @@ def _verdict(case: ConfigCase) -> str:
     if memory.missing:
         verdict = why(memory, request.box)
         return f"{verdict[0].upper()}{verdict[1:]}; {host}"
-    if request.precision.startswith("bf16") and lacks_bf16(request):
+    if computes_in_bf16(request.precision) and lacks_bf16(request):
         precision = f"{precision}, which {request.box.device.name} emulates slowly"
     if fits(memory, request.box):
         bound, is_certain = device_bytes(memory, at_upper=True), fits(memory, request.box, at_upper=True)
