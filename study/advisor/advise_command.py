@@ -139,7 +139,7 @@ class AdviseFlags:
         """Return the flags of a parsed command line; raise UserError if one that is needed is missing, or for flags
         that exclude each other."""
         predict_command.settle_model(options)
-        predict_command.check_required(options, "study advise llama-3.1-8b --hardware 8xH100")
+        predict_command.check_required(options, "study advise MODEL --hardware BOX")
         checkpointing = {"auto": None, "on": True, "off": False}[options.gradient_checkpointing]
         return cls(
             Workload.from_options(options, gradient_checkpointing=checkpointing),
@@ -814,6 +814,15 @@ def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", default=(), metavar="NAME", help="strategies; default: all")
 
 
+# Settings that depend on the machines, by strategy.
+_SIZED_BY_MACHINES = {
+    "zero3_hpz": "zero_hpz_partition_size to the GPUs of one machine",
+    "hsdp": (
+        "parallelism_config_dp_replicate_size to the machines, parallelism_config_dp_shard_size to the GPUs of one"
+    ),
+}
+
+
 def write_configs(options: argparse.Namespace) -> int:
     """Write the Accelerate files of strategies for use with any script, and print their paths; return 0."""
     if str(options.folder) in STRATEGY_NAMES and not options.folder.exists():
@@ -832,6 +841,9 @@ def write_configs(options: argparse.Namespace) -> int:
     print("The precision is that of your program: Accelerator(mixed_precision=...), or bf16=True", file=sys.stderr)
     if any(file.suffix == ".json" and _saves_shards(json.loads(text)) for file, text in texts.items()):
         print(SAVES_SHARDS, file=sys.stderr)
+    for name, settings in _SIZED_BY_MACHINES.items():
+        if name in names:
+            print(f"{name}: set {settings}", file=sys.stderr)
     doubled = [name for name in names if _sums_within_groups(read_strategy(name))]
     if doubled:
         print(f"{', '.join(doubled)}: {SUMS_WITHIN_GROUPS}", file=sys.stderr)

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -119,7 +120,7 @@ class PredictFlags:
         """Return the flags of a parsed command line; raise UserError if one that is needed is missing, or for flags
         that exclude each other."""
         settle_model(options)
-        check_required(options, "study predict llama-3.1-8b --strategy zero3 --hardware 8xH100")
+        check_required(options, "study predict MODEL --strategy zero3 --hardware BOX")
         workload, hardware = Workload.from_options(options), HardwareFlags.from_options(options)
         overrides, amount = tuple(options.engine_override), Amount.from_options(options)
         return cls(workload, hardware, options.strategy, overrides, options.fitted, amount)
@@ -141,12 +142,17 @@ def two_models(model: str, named_model: str) -> UserError:
 
 
 def check_required(options: argparse.Namespace, example: str) -> None:
-    """Raise UserError with all that is missing of strategy, model and hardware, and a complete command."""
+    """Raise UserError with all that is missing of strategy, model and hardware, and a complete command: `example` with
+    the model and the hardware that are given."""
     names = {"strategy": "--strategy", "model_name_or_path": "MODEL", "hardware": "--hardware"}
     missing = [name for key, name in names.items() if getattr(options, key, "") is None]
-    if missing:
-        problem = f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing"
-        raise UserError(problem, f"for instance: {example}")
+    if not missing:
+        return
+    model, box = options.model_name_or_path or "llama-3.1-8b", options.hardware or "8xH100"
+    command = example.replace("MODEL", shlex.quote(model)).replace("BOX", shlex.quote(box))
+    chooses = f"; to choose one: study advise {shlex.quote(model)} --hardware {shlex.quote(box)}"
+    problem = f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing"
+    raise UserError(problem, f"for instance: {command}{chooses if '--strategy' in missing else ''}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
+from study.advisor import torchtitan_files
 from study.advisor.other_programs import check_program, script_strategy
 from study.config.errors import MissingFile, UserError, WrongFile, clip, did_you_mean, first_line, replace_unprintable
 from study.config.registry import REGISTRY
@@ -270,8 +271,8 @@ def read_mapping(name: str, findings: list[Finding], tree: Path | None) -> dict[
     path = resolve_path(name)
     if path.suffix in _PROGRAMS and path.is_file():
         raise _is_a_program(name, _read_beginning(path))
-    if path.suffix == ".toml":
-        raise WrongFile(name, "is TOML, as torchtitan's files are, which are not read", _EITHER)
+    if path.suffix == ".toml" and path.is_file():
+        raise torchtitan_files.unread_file(name, path)
     text = _read_text(name, path)
     if text.startswith("#!"):
         raise _is_a_program(name, text)

@@ -184,6 +184,9 @@ def _suggest(name: str) -> str:
     # bert-large is not a misspelt bart-large.
     if similar and (longer := [preset for preset in PRESETS if preset.startswith(f"{plain}-")]):
         return _alternatives(longer)
+    # qwen3-30b without its -a3b.
+    if longer := [model for model in known_models() if model.startswith(f"{without_tuning(plain)}-")]:
+        return _alternatives(longer)
     return similar or _suggest_base(plain) or (_suggest_known if _has_no_preset(plain) else _suggest_preset)(plain)
 
 

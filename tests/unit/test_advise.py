@@ -1034,6 +1034,20 @@ def test_configs_prints_paths_alone_and_says_how_to_launch(tmp_path: Path, capsy
     assert SAVES_SHARDS not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("strategy", "setting"),
+    [("zero3_hpz", "zero_hpz_partition_size"), ("hsdp", "parallelism_config_dp_shard_size"), ("zero3", "")],
+)
+def test_configs_names_the_settings_that_depend_on_the_machines(
+    strategy: str, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["configs", str(tmp_path), strategy]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"{strategy}: set ")]
+    assert len(lines) == bool(setting)
+    assert all(setting in line for line in lines)
+    assert setting in "".join(file.read_text() for file in tmp_path.iterdir())
+
+
 def test_configs_warns_of_ulysses_below_stage_3_as_the_known_faults_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

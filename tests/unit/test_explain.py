@@ -921,6 +921,68 @@ def test_a_file_of_another_program_is_not_explained(
     assert f"--strategy {strategy} --hardware BOX" in refused.value.fix
 
 
+_TITAN = """
+[model]
+name = "llama3"
+flavor = "70B"
+[training]
+local_batch_size = 8
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8
+[activation_checkpoint]
+mode = "full"
+[compile]
+enable = true
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [
+        (
+            {},
+            "study predict llama-3.1-70b --strategy fsdp2 --seq_length 8192 --micro_batch 8 --tensor_parallel 8"
+            " --tensor_plan sequence --precision bf16 --compile --gradient_checkpointing --hardware BOX",
+        ),
+        ({"local_batch_size": "batch_size", "enable = true": ""}, "--micro_batch 8 --tensor_parallel 8"),
+        ({"enable = true": 'enable = true\ncomponents = ["loss"]'}, "--precision bf16 --gradient_checkpointing"),
+        ({'mode = "full"': ""}, "--compile --hardware BOX; selective checkpointing is between"),
+        ({"shard_degree = -1": "replicate_degree = 8\ndata_parallel_shard_degree = 1"}, "--strategy ddp"),
+        ({"shard_degree = -1": "replicate_degree = 8\ndata_parallel_shard_degree = 4"}, "--strategy hsdp"),
+        ({"tensor_parallel_degree": "context_parallel_degree"}, "not predicted: tokens over ranks"),
+        ({'"70B"': '"70B"\nconverters = ["float8"]'}, "not predicted: products in 8 bits"),
+        ({"llama3": "somebody"}, "study predict MODEL --strategy fsdp2"),
+        ({"[training]": "[somewhere]"}, "with its batch and degrees as flags"),
+    ],
+)
+def test_a_file_of_torchtitan_is_refused_with_its_question(
+    changes: dict[str, str], command: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("tomllib")
+    text = _TITAN
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    file = tmp_path / "llama3.toml"
+    file.write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_user_file(str(file))
+    assert command in refused.value.fix
+
+
+def test_the_question_of_a_torchtitan_file_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tomllib")
+    file = tmp_path / "llama3.toml"
+    file.write_text(_TITAN)
+    with pytest.raises(UserError) as refused:
+        read_user_file(str(file))
+    words = refused.value.fix.partition(";")[0].replace("BOX", "8x8xA100").split()
+    assert main(words[1:]) == 0
+    assert "llama-3.1-70b (70.6 B)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("name", "says"), [("a.toml", "is TOML"), ("a.yaml", "has no setting of DeepSpeed")])
 def test_a_file_without_a_setting_is_refused(name: str, says: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("seed_everything = 42" if name.endswith("toml") else "seed_everything: 42")

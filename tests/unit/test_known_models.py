@@ -93,6 +93,14 @@ def test_the_help_says_which_models_take_up_to_a_minute() -> None:
     assert not {"llama-3.1-8b", "bert-large-uncased"} & set(traced.split(", "))
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("qwen3-30b", "qwen3-30b-a3b"), ("Qwen3-235B-Instruct", "qwen3-235b-a22b")]
+)
+def test_a_mixture_is_suggested_for_its_name_without_the_active_experts(name: str, meant: str) -> None:
+    with pytest.raises(UserError, match=rf"did you mean {meant}\?"):
+        model_shape(name)
+
+
 @pytest.mark.parametrize(("name", "nearest"), [("bert-large", "bert-large-uncased"), ("roberta-lage", "roberta-large")])
 def test_the_beginning_of_a_preset_is_not_another_model_that_is_misspelt(name: str, nearest: str) -> None:
     with pytest.raises(UserError, match=rf"unknown model '{name}' -> did you mean {nearest}\?"):

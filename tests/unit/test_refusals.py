@@ -195,6 +195,15 @@ def test_study_alone_and_a_model_before_its_file_are_told_a_whole_command(tmp_pa
     assert f"name the file first: study explain {file} gpt2" in capsys.readouterr().err
 
 
+def test_what_is_missing_is_named_with_a_command_of_what_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "gpt2", "--hardware", "T4"]) == 2
+    command = "study predict gpt2 --strategy zero3 --hardware T4; to choose one: study advise gpt2 --hardware T4."
+    assert f"--strategy is missing. To fix it: for instance: {command}" in capsys.readouterr().err
+    assert main(["advise", "my model"]) == 2
+    command = "study advise 'my model' --hardware 8xH100."
+    assert f"--hardware is missing. To fix it: for instance: {command}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "text", "strategy"),
     [
