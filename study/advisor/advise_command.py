@@ -44,7 +44,7 @@ from study.predictor.communication import network_notes, pcie_notes
 from study.predictor.hardware import Hardware, HardwareFlags, pair_notes, parse_int, real
 from study.predictor.models import model_shape
 from study.predictor.request import Request
-from study.predictor.shape import lora_text, resolve_lengths
+from study.predictor.shape import resolve_lengths, trained_text
 from study.predictor.state import REPLACED, accumulated_bytes, unswapped_kind
 from study.predictor.time import (
     device_bytes,
@@ -421,7 +421,7 @@ def _page(
     yield ""
     count = format_parameters(shape.parameters)
     yield (
-        f"{shape.name} ({count} parameters{lora_text(shape)}) on {box.name}:"
+        f"{shape.name} ({count} parameters{trained_text(shape)}) on {box.name}:"
         f" {box.ranks} x {box.device.name}{_groups_text(question)}, global batch {question.global_batch},"
         f" {predict_command.tokens_text(question)}, {question.precision}{program}"
         f"{predict_command.optimizer_text(question.optimizer)}\n"

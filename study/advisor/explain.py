@@ -48,7 +48,7 @@ from study.predictor.hardware import ANY_DEVICE, Hardware, HardwareFlags, parse_
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
-from study.predictor.shape import USUAL_LENGTH, ModelShape, lora_text, resolve_lengths
+from study.predictor.shape import USUAL_LENGTH, ModelShape, resolve_lengths, trained_text
 from study.predictor.state import persistent_params, sub_groups
 from study.predictor.time import device_bytes, excess_on_host, fits, predict_time, usable_bytes, why
 from study.predictor.zero3_gathers import simulate_gathers
@@ -270,7 +270,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         raise trainer_files.model_error(trainer, refusal) from None
     if (script := trainer_files.reread_for(trainer, model)) is not None:
         return _read_trainer_case(script, line_options)
-    trainer, workload = _with_lengths(trainer, workload, model, line_options)
+    trainer, workload = _for_model(trainer, workload, model, line_options)
     try:
         shape = workload.adapt(model)
         work = dataclasses.replace(
@@ -293,11 +293,14 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
     )
 
 
-def _with_lengths(
+def _for_model(
     trainer: trainer_files.TrainerFile, workload: Workload, model: ModelShape, line_options: argparse.Namespace
 ) -> tuple[trainer_files.TrainerFile, Workload]:
-    """Return a trainer's file and its workload with the lengths of samples that a model has."""
+    """Return a trainer's file and its workload with the lengths of samples that a model has, and its frozen parts."""
     trainer = trainer_files.fit_length(trainer, model)
+    if workload.freeze is None and (frozen := trainer_files.frozen_parts(trainer, model)):
+        trainer = trainer_files.with_value(trainer, "freeze", frozen)
+        workload = dataclasses.replace(workload, freeze=frozen, frozen_without_backward=True)
     if line_options.seq_length is None:
         workload = dataclasses.replace(workload, seq_length=trainer.values.get("seq_length"))
     if model.has_decoder:
@@ -546,7 +549,7 @@ def subject_lines(case: ConfigCase) -> Iterator[str]:
         ranks += f" in tensor-parallel groups of {request.tensor_ranks}"
     yield f"{case.file.name}: {engine}, {predict_command.precision_name(request)}{unset}, {ranks}"
     yield (
-        f"{case.shape.name}: {request.full_shape.parameters:,} parameters{lora_text(case.shape)}, micro-batch"
+        f"{case.shape.name}: {request.full_shape.parameters:,} parameters{trained_text(case.shape)}, micro-batch"
         f" {request.micro_batch} x accumulation {request.accumulation}, {predict_command.tokens_text(request)}"
         f"{predict_command.program_text(request)}"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"

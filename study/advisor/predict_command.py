@@ -40,7 +40,7 @@ from study.predictor.request import (
     TrainerSettings,
     with_tensor_group,
 )
-from study.predictor.shape import ModelShape, lora_text, resolve_lengths
+from study.predictor.shape import ModelShape, resolve_lengths, trained_text
 from study.predictor.state import checkpoint_bytes, engine_refusal, quantization_refusal
 from study.predictor.time import (
     device_bytes,
@@ -671,7 +671,7 @@ def _page(
     yield ""
     program = f"{program_text(request)}{features_text(request)}"
     yield (
-        f"{shape.name} ({format_parameters(request.full_shape.parameters)}{lora_text(shape)}),"
+        f"{shape.name} ({format_parameters(request.full_shape.parameters)}{trained_text(shape)}),"
         f" {strategy_text(request)} on {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
         f" {precision_name(request)}{state},\n{workload_text(request)}, {tokens_text(request)}"
         f"{program}{', resharded after forward' * request.strategy.is_fsdp}"

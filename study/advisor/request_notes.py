@@ -82,7 +82,15 @@ def choice_without_bf16(request: Request) -> str:
 def request_notes(request: Request, details: bool = False, without: str | None = None) -> list[str]:
     """Return the findings about a request as text, without those of one rule."""
     hidden = [without] if details else [*known_settings()["details"], without]
-    return [f"{item.key}: {item.says}" for item in request_findings(request) if item.rule not in hidden]
+    notes = [f"{item.key}: {item.says}" for item in request_findings(request) if item.rule not in hidden]
+    shape = request.shape
+    if shape.has_input_gradients(request.gradient_checkpointing) and shape.gathered_once(recomputes=False):
+        notes.append(
+            "freeze: gradient checkpointing of transformers makes the outputs of all input embeddings require"
+            " gradients, so that frozen modules before the first trained one have a backward pass; with"
+            " model.disable_input_require_grads() they have none (--frozen_without_backward)"
+        )
+    return notes
 
 
 # Models of pairs whose loss compares each sample with the others of a batch.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from study.advisor.explain_findings import saves_whole_model
 from study.advisor.other_programs import check_program
 from study.advisor.trainer_keys import (
     CHANGE_THE_PEAK,
+    FREEZES,
+    FROZEN_PARTS,
     GRPO_KEYS,
     GRPO_LENGTHS,
     HF_OPTIMIZERS,
@@ -32,6 +35,7 @@ from study.advisor.trainer_keys import (
     Convert,
     Counted,
     Trainer,
+    is_on,
     to_count,
     to_optimizer,
 )
@@ -366,6 +370,11 @@ def without_value(file: TrainerFile, field: str) -> TrainerFile:
     return dataclasses.replace(file, values={name: value for name, value in file.values.items() if name != field})
 
 
+def with_value(file: TrainerFile, field: str, value: Any) -> TrainerFile:
+    """Return the file with a field."""
+    return dataclasses.replace(file, values={**file.values, field: value})
+
+
 def fit_length(file: TrainerFile, model: ModelShape) -> TrainerFile:
     """Return the file with a default length that the model has, to which scripts cut it; without one if the model reads
     no tokens."""
@@ -375,7 +384,19 @@ def fit_length(file: TrainerFile, model: ModelShape) -> TrainerFile:
     if not (model.encoder_reads_tokens or model.has_decoder):
         return without_value(file, "seq_length")
     length = min(length, model.positions or length)
-    return dataclasses.replace(file, values={**file.values, "seq_length": length})
+    return with_value(file, "seq_length", length)
+
+
+def frozen_parts(file: TrainerFile, model: ModelShape) -> tuple[str, ...]:
+    """Return the modules that full training leaves frozen, of a model of images and text."""
+    is_whole = file.trainer.freezes_parts and file.values.get("peft") != "lora"
+    if not is_whole or "vision_config" not in json.loads(model.document or "{}"):
+        return ()
+    parts = zip(FREEZES.items(), FROZEN_PARTS.get(model.model_type, FROZEN_PARTS[""]), strict=True)
+    listed = [modules for (key, default), modules in parts if is_on(file.document.get(key, default))]
+    # A tied output layer is the embedding.
+    names = {part for param in model.params for part in param.name.split(".")}
+    return tuple(name for modules in listed for name in modules if set(name.split(".")) <= names)
 
 
 def loads_16_bits(file: TrainerFile, engine: UserFile, precision: str) -> bool:
@@ -429,7 +450,7 @@ def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, r
 
 def _adapters_text(values: Mapping[str, Any]) -> str:
     if values.get("peft") != "lora":
-        return "all weights trained"
+        return "not all weights trained" if values.get("freeze") else "all weights trained"
     kind = {"4bit": "QLoRA", "8bit": "LoRA on 8-bit weights"}.get(values.get("quantization", ""), "LoRA")
     kind = kind.replace("LoRA", "DoRA") if values.get("lora_dora") else kind
     targets = values.get("lora_targets")

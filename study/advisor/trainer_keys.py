@@ -24,6 +24,16 @@ OTHER_FIELDS = ("loaded", "objective")
 ENGINE_KEYS = ("deepspeed", "fsdp", "fsdp_config", "fsdp_version")
 
 
+# LLaMA-Factory's keys of frozen parts, and their defaults.
+FREEZES = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
+# Modules of these parts, by model_type (model_utils/visual.py, _register_composite_model); "" for other models.
+_QWEN_PARTS = (("visual.patch_embed", "visual.blocks"), ("visual.merger",), ("language_model", "lm_head"))
+FROZEN_PARTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN_PARTS),
+    "": (("vision_tower",), ("multi_modal_projector",), ("language_model", "lm_head")),
+}
+
+
 class Counted(NamedTuple):
     """A value that that is only close to that of the file, with the difference as text."""
 
@@ -83,6 +93,8 @@ class Trainer:
     not_modelled: Mapping[str, str]
     # Trained weights are cast to fp32 after they are loaded.
     casts_to_fp32: bool = False
+    # Full training leaves parts of a model of images frozen, by the keys of FREEZES.
+    freezes_parts: bool = False
     # FSDP2 trains the 16-bit weights that are loaded: the trainer replaces Accelerate's fsdp2_prepare_model.
     keeps_16_bits: bool = False
     # FSDP's version without a key for it; None: it depends on the release of transformers.
@@ -516,13 +528,7 @@ LLAMA_FACTORY = Trainer(
         Key("enable_liger_kernel", "loss_kernel", when_on("liger")),
         Key("enable_liger_kernel", "compile", to_switch),
         *_COMPILE,
-        Key(
-            "freeze_vision_tower",
-            "",
-            lambda value: (
-                Counted(None, "a frozen tower is counted as trained in full training") if is_on(value) else None
-            ),
-        ),
+        *(Key(name, "", lambda _: None) for name in FREEZES),
         Key("pref_loss", "objective", lambda value: "pairs" if value in ("orpo", "simpo") else None),
         Key(
             "stage",
@@ -569,6 +575,7 @@ LLAMA_FACTORY = Trainer(
         resize_vocab="the vocabulary has another size",
     ),
     casts_to_fp32=True,
+    freezes_parts=True,
     # requirements/deepspeed.txt; check_dependencies in extras/misc.py has no DeepSpeed.
     newest_deepspeed="0.18.4",
     refusals=(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from study.config.errors import UserError
 from study.config.flags import Peft, RunConfig, add_fields, changed_flags, flag
 from study.predictor.hardware import parse_int, parse_tokens
+from study.predictor.live import with_frozen
 from study.predictor.lora_targets import ALL_LINEAR, DEFAULT_TARGETS, is_pattern
 from study.predictor.losses import WITHOUT_LOGITS, LossKernel
 from study.predictor.request import Attention, OptimizerName, Request, TrainerSettings
@@ -136,6 +137,17 @@ class Workload:
         False,
         action="store_true",
     )
+    freeze: tuple[str, ...] | None = flag(
+        "modules whose weights are frozen, without adapters: visual (of Qwen-VL), vision_tower, model.layers.0",
+        type=parse_targets,
+        metavar="NAMES",
+    )
+    frozen_without_backward: bool = flag(
+        "with --freeze and gradient checkpointing: frozen modules before all trained ones have no backward pass, as"
+        " after model.disable_input_require_grads() or in LLaMA-Factory",
+        False,
+        action="store_true",
+    )
     tensor_parallel: int | None = flag(
         "ranks that divide the tensors of each layer, and process the same samples: with fsdp2, zero0 to zero3 or tp",
         type=parse_int,
@@ -194,6 +206,7 @@ class Workload:
         names = [field.name for field in dataclasses.fields(cls) if field.name in parsed]
         workload = cls(**{name: parsed[name] for name in names})
         workload._check_adapters()
+        workload._check_frozen()
         workload._check_trainer(workload.fsdp_version or usual_fsdp_version)
         workload._check_quantization()
         return workload
@@ -210,6 +223,13 @@ class Workload:
             if self.peft != "lora" and (value := getattr(self, name)) is not None:
                 text = ",".join(value) if isinstance(value, tuple) else value
                 raise UserError(f"--{name} {text} has no effect without adapters", "add --peft lora")
+
+    def _check_frozen(self) -> None:
+        if self.freeze and self.peft == "lora":
+            problem = "--freeze is for training without adapters, next to which all weights are frozen"
+            raise UserError(problem, "leave one of them out")
+        if self.frozen_without_backward and not self.freeze:
+            raise UserError("--frozen_without_backward has no effect without frozen modules", "add --freeze")
 
     def _check_trainer(self, fsdp_version: int) -> None:
         for name in FSDP1_UNITS:
@@ -270,6 +290,8 @@ class Workload:
             in_16_bits = f"name {name}" if kind else "remove quantization_config from config.json"
             fix = f"add --peft lora --quantization 4bit, or {in_16_bits} to predict 16 bits"
             raise UserError(f"{shape.name} has 4-bit weights, which stay frozen", fix)
+        if self.freeze:
+            return with_frozen(shape, self.freeze, stops=self.frozen_without_backward)
         if self.peft != "lora":
             return shape
         if shape.is_traced:

@@ -449,7 +449,10 @@ def _fsdp(request: Request) -> dict[str, float]:
     reduced = sum(size for param, size in padded if param.trained)
     # The root stays gathered, and an embedding that no group divides from it.
     kept_place = BEFORE if request.fsdp_whole_root else None
-    regathered = sum(size for param, size in padded if param.regathered and param.place != kept_place)
+    once = request.shape.gathered_once(request.gradient_checkpointing)
+    regathered = sum(
+        size for param, size in padded if param.regathered and param.place != kept_place and param.index not in once
+    )
     total = sum(size for _, size in padded)
     if request.fsdp_version == 1:
         sizes = {place: unit.size for place, unit in flat_units(request).items()}

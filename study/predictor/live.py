@@ -21,7 +21,15 @@ from study.config.errors import UserError, clip, describe_cause, first_line, req
 from study.config.printing import progress_line
 from study.host.folders import cache_directory
 from study.predictor.lora_targets import peft_targets
-from study.predictor.shape import BEFORE, FUSED_ATTENTIONS, Call, ModelShape, Parameter, can_adapt
+from study.predictor.shape import (
+    BEFORE,
+    FUSED_ATTENTIONS,
+    Call,
+    ModelShape,
+    Parameter,
+    calls_without_gradient,
+    can_adapt,
+)
 from study.records.directory import write_json
 from study.workloads.presets import TEXT_MODEL_SIZES, check_depth
 
@@ -40,6 +48,8 @@ class LiveShape(ModelShape):
 
     # config.json sets no size of images, so they have the usual one.
     has_usual_images: bool = False
+    # Frozen modules before all trained ones have no backward pass under gradient checkpointing, either.
+    stops_at_frozen: bool = False
     survey: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, compare=False)
 
     @property
@@ -53,6 +63,23 @@ class LiveShape(ModelShape):
     @property
     def has_position_table(self) -> bool:
         return not self.survey["rotary"]
+
+    @property
+    def looked_up(self) -> int | None:
+        owned: Sequence[int] = self.survey["owners"].get(self.survey["embedding"], ())
+        return next((number for number in owned if not self.params[number].trained), None)
+
+    def has_input_gradients(self, recomputes: bool) -> bool:
+        has_frozen = bool(self.frozen_modules) and not self.stops_at_frozen
+        return recomputes and has_frozen and bool(self.survey["reads_words"])
+
+    def recomputes(self, layer: int) -> bool:
+        return layer in self.survey["recomputed"]
+
+    def gathered_once(self, recomputes: bool) -> frozenset[int]:
+        if not self.frozen_modules or self.has_input_gradients(recomputes):
+            return frozenset()
+        return _gathered_once(self)
 
     @functools.cached_property
     def stack_sizes(self) -> tuple[int, ...]:
@@ -121,6 +148,30 @@ class LiveShape(ModelShape):
         calls = _TracedCalls(self, kinds)
         root = calls.add(["", called, False])
         return dataclasses.replace(root, inside=(*calls.untraced(), *root.inside)), calls.layers
+
+
+def with_frozen(shape: ModelShape, modules: tuple[str, ...], *, stops: bool = False) -> LiveShape:
+    """Return the shape of transformers' class with frozen modules; UserError if a module is not there. `stops`: those
+    before all trained ones have no backward pass under gradient checkpointing, either."""
+    frozen = live_shape(shape.name, json.loads(shape.document), frozen=modules)
+    has_usual_images = isinstance(shape, LiveShape) and shape.has_usual_images
+    return dataclasses.replace(
+        frozen, quantized_by=shape.quantized_by, has_usual_images=has_usual_images, stops_at_frozen=stops
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _gathered_once(shape: LiveShape) -> frozenset[int]:
+    """Return the numbers of parameters that FSDP2 gathers for the forward pass alone: their outputs have no gradient.
+
+    It prefetches the group that ran before the one whose backward pass begins, so that the last layer without a
+    gradient is gathered in vain (_backward_prefetch in torch's _fsdp_param_group.py).
+    """
+    calls = shape.module_calls()[0].flat()
+    without = calls_without_gradient(calls, shape.looked_up)
+    once = {param for call in calls if id(call) in without for param in call.params}
+    last = max(map(shape.find_layer, once), default=BEFORE)
+    return frozenset(param.index for param in once if shape.find_layer(param) != last)
 
 
 class _TracedCalls:
@@ -203,6 +254,7 @@ def live_shape(
     saved: tuple[str, ...] = (),
     *,
     dora: bool = False,
+    frozen: tuple[str, ...] = (),
 ) -> LiveShape:
     """Return the shape of the model that a config.json describes; UserError if transformers does not build it."""
     document = trained_part(document)
@@ -215,7 +267,7 @@ def live_shape(
         for key in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):
             if isinstance(part.get(key), int):
                 check_depth(part[key], name)
-    survey = answer("survey", text, rank, _with_modules({}, targets, saved, dora))
+    survey = answer("survey", text, rank, _with_modules({}, targets, saved, dora, frozen))
     return LiveShape(
         name=name,
         model_type=str(document["model_type"]),
@@ -225,6 +277,7 @@ def live_shape(
         lora_targets=targets,
         lora_saved=saved,
         lora_dora=dora,
+        frozen_modules=frozen,
         document=text,
         built_class=survey["class"],
         is_stand_in=survey["is_stand_in"],
@@ -246,10 +299,16 @@ def takes_images_of_any_size(document: Mapping[str, Any]) -> bool:
     return "num_channels" in document and "image_size" not in document
 
 
-def _with_modules(options: Mapping[str, Any], targets: tuple[str, ...], saved: tuple[str, ...], dora: bool) -> str:
+def _with_modules(
+    options: Mapping[str, Any],
+    targets: tuple[str, ...],
+    saved: tuple[str, ...],
+    dora: bool,
+    frozen: tuple[str, ...] = (),
+) -> str:
     """Return the options of an answer as JSON, with the modules that have adapters unless all linear layers have,
-    those with a trained copy, and whether the adapters are DoRA's."""
-    adapters = {"targets": peft_targets(targets), "saved": saved, "dora": dora}
+    those with a trained copy, whether the adapters are DoRA's, and the frozen modules."""
+    adapters = {"targets": peft_targets(targets), "saved": saved, "dora": dora, "frozen": frozen}
     modules = {name: value for name, value in adapters.items() if value}
     return json.dumps({**options, **modules}, sort_keys=True)
 
@@ -262,7 +321,7 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
     if work in _loops:
         return _loops[work]
     try:
-        text = _with_modules(options, shape.lora_targets, shape.lora_saved, shape.lora_dora)
+        text = _with_modules(options, shape.lora_targets, shape.lora_saved, shape.lora_dora, shape.frozen_modules)
         return answer("measure", shape.document, shape.lora_rank, text)
     except UserError:
         raise

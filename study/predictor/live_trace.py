@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import logging
 import re
 import warnings
@@ -31,13 +32,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers.initialization import no_init_weights
+from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.integrations import moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
-from study.config.errors import UserError, describe_cause, first_line
+from study.config.errors import UserError, describe_cause, did_you_mean, first_line
 from study.config.flags import RunConfig
 from study.workloads.architecture import add_adapters
 from study.workloads.presets import TEXT_MODEL_SIZES
@@ -75,11 +77,14 @@ def survey(
     targets: Sequence[str] = (),
     saved: Sequence[str] = (),
     dora: bool = False,
+    frozen: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return layers, owners, parameters and shape of the model that a config.json describes, with LoRA of a rank."""
+    """Return layers, owners, parameters and shape of the model that a config.json describes, with LoRA of a rank or
+    with frozen modules."""
     # Where from_pretrained creates a model: on fake tensors it takes twice as long.
     with torch.device("meta"):
         model = build_model(document, rank, "eager", dropout=True, targets=targets, saved=saved, dora=dora)
+        freeze(model, frozen)
     structure = _Structure(model)
     text = model.config.get_text_config()
     sizes = _read_sizes(text)
@@ -87,7 +92,10 @@ def survey(
     fsdp2_groups, fsdp1_groups = structure.fsdp2_groups(), structure.fsdp1_groups()
     return {
         "units": structure.units,
+        "recomputed": structure.recomputed,
         "owners": structure.owners,
+        "reads_words": model.main_input_name == "input_ids",
+        "embedding": next((name for name, module in model.named_modules() if module is structure.embedding), ""),
         "active": active,
         "image_patches": _assumed_patches(model),
         "class": type(model).__name__,
@@ -146,6 +154,12 @@ class _Structure:
         }
         self.embedding = _call(model.get_input_embeddings)
         self.head = _call(model.get_output_embeddings)
+
+    @property
+    def recomputed(self) -> list[int]:
+        """Numbers of the layers that gradient checkpointing recomputes."""
+        layers = map(self.model.get_submodule, self.units)
+        return [number for number, layer in enumerate(layers) if isinstance(layer, GradientCheckpointingLayer)]
 
     @property
     def _embedding_weight(self) -> Any:
@@ -291,9 +305,12 @@ def measure(
     lora_dropout: float = 0.0,
     target: int | None = None,
     dora: bool = False,
+    frozen: Sequence[str] = (),
+    input_gradients: bool = False,
 ) -> dict[str, Any]:
     """Return bytes and FLOPs of a forward and backward pass of few and of twice as many samples, by kind of layer, and
-    the module calls; raise the class's own error if it cannot be traced. `target`: the length of a decoder."""
+    the module calls; raise the class's own error if it cannot be traced. `target`: the length of a decoder.
+    `input_gradients`: the outputs of input embeddings require gradients."""
     with fake_tensors(torch.bfloat16 if mode == "engine" else torch.float32):
         attention = register_fused() if fused else "eager"
         model = build_model(
@@ -306,8 +323,13 @@ def measure(
             lora_dropout=lora_dropout,
             dora=dora,
         )
+        freeze(model, frozen)
+        if input_gradients:
+            model.enable_input_require_grads()
         names = {module: name for name, module in model.named_modules()}
-        kinds, counts = _prune(model, _units(model))
+        units = _units(model)
+        # With adapters all layers have the same.
+        kinds, counts = _prune(model, units, _gradient_marks(model, units, input_gradients) if frozen else {})
         passes = [
             _Pass(model, names, counts, mode, cuda, make_inputs(model, batch, length, target))
             for batch in (SAMPLES, 2 * SAMPLES)
@@ -396,7 +418,7 @@ def build_model(
         model_class, _ = _head(document)
         config = _config(document, model_class, attention, dropout)
         # Weights without data cannot be drawn.
-        with no_init_weights():
+        with no_init_weights(), _without_stage3():
             model = _create(model_class, config).train()
         model.tie_weights()
         head, text = _call(model.get_output_embeddings), config.get_text_config()
@@ -420,6 +442,21 @@ def build_model(
     return model
 
 
+def freeze(model: Any, names: Sequence[str]) -> None:
+    """Freeze the parameters inside modules of these names; UserError if a name has none, or if all are frozen."""
+    for name in names:
+        inside = [weight for path, weight in model.named_parameters() if f".{name}." in f".{path}."]
+        if not inside:
+            modules = dict.fromkeys(part for path, _ in model.named_parameters() for part in path.split(".")[:-1])
+            known = [part for part in modules if not part.isdecimal()]
+            fix = f"{did_you_mean(name, known)}its modules are {', '.join(known)}"
+            raise UserError(f"{type(model).__name__} has no weights in a module {name!s:.40}", fix)
+        for weight in inside:
+            weight.requires_grad_(False)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise UserError("all weights are frozen", "leave a module out")
+
+
 def _config(document: Mapping[str, Any], model_class: Any, attention: str, dropout: bool) -> Any:
     """Return the config of transformers for a training step."""
     config = _config_class(document).from_dict(dict(document))
@@ -438,6 +475,18 @@ def _config(document: Mapping[str, Any], model_class: Any, attention: str, dropo
     for name in ("pad_token_id", "decoder_start_token_id") if config.is_encoder_decoder else ():
         setattr(config, name, getattr(config, name, None) or 0)
     return config
+
+
+@contextlib.contextmanager
+def _without_stage3() -> Iterator[None]:
+    """Create models inside a class as in a program without DeepSpeed: where stage 3 is on, transformers divides their
+    weights over the ranks, and waits for all of these."""
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+    hf_deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
 def _create(model_class: Any, config: Any) -> Any:
@@ -563,9 +612,25 @@ def _pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def _prune(model: Any, units: list[str]) -> tuple[dict[str, str], dict[str, int]]:
+def _gradient_marks(model: Any, units: list[str], input_gradients: bool) -> dict[str, tuple[bool, ...]]:
+    """Return for each layer whether its input has a gradient, and which of its weights are trained."""
+    marks, has_gradient = dict[str, tuple[bool, ...]](), input_gradients
+    in_layers = itertools.groupby(
+        model.named_parameters(), key=lambda item: next((unit for unit in units if item[0].startswith(f"{unit}.")), "")
+    )
+    for unit, parameters in in_layers:
+        trained = [parameter.requires_grad for _, parameter in parameters]
+        marks[unit] = (has_gradient, *trained)
+        has_gradient = has_gradient or any(trained)
+    return marks
+
+
+def _prune(
+    model: Any, units: list[str], marks: Mapping[str, tuple[bool, ...]]
+) -> tuple[dict[str, str], dict[str, int]]:
     """Remove layers that are equal to an earlier one of their list, with the same classes, shapes and plain attributes
-    of their modules. Return the remaining layer of each layer's kind, and the number of layers of each."""
+    of their modules and the same marks. Return the remaining layer of each layer's kind, and the number of layers of
+    each."""
     lists = {
         name: children
         for name, module in model.named_modules()
@@ -582,6 +647,7 @@ def _prune(model: Any, units: list[str]) -> tuple[dict[str, str], dict[str, int]
         parts = model.get_submodule(unit).named_modules()
         signature = (
             unit.rpartition(".")[0],
+            marks.get(unit),
             *(
                 (
                     name,
@@ -767,6 +833,10 @@ class _Pass:
                     f"activations of its {kinds}, whose tower does not run on tensors without data"
                     f" ({describe_cause(error)}); {TEXT_MODEL_SIZES}"
                 )
+            if any(feature.requires_grad for feature in features):
+                # Features of images and sounds are among the embedded tokens.
+                embedding = model.get_input_embeddings()
+                handles.append(embedding.register_forward_hook(lambda *call: call[-1].requires_grad_()))
             with OperationLimit(meter):
                 loss = compute_loss(model, inputs, features)
             del features
@@ -844,6 +914,9 @@ class _Pass:
             layer["forward"] += meter.flops
             layer["attention"] += meter.attention
             layer["exit"] = meter.now
+            if not stream.requires_grad:
+                # A frozen layer before all trained ones saves nothing, and is not recomputed.
+                layer["checkpoint"], layer["recomputed"] = 0, False
             if stream.requires_grad:
                 stream.register_hook(lambda _: self.boundary(name))
 

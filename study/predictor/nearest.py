@@ -10,7 +10,7 @@ from typing import Any
 
 from study.host.memory import GIB
 from study.predictor.request import Request
-from study.predictor.shape import lora_text
+from study.predictor.shape import trained_text
 from study.predictor.validation import (
     Measurement,
     implausibility,
@@ -126,5 +126,5 @@ def _record_lines(request: Request) -> Iterator[str]:
         ]
         if kind == "a GPU":
             errors += _errors(recorded_runs.read_measurement(run, match))
-        what = f"{match.shape.name}{lora_text(match.shape)}, {match.strategy.name} on {match.box.ranks} ranks"
+        what = f"{match.shape.name}{trained_text(match.shape)}, {match.strategy.name} on {match.box.ranks} ranks"
         yield f"similar record of this project, {kind}: {what}: {'; '.join(errors)} (reports/{run.suite})"

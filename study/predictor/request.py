@@ -388,9 +388,10 @@ class Request:
 
     @property
     def has_mixed_units(self) -> bool:
-        """Whether flat parameters of FSDP1 have both adapters and frozen weights."""
+        """Whether flat parameters of FSDP1 may have both trained and frozen weights."""
         is_first = self.strategy.is_fsdp and self.fsdp_version == 1
-        return is_first and self.fsdp_mixed_units and self.shape.lora_rank is not None
+        with_adapters = self.fsdp_mixed_units and self.shape.lora_rank is not None
+        return is_first and (with_adapters or bool(self.shape.frozen_modules))
 
     @property
     def has_fp32_adapters(self) -> bool:

@@ -11,10 +11,11 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from study.config.errors import UserError, clip, did_you_mean
+from study.predictor.families import READS_INPUT
 from study.predictor.lora_targets import ALL_LINEAR, check_pattern, is_target
 from study.workloads.presets import Family
 
@@ -62,6 +63,23 @@ class Call:
         return [self, *(step for call in inside for step in call.flat(backward))]
 
 
+def calls_without_gradient(forward: Sequence[Call], looked_up: int | None) -> set[int]:
+    """Return ids of the calls without a backward pass, whose output has no gradient: no parameter before them is
+    trained, or they look words up in the parameter `looked_up`."""
+    call_ids: set[int] = set()
+    is_trained = False
+    for call in forward:
+        is_trained = is_trained or any(param.trained for param in call.params)
+        if call.params and not call.params[0].trained:
+            module = call.params[0].name.rpartition(".")[0]
+            reads_words = call.params[0].index == looked_up
+            # The second call of a tied embedding is the output layer.
+            looked_up = None if reads_words else looked_up
+            if not is_trained or reads_words or (call.place == 0 and module in READS_INPUT):
+                call_ids.add(id(call))
+    return call_ids
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelShape(abc.ABC):
     """Sizes and parameters of a transformer, on which memory, traffic and time depend."""
@@ -95,6 +113,8 @@ class ModelShape(abc.ABC):
     lora_saved: tuple[str, ...] = ()
     # The adapters are DoRA's, each with a trained magnitude of every output.
     lora_dora: bool = False
+    # Names of modules whose weights are frozen in a training without adapters.
+    frozen_modules: tuple[str, ...] = ()
     # Content of config.json, as JSON.
     document: str = ""
     # Integer buffers, which DDP broadcasts: BERT's positions and types.
@@ -153,6 +173,24 @@ class ModelShape(abc.ABC):
     def has_word_logits(self) -> bool:
         """Whether it is a decoder whose output layer scores the words of its vocabulary."""
         return self.family == "causal-lm" and not self.headless_class
+
+    @property
+    def looked_up(self) -> int | None:
+        """Index of a frozen embedding, whose words no gradient reaches; None without one."""
+        return None
+
+    def has_input_gradients(self, recomputes: bool) -> bool:
+        """Whether frozen modules before all trained ones have a backward pass: gradient checkpointing of transformers
+        makes the outputs of all input embeddings require gradients (enable_input_require_grads)."""
+        return False
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether gradient checkpointing recomputes a layer."""
+        return True
+
+    def gathered_once(self, recomputes: bool) -> frozenset[int]:
+        """Return the numbers of parameters that FSDP2 gathers for the forward pass alone."""
+        return frozenset()
 
     @property
     def stack_sizes(self) -> tuple[int, ...]:
@@ -260,15 +298,23 @@ OUTPUT_LAYER = "lm_head"
 
 
 @functools.lru_cache(maxsize=64)
-def lora_text(shape: ModelShape) -> str:
-    """Format LoRA's rank and trainable parameters, with a leading comma; empty without LoRA."""
+def trained_text(shape: ModelShape) -> str:
+    """Format LoRA's rank, or the frozen modules, and trainable parameters, with a leading comma; empty if all weights
+    are trained."""
+    if shape.frozen_modules:
+        return f", {' and '.join(shape.frozen_modules)} frozen: {_millions_text(shape)}"
     if shape.lora_rank is None:
         return ""
     where = ", ".join(shape.lora_targets) or "all linear layers"
     saved = f" and copies of {', '.join(shape.lora_saved)}" if shape.lora_saved else ""
+    kind = "DoRA" if shape.lora_dora else "LoRA"
+    return f", {kind} of rank {shape.lora_rank} on {where}{saved}: {_millions_text(shape)}"
+
+
+def _millions_text(shape: ModelShape) -> str:
+    """Format the trainable parameters."""
     millions = shape.trained_parameters / 1e6
-    trained = f"{millions / 1e3:.2f} B" if millions >= 1000 else f"{millions:,.3g} M"
-    return f", {'DoRA' if shape.lora_dora else 'LoRA'} of rank {shape.lora_rank} on {where}{saved}: {trained} trained"
+    return f"{millions / 1e3:.2f} B trained" if millions >= 1000 else f"{millions:,.3g} M trained"
 
 
 @functools.lru_cache(maxsize=64)

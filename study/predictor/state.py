@@ -113,7 +113,7 @@ def frozen_gradients_bytes(request: Request) -> float:
     """Bytes of a rank's gradients of frozen weights if FSDP1's units have adapters, too (`fsdp_mixed_units`): shards
     without accumulation, and whole with it. Units without adapters, as that of the embedding, have no gradients."""
     mixed = dataclasses.replace(request, fsdp_mixed_units=True)
-    if not mixed.has_mixed_units:
+    if not mixed.has_mixed_units or request.shape.lora_rank is None:
         return 0.0
     elements = sum(unit.with_gradients for unit in flat_units(mixed).values()) - request.shape.trained_parameters
     are_reduced = request.accumulation == 1 or request.sync_each_batch

@@ -59,6 +59,7 @@ def _traced(request: Request, has_casts: bool) -> Trace:
         length=request.sequence_length,
         **({"lora_dropout": 0.1} if request.lora_dropout else {}),
         **({"target": request.target_length} if request.target_length else {}),
+        **({"input_gradients": True} if shape.has_input_gradients(request.gradient_checkpointing) else {}),
     )
     if isinstance(answer, str):
         return Trace(missing=f"activations and FLOPs ({answer})")

@@ -15,51 +15,52 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from study.predictor.families import READS_INPUT
 from study.predictor.request import Request, cache_by_request
-from study.predictor.shape import BEFORE, Call, ModelShape
+from study.predictor.shape import BEFORE, Call, ModelShape, calls_without_gradient
 from study.predictor.state import flat_units, persistent_params, unshards
 
 
 @functools.lru_cache(maxsize=64)
 def module_call_order(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
     """Return the calls of the forward and the backward pass; a recomputed layer repeats its forward calls."""
-    root, layers = shape.module_calls()
+    root, all_layers = shape.module_calls()
+    layers = {place: layer for place, layer in all_layers.items() if shape.recomputes(place)}
     # With gradient checkpointing transformers makes the word embedding's output require a gradient.
-    without = set[int]() if recomputes else _without_gradient(root.flat())
+    has_input_gradient = shape.has_input_gradients(recomputes) if shape.frozen_modules else recomputes
+    without = set[int]() if has_input_gradient else calls_without_gradient(root.flat(), shape.looked_up)
     backward = [call for call in root.flat(backward=True) if id(call) not in without]
     if recomputes and shape.lora_rank:
         backward = list(_recomputing_frozen(backward, {place: layer.flat() for place, layer in layers.items()}))
     elif recomputes:
-        repeated = {id(layer): layer.flat() for layer in layers.values()}
+        flat = {place: layer.flat() for place, layer in layers.items() if id(layer) not in without}
+        frozen = {place: calls for place, calls in flat.items() if not _is_trained(calls)}
+        repeated = {id(layers[place]): calls for place, calls in flat.items() if place not in frozen}
         backward = [step for call in backward for step in (*repeated.get(id(call), ()), call)]
+        backward = list(_recomputing_frozen(backward, frozen))
     return tuple(root.flat()), tuple(backward)
 
 
+def _is_trained(calls: Sequence[Call]) -> bool:
+    """Whether calls have a trained parameter."""
+    return any(param.trained for call in calls for param in call.params)
+
+
 def _recomputing_frozen(backward: Sequence[Call], layers: dict[int, list[Call]]) -> Iterator[Call]:
-    """Yield the backward calls; the last adapter's call of a layer triggers its recomputation. The frozen parameters
-    that the recomputation gathers are freed with that adapter's module (update_recompute_parameters), so the rest
-    of the backward pass gathers them once more."""
+    """Yield the backward calls; the last adapter's call of a layer triggers its recomputation, or the last call at all
+    of a layer without adapters. The frozen parameters that the recomputation gathers are freed with that call's module
+    (update_recompute_parameters), so the rest of the backward pass gathers them once more."""
+    triggers = {
+        id(call)
+        for calls in layers.values()
+        for call in calls
+        if call.params and _is_trained([call]) == _is_trained(calls)
+    }
     for call in backward:
         yield call
-        if call.place in layers and any(param.trained for param in call.params):
+        if call.place in layers and id(call) in triggers:
             *recomputed, last = layers.pop(call.place)
             frozen = (param for layer_call in (*recomputed, last) for param in layer_call.params if not param.trained)
             yield from (*recomputed, dataclasses.replace(last, releases=tuple(frozen)))
-
-
-def _without_gradient(forward: Sequence[Call]) -> set[int]:
-    """Return ids of the calls without a backward pass, since no parameter before them is trained: parameter_offload.py
-    hooks a module's output, which then has no gradient."""
-    call_ids: set[int] = set()
-    is_trained = False
-    for call in forward:
-        is_trained = is_trained or any(param.trained for param in call.params)
-        if call.params and not call.params[0].trained:
-            module = call.params[0].name.rpartition(".")[0]
-            if not is_trained or (call.place == 0 and module in READS_INPUT):
-                call_ids.add(id(call))
-    return call_ids
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,6 +105,8 @@ class ModelFacts(Part):
     lora_saved: tuple[str, ...] = ()
     lora_dora: bool = False
     lora_dtype: str | None = None
+    # Without adapters: full names of the modules whose weights are all frozen, and of other frozen weights.
+    frozen_modules: tuple[str, ...] = ()
     # Weights in 4 bits of bitsandbytes, and whether their scales are quantized, too.
     quantized: bool = False
     double_quantized: bool = False

@@ -15,6 +15,7 @@ from study.config.strategies import DEFAULT_RANKS_PER_NODE, STRATEGY_NAMES, Stra
 from study.predictor.calibration import MeasuredRun
 from study.predictor.communication import sent_by_collective, sent_bytes
 from study.predictor.hardware import CPU_CORE, Hardware, box_from_device_name
+from study.predictor.live import with_frozen
 from study.predictor.memory import predict_memory
 from study.predictor.models import shape_of_document
 from study.predictor.request import Estimate, MemoryUse, Request
@@ -161,6 +162,8 @@ def _shape(receipt: ReceiptDocument) -> ModelShape:
     shape = shape_of_document(model.config, model.name)
     if model.lora_rank is not None:
         shape = with_adapters(shape, model.lora_rank, model.lora_targets, model.lora_saved, dora=model.lora_dora)
+    if model.frozen_modules:
+        shape = with_frozen(shape, model.frozen_modules)
     for what, predicted, counted in (
         ("parameters", shape.parameters, model.parameters),
         ("trained parameters", shape.trained_parameters, model.trained_parameters),

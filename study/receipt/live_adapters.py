@@ -1,4 +1,4 @@
-"""Facts about a live model's LoRA adapters: which modules have them, trained copies of modules, and their type."""
+"""Facts about a live model's frozen weights: its LoRA adapters, their modules and type, or its frozen modules."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ def adapter_facts(model: nn.Module, rank: int) -> dict[str, Any]:
         "lora_dora": any(len(getattr(module, "lora_magnitude_vector", ())) for module in adapted.values()),
         "lora_dtype": dtype_name(matrices[0].dtype) if matrices else None,
     }
+
+
+def frozen_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the full names of the outermost modules whose weights are all frozen, and of other frozen weights."""
+    trains = {_plain_name(name): weight.requires_grad for name, weight in model.named_parameters()}
+    frozen = [name for name, is_trained in trains.items() if not is_trained]
+    if len(frozen) in (0, len(trains)):
+        return ()
+    trained = [f"{name}." for name, is_trained in trains.items() if is_trained]
+    outermost = dict[str, None]()
+    for name in frozen:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+        outermost[next(prefix for prefix in prefixes if not any(at.startswith(f"{prefix}.") for at in trained))] = None
+    return tuple(outermost)
 
 
 def _plain_name(name: str) -> str:

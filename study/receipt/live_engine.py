@@ -17,7 +17,7 @@ from study.engine.audit import dtype_name, read_deepspeed
 from study.metrics.inventory import dtensor_type, fsdp_groups
 from study.metrics.state import base_optimizer, find_quant_states, fsdp1_parameters
 from study.receipt.document import Engine, EngineFacts, ModelFacts
-from study.receipt.live_adapters import adapter_facts
+from study.receipt.live_adapters import adapter_facts, frozen_modules
 from study.receipt.live_fsdp import fsdp1_facts, fsdp2_facts, is_in_fsdp1_root, is_in_fsdp2_root
 from study.workloads.architecture import find_adapters
 
@@ -172,6 +172,7 @@ def read_model(model: Any) -> ModelFacts:
         trained_parameters=sum(_elements(it) for _, it in _whole_parameters(model) if it.requires_grad),
         config=_plain(config.to_dict()) if hasattr(config, "to_dict") else None,
         **(adapter_facts(core, adapters["rank"]) if isinstance(adapters, dict) else {}),
+        frozen_modules=() if adapters else frozen_modules(core),
         attention=getattr(config, "_attn_implementation", None),
         quantized=bool(states),
         double_quantized=any(getattr(state, "nested", False) for state in states),

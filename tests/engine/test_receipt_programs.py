@@ -93,6 +93,28 @@ def test_a_prediction_has_adapters_where_the_program_has_them() -> None:
     assert (model.lora_dora, model.lora_dtype) == (True, "float32")
 
 
+@pytest.mark.parametrize(
+    ("strategy", "program", "frozen"),
+    [
+        ("zero3", "trainer_with_a_frozen_beginning", ("model.embed_tokens", "model.layers.0")),
+        ("zero3", "trainer_recomputing_a_frozen_tower", ("model.vision_tower",)),
+        ("fsdp2", "loop_with_a_frozen_tower", ("model.vision_tower",)),
+        pytest.param("zero3", "trainer_with_a_frozen_tower", ("model.vision_tower",), marks=pytest.mark.long),
+        pytest.param("zero2", "loop_with_a_frozen_tower", ("model.vision_tower",), marks=pytest.mark.long),
+    ],
+)
+def test_state_and_traffic_of_frozen_parts_are_predicted(strategy: str, program: str, frozen: tuple[str, ...]) -> None:
+    """DeepSpeed counts the steps in 4 bytes, and gathers a norm of gradients in 16."""
+    receipt = run_programs(strategy, program)[program]
+    assert receipt.failures == ()
+    assert receipt.forecast.missing is None
+    assert receipt.model.frozen_modules == frozen
+    figures = {row.figure: (row.predicted, row.measured) for row in receipt.forecast.comparisons}
+    for figure in ("parameters", "optimizer state", "ring bytes of a step"):
+        predicted, measured = figures[figure]
+        assert measured - 16 <= predicted <= measured, figure
+
+
 @pytest.mark.long
 def test_the_trainer_has_a_receipt_under_deepspeed() -> None:
     receipt = run_programs("zero2", "trainer")["trainer"]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerator_on_cores import make_accelerator  # type: ignore[import-not-found]  # found beside this file
 from torch import nn
 
 from study import Receipt, ReceiptCallback
@@ -99,26 +99,6 @@ def own_loop(fault: str) -> None:
                 with torch.no_grad():
                     layers[1].weight[0, 0] += 1e-3
     print("the loop went on to its end")
-
-
-def make_accelerator(accumulation: int, precision: str = "no") -> Any:
-    """Return the launched file's Accelerator; on cores Accelerate needs help with FSDP and DeepSpeed."""
-    from accelerate import Accelerator, DistributedType, PartialState
-
-    state = PartialState(cpu=True)
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        import deepspeed
-
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    accelerator = Accelerator(gradient_accumulation_steps=accumulation, mixed_precision=precision)
-    if (plugin := accelerator.state.deepspeed_plugin) is not None:
-        zero = plugin.deepspeed_config["zero_optimization"]
-        zero["reduce_bucket_size"] = 10_000
-        if zero["stage"] == 3:
-            zero["stage3_param_persistence_threshold"] = 100
-    return accelerator
 
 
 def accelerate_loop(fault: str) -> None:

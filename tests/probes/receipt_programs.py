@@ -26,12 +26,12 @@ def make_rows(count: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def make_llama() -> Any:
+def make_llama(hidden: int = 64) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -41,7 +41,7 @@ def make_llama() -> Any:
     return LlamaForCausalLM(config)
 
 
-def run_trainer(path: Path, model: Any, **settings: Any) -> None:
+def run_trainer(path: Path, model: Any, rows: Any = None, **settings: Any) -> None:
     """transformers' Trainer as in run_clm.py: accumulation, an evaluation in the middle, a scheduler."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
@@ -64,7 +64,7 @@ def run_trainer(path: Path, model: Any, **settings: Any) -> None:
         learning_rate=1e-3,
         **settings,
     )
-    rows: Any = make_rows(128)
+    rows = rows or make_rows(128)
     trainer = Trainer(
         model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:8], data_collator=default_data_collator
     )
@@ -91,6 +91,81 @@ def trainer_with_some_adapters(path: Path) -> None:
 
     settings = peft.LoraConfig(r=8, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], use_dora=True)
     run_trainer(path, peft.get_peft_model(make_llama(), settings))
+
+
+def trainer_with_a_frozen_beginning(path: Path) -> None:
+    """The embedding and the first layer are frozen, so that the backward pass ends at the second."""
+    # Stage 3 gathers the matrices of this width, and keeps smaller ones.
+    model = make_llama(512)
+    for module in (model.model.embed_tokens, model.model.layers[0]):
+        module.requires_grad_(False)
+    run_trainer(path, model)
+
+
+def make_llava() -> tuple[Any, list[dict[str, Any]]]:
+    """Return a LLaVA whose tower of images is frozen, and samples of one image of 16 patches."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    side, image_token, patches = 28, 1, 16
+    vision = CLIPVisionConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=side,
+        patch_size=7,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=make_llama(512).config,
+        image_token_index=image_token,
+        vision_feature_layer=-1,
+    )
+    model: Any = LlavaForConditionalGeneration(config)
+    model.model.vision_tower.requires_grad_(False)
+    rows = list[dict[str, Any]]()
+    for row in make_rows(128):
+        words = [max(image_token + 1, token) for token in row["input_ids"][patches:]]
+        rows.append(
+            {
+                "input_ids": [image_token] * patches + words,
+                "labels": row["labels"],
+                "pixel_values": torch.zeros(3, side, side),
+            }
+        )
+    return model, rows
+
+
+def trainer_with_a_frozen_tower(path: Path) -> None:
+    model, rows = make_llava()
+    run_trainer(path, model, rows=rows)
+
+
+def trainer_recomputing_a_frozen_tower(path: Path) -> None:
+    model, rows = make_llava()
+    run_trainer(path, model, rows=rows, gradient_checkpointing=True)
+
+
+def loop_with_a_frozen_tower(path: Path) -> None:
+    """Accelerate's own loop."""
+    from accelerator_on_cores import make_accelerator  # type: ignore[import-not-found]  # found beside this file
+    from transformers import default_data_collator
+
+    # Without it Accelerate looks for classes of CLIP's model of text, too, and ends with an error.
+    os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "CLIPEncoderLayer,LlamaDecoderLayer"
+    accelerator = make_accelerator(1)
+    model, rows = make_llava()
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=default_data_collator)  # type: ignore[arg-type]
+    optimizer: Any = torch.optim.AdamW([it for it in model.parameters() if it.requires_grad], lr=1e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    receipt = Receipt(model, optimizer, path=path)
+    for batch in loader:
+        with receipt.step():
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    receipt.close()
 
 
 def trl_sft(path: Path) -> None:

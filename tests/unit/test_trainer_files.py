@@ -343,12 +343,37 @@ def test_keys_that_llama_factory_refuses_together_are_its_error(
     assert [item for item in case.findings if item.kind == "refused"] == []
 
 
-def test_a_frozen_tower_is_said_to_be_counted_as_trained(tmp_path: Path) -> None:
-    notes = {}
-    for frozen in (True, False):
-        case = read(write(tmp_path, FACTORY | {"freeze_vision_tower": frozen}), *BOX)
-        notes[frozen] = [item.says for item in case.findings if item.key == "freeze_vision_tower"]
-    assert notes == {True: ["a frozen tower is counted as trained in full training"], False: []}
+@pytest.mark.parametrize(
+    ("keys", "frozen"),
+    [
+        ({}, ("visual.patch_embed", "visual.blocks", "visual.merger")),
+        ({"freeze_vision_tower": False}, ("visual.merger",)),
+        ({"freeze_multi_modal_projector": "false"}, ("visual.patch_embed", "visual.blocks")),
+        (
+            {"freeze_language_model": True, "freeze_multi_modal_projector": False},
+            ("visual.patch_embed", "visual.blocks", "language_model"),
+        ),
+        ({"finetuning_type": "lora"}, ()),
+    ],
+)
+def test_llama_factory_trains_parts_of_a_model_of_images(
+    keys: dict[str, Any], frozen: tuple[str, ...], tmp_path: Path
+) -> None:
+    settings = {"model_name_or_path": "Qwen/Qwen2-VL-2B-Instruct", "finetuning_type": "full"}
+    case = read(write(tmp_path, FACTORY | settings | keys), *BOX)
+    assert case.shape.frozen_modules == frozen
+    weights = [param for param in case.shape.params if not param.trained and not case.shape.lora_rank]
+    inside = [param for param in case.shape.params if any(f".{name}." in f".{param.name}" for name in frozen)]
+    assert weights == inside
+    # Its own gradient checkpointing leaves a frozen layer alone.
+    assert not case.shape.has_input_gradients(recomputes=True)
+
+
+def test_llama_factory_trains_all_of_a_model_of_text(tmp_path: Path) -> None:
+    settings = {"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "finetuning_type": "full"}
+    case = read(write(tmp_path, FACTORY | settings | {"freeze_vision_tower": True}), *BOX)
+    assert case.shape.frozen_modules == ()
+    assert case.shape.frozen_parameters == 0
 
 
 SWIFT = {"model": "Qwen/Qwen2.5-7B-Instruct", "max_length": 2048, "learning_rate": 1e-4, "output_dir": "out"}

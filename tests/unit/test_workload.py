@@ -49,6 +49,8 @@ CHANGES = {
     "lora_targets": "q_proj,v_proj",
     "lora_modules_to_save": "lm_head",
     "lora_dora": None,
+    "freeze": "visual,lm_head",
+    "frozen_without_backward": None,
     "tensor_parallel": "2",
     "tensor_plan": "sequence",
     "sp": "8",
