@@ -49,9 +49,11 @@ _LAUNCHER = re.compile("ChildFailedError|CalledProcessError")
 # Lines of one traceback. Those of a recursion are thousands.
 _MAX_TRACEBACK_LINES = 10_000
 _MAX_TRACEBACK_BYTES = 2_000_000
+# Lines of other ranks after the first line of a traceback.
+_MAX_OTHERS = 100
 # Each rank prints one of a launcher or of a lost connection.
 _MAX_TRACEBACKS = 64
-# What ranks, vLLM's processes and loggers put before an error.
+# Names of ranks and processes, and the times and files of loggers, before an error.
 _PREFIX = re.compile(
     rb"(\[rank\d+\]:|\d+: |\([\w .=-]+\)|(ERROR|CRITICAL)\b[-\d :,.]*|[-\d :,.]{10,}|\[[\w.]+:\d+\]|E\d{4} [^\]\n]*\])"
     rb"\s*"
@@ -236,7 +238,7 @@ def _is_harmless(message: Message, lower: bytes, place: int) -> bool:
 def find_unknown_error(text: str, messages: list[FoundMessage]) -> FirstError | None:
     """Return the line that names the first error of a text; None if there is none, or a message of it is known.
 
-    What only reports the error of another process is passed over, as its cause is another one."""
+    A report of another process's error is passed over, as its cause is another line."""
     data = text.encode("utf-8", errors="replace")
     causes = [item for item in messages if not item.message.is_consequence]
     first: FirstError | None = None
@@ -247,7 +249,9 @@ def find_unknown_error(text: str, messages: list[FoundMessage]) -> FirstError | 
         if start < 0 or first or is_known:
             break
         begin = data.rfind(b"\n", 0, start) + 1
-        first, lines, place = _read_traceback(data, begin, start)
+        first, lines = _read_traceback(data, begin, start)
+        # Tracebacks of other ranks begin among its lines.
+        place = start + len(_TRACEBACK)
         # A message may also have been in the log before.
         is_known = first is not None and (
             any(lines[0] <= item.line <= lines[1] for item in causes) or bool(find_messages(first.text))
@@ -258,21 +262,22 @@ def find_unknown_error(text: str, messages: list[FoundMessage]) -> FirstError | 
     return plain or (None if is_known else first)
 
 
-def _read_traceback(data: bytes, begin: int, start: int) -> tuple[FirstError | None, tuple[int, int], int]:
-    """Return the error of the traceback that starts at a place, its first and last line, and the place after it.
+def _read_traceback(data: bytes, begin: int, start: int) -> tuple[FirstError | None, tuple[int, int]]:
+    """Return the error of the traceback that starts at a place, and its first and last line.
 
     Of a chain the last error that is not a launcher's."""
     lines = data[begin : begin + _MAX_TRACEBACK_BYTES].split(b"\n", _MAX_TRACEBACK_LINES)[:_MAX_TRACEBACK_LINES]
-    # The name of the rank, which a launcher puts before each of its lines.
-    rank = data[begin:start] if len(lines) > 1 and lines[1].startswith(data[begin:start]) else b""
+    # The name of the rank, which a launcher puts before each of its lines. Other ranks may print the next ones.
+    rank = data[begin:start]
+    if not any(line.startswith(rank) for line in lines[1:_MAX_OTHERS]):
+        rank = b""
     # Other ranks print between its lines.
     rest = {index: line[len(rank) :].rstrip() for index, line in enumerate(lines) if line.startswith(rank)}
     endings, last = _find_endings({index: line for index, line in rest.items() if line})
     first = data.count(b"\n", 0, begin) + 1
     texts = {index: lines[index].decode(errors="replace").strip() for index in endings}
     errors = [FirstError(first + index, text) for index, text in texts.items() if not _is_report(text)]
-    after = begin + sum(len(line) + 1 for line in lines[: last + 1])
-    return errors[-1] if errors else None, (first, first + last), max(after, start + len(_TRACEBACK))
+    return errors[-1] if errors else None, (first, first + last)
 
 
 def _is_report(text: str) -> bool:
@@ -309,17 +314,17 @@ def _find_plain_error(data: bytes, before: int | None) -> FirstError | None:
     end = len(data) if before is None else _find_line(data, before)
     traceback = data.find(_TRACEBACK, 0, end)
     end = end if traceback < 0 else traceback
-    found: FirstError | None = None
+    error: FirstError | None = None
     last = 0
     for begin, line in itertools.islice(_find_named_lines(data, end), _MAX_NAMES):
         # Of a chain in a notebook the last one counts.
-        if found and not any(words in data[last:begin] for words in _CHAINED):
+        if error and not any(words in data[last:begin] for words in _CHAINED):
             break
         text = line.decode(errors="replace").strip()
         if not _is_report(text):
-            found = FirstError(data.count(b"\n", 0, begin) + 1, text)
+            error = FirstError(data.count(b"\n", 0, begin) + 1, text)
         last = begin
-    return None if found is None or find_messages(found.text) else found
+    return None if error is None or find_messages(error.text) else error
 
 
 def _find_named_lines(data: bytes, end: int) -> Iterator[tuple[int, bytes]]:
@@ -347,7 +352,7 @@ def _find_places(data: bytes, words: bytes, end: int) -> Iterator[int]:
 
 
 def _find_line(data: bytes, number: int) -> int:
-    """Return the place where a line begins."""
+    """Return the place of a line's first byte."""
     place = 0
     for _ in range(number - 1):
         place = data.find(b"\n", place) + 1

@@ -324,7 +324,7 @@ SPAWNED = (
 )
 
 
-def page_of(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+def print_page(text: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["why", text]) == 0
     return capsys.readouterr().out
 
@@ -335,30 +335,30 @@ def page_of(text: str, capsys: pytest.CaptureFixture[str]) -> str:
 )
 def test_the_error_before_a_report_of_it_is_the_cause(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     unknown = f"{prefix}ValueError: head_dim 72 has no kernel"
-    assert page_of(f"{unknown}\n{ENGINE_CORE}", capsys).startswith(
+    assert print_page(f"{unknown}\n{ENGINE_CORE}", capsys).startswith(
         f"first error in the log, unknown: line 1: {unknown}\nline 2: RuntimeError: Engine core"
     )
-    # A known one, also where the report is printed before it.
-    known = f"{prefix}ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0."
-    assert page_of(f"{known}\n{ENGINE_CORE}", capsys).startswith("line 1: ")
-    assert page_of(f"{ENGINE_CORE}{known}\n", capsys).startswith("line 2: ")
-    assert "unknown" not in page_of(f"{ENGINE_CORE}{known}\n", capsys)
+    # The cause is also first if the report is printed before it.
+    cause = f"{prefix}ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0."
+    assert print_page(f"{cause}\n{ENGINE_CORE}", capsys).startswith("line 1: ")
+    assert print_page(f"{ENGINE_CORE}{cause}\n", capsys).startswith("line 2: ")
+    assert "unknown" not in print_page(f"{ENGINE_CORE}{cause}\n", capsys)
 
 
 def test_the_error_of_a_spawned_process_is_the_cause_and_not_that_of_its_launcher(capsys) -> None:
     inner = f"Traceback (most recent call last):\n{FRAME}"
-    page = page_of(f"{SPAWNED}{inner}ValueError: my loss has no rows\n", capsys)
+    page = print_page(f"{SPAWNED}{inner}ValueError: my loss has no rows\n", capsys)
     assert page.startswith("first error in the log, unknown: line 10: ValueError: my loss has no rows\n")
-    page = page_of(f"{SPAWNED}{inner}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", capsys)
+    page = print_page(f"{SPAWNED}{inner}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", capsys)
     assert page.startswith("line 10: torch.OutOfMemoryError")
     # notebook_launcher repeats it, and a chain ends with the launcher's error.
-    again = (
+    repeated = (
         "\nThe above exception was the direct cause of the following exception:\n\n"
         'Traceback (most recent call last):\n  File "launchers.py"\n'
         "RuntimeError: An issue was found when launching the training: \n\n-- Process 1 terminated with the following "
         f"error:\n{inner}KeyError: 'text'\n"
     )
-    page = page_of(f"{SPAWNED}{inner}KeyError: 'text'\n{again}", capsys)
+    page = print_page(f"{SPAWNED}{inner}KeyError: 'text'\n{repeated}", capsys)
     assert page.startswith("first error in the log, unknown: line 10: KeyError: 'text'\n")
 
 
@@ -372,8 +372,8 @@ def test_the_error_of_a_notebook_has_no_colon_after_its_traceback() -> None:
     )
     assert find_unknown_error(notebook, []) == FirstError(12, "ValueError: no column x")
     # A warning of a logger after a known cause is none of it.
-    known = "CUDA out of memory\nValueError: mine\n"
-    assert find_unknown_error(known, find_messages(known)) is None
+    log = "CUDA out of memory\nValueError: mine\n"
+    assert find_unknown_error(log, find_messages(log)) is None
 
 
 def test_a_rank_that_reports_anothers_error_does_not_hide_it() -> None:
@@ -384,6 +384,10 @@ def test_a_rank_that_reports_anothers_error_does_not_hide_it() -> None:
         '[rank0]: Traceback (most recent call last):\n[rank0]:   File "b.py"\n[rank0]: OSError: no config.json\n'
     )
     assert find_unknown_error(text, find_messages(text)) == FirstError(6, "[rank0]: OSError: no config.json")
+    # Ranks print at the same time.
+    lines = text.splitlines()
+    mixed = "\n".join(lines[index] for index in (0, 3, 1, 4, 5, 2)) + "\n"
+    assert find_unknown_error(mixed, find_messages(mixed)) == FirstError(5, "[rank0]: OSError: no config.json")
 
 
 def test_what_is_a_report_says_where_to_look() -> None:
