@@ -6,6 +6,8 @@ import argparse
 import bisect
 import dataclasses
 import functools
+import heapq
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -21,7 +23,8 @@ from study.host.folders import resolve_path
 
 EPILOG = """\
 A log may be of any length: its last 20 MB are read. Each message that is known is printed once, the first in the log
-first, since later ones are often its consequences. Before them comes the first traceback's error, if it is not known.
+first, since later ones are often its consequences. Messages that only report another process's error come last. Before
+all comes the first error of the log, if it is not known and none of these.
 Warnings that healthy runs print, too, are known in a text of at most ten lines, or if a log has no other message.
 Exit status 3: no message is known.
 """
@@ -45,6 +48,20 @@ _ERROR = re.compile(rb"[\w.]*(Error|Exception|Exit|Interrupt|Iteration|Timeout|E
 _LAUNCHER = re.compile("ChildFailedError|CalledProcessError")
 # Lines of one traceback. Those of a recursion are thousands.
 _MAX_TRACEBACK_LINES = 10_000
+_MAX_TRACEBACK_BYTES = 2_000_000
+# Lines of other ranks after the first line of a traceback.
+_MAX_OTHERS = 100
+# Each rank prints one of a launcher or of a lost connection.
+_MAX_TRACEBACKS = 64
+# Names of ranks and processes, and the times and files of loggers, before an error.
+_PREFIX = re.compile(
+    rb"(\[rank\d+\]:|\d+: |\([\w .=-]+\)|(ERROR|CRITICAL)\b[-\d :,.]*|[-\d :,.]{10,}|\[[\w.]+:\d+\]|E\d{4} [^\]\n]*\])"
+    rb"\s*"
+)
+# Of an error that has no traceback before it, or one of a notebook.
+_NAMES = (b"Error: ", b"Exception: ")
+_MAX_NAMES = 100
+_MAX_NAMED_LINES = 20_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +82,8 @@ class Message:
     unless: tuple[str, ...] = ()
     # A warning that healthy runs print, too.
     in_healthy_logs: bool = False
+    # It only reports an error that another process has, or that is above it.
+    is_consequence: bool = False
 
     @functools.cached_property
     def patterns(self) -> tuple[Pattern, ...]:
@@ -169,8 +188,9 @@ def _is_file(path: Path) -> bool:
 
 
 def find_messages(text: str, *, with_warnings: bool = False) -> list[FoundMessage]:
-    """Return the known messages of a text, the first one first; `with_warnings`: of a log, too, those that healthy runs
-    print."""
+    """Return the known messages of a text, causes before consequences and the first one first.
+
+    `with_warnings`: of a log, too, those that healthy runs print."""
     results = []
     data = text.encode("utf-8", errors="replace")
     # Of bytes: a pattern that ignores case takes ten times as long, and the lower case of other letters is longer.
@@ -196,7 +216,7 @@ def find_messages(text: str, *, with_warnings: bool = False) -> list[FoundMessag
                 rest = data[places[0] : places[0] + _MAX_MESSAGE_BYTES].decode(errors="replace")
                 memory = _read_memory(before, line, rest, is_alone=not names_several_gpus(text))
             results.append(FoundMessage(message, first + 1, len(lines), line.strip(), memory))
-    return sorted(results, key=lambda found_message: found_message.line)
+    return sorted(results, key=lambda found_message: (found_message.message.is_consequence, found_message.line))
 
 
 def _read_memory(before: str, line: str, rest: str, is_alone: bool) -> FullGpu | None:
@@ -216,44 +236,127 @@ def _is_harmless(message: Message, lower: bytes, place: int) -> bool:
 
 
 def find_unknown_error(text: str, messages: list[FoundMessage]) -> FirstError | None:
-    """Return the last line of the first traceback of a text; None if there is none, or a message of it is known."""
+    """Return the line that names the first error of a text; None if there is none, or a message of it is known.
+
+    A report of another process's error is passed over, as its cause is another line."""
     data = text.encode("utf-8", errors="replace")
-    start = data.find(_TRACEBACK)
-    if start < 0:
-        return None
-    begin = data.rfind(b"\n", 0, start) + 1
-    lines = data[begin:].split(b"\n", _MAX_TRACEBACK_LINES)[:_MAX_TRACEBACK_LINES]
-    # The name of the rank, which a launcher puts before each of its lines.
-    rank = data[begin:start] if len(lines) > 1 and lines[1].startswith(data[begin:start]) else b""
+    causes = [item for item in messages if not item.message.is_consequence]
+    first: FirstError | None = None
+    place = 0
+    is_known = False
+    for _ in range(_MAX_TRACEBACKS):
+        start = data.find(_TRACEBACK, place)
+        if start < 0 or first or is_known:
+            break
+        begin = data.rfind(b"\n", 0, start) + 1
+        first, lines = _read_traceback(data, begin, start)
+        # Tracebacks of other ranks begin among its lines.
+        place = start + len(_TRACEBACK)
+        # A message may also have been in the log before.
+        is_known = first is not None and (
+            any(lines[0] <= item.line <= lines[1] for item in causes) or bool(find_messages(first.text))
+        )
+    # A line without a traceback is often of a warning: it counts if no cause is known before it.
+    end = min([item.line for item in causes] + ([first.line] if first else []), default=None)
+    plain = _find_plain_error(data, end)
+    return plain or (None if is_known else first)
+
+
+def _read_traceback(data: bytes, begin: int, start: int) -> tuple[FirstError | None, tuple[int, int]]:
+    """Return the error of the traceback that starts at a place, and its first and last line.
+
+    Of a chain the last error that is not a launcher's."""
+    lines = data[begin : begin + _MAX_TRACEBACK_BYTES].split(b"\n", _MAX_TRACEBACK_LINES)[:_MAX_TRACEBACK_LINES]
+    # The name of the rank, which a launcher puts before each of its lines. Other ranks may print the next ones.
+    rank = data[begin:start]
+    if not any(line.startswith(rank) for line in lines[1:_MAX_OTHERS]):
+        rank = b""
     # Other ranks print between its lines.
     rest = {index: line[len(rank) :].rstrip() for index, line in enumerate(lines) if line.startswith(rank)}
-    ending, last = _find_ending({index: line for index, line in rest.items() if line})
-    if ending is None:
-        return None
+    endings, last = _find_endings({index: line for index, line in rest.items() if line})
     first = data.count(b"\n", 0, begin) + 1
-    error = FirstError(first + ending, lines[ending].decode(errors="replace").strip())
-    # A message may also have been in the log before.
-    is_known = any(first <= item.line <= first + last for item in messages) or find_messages(error.text)
-    return None if is_known or _LAUNCHER.search(error.text) else error
+    texts = {index: lines[index].decode(errors="replace").strip() for index in endings}
+    errors = [FirstError(first + index, text) for index, text in texts.items() if not _is_report(text)]
+    return errors[-1] if errors else None, (first, first + last)
 
 
-def _find_ending(lines: dict[int, bytes]) -> tuple[int | None, int]:
-    """Return the index of the line that names the error of a traceback, of a chain the last, and of its last line."""
-    ending: int | None = None
+def _is_report(text: str) -> bool:
+    """Whether a line only reports the error of another process."""
+    return bool(_LAUNCHER.search(text)) or any(item.message.is_consequence for item in find_messages(text))
+
+
+def _find_endings(lines: dict[int, bytes]) -> tuple[list[int], int]:
+    """Return the indices of the lines that name the errors of a traceback and of its chain, and of its last line."""
+    endings: list[int] = []
     last = 0
+    is_open = True
     is_chained = False
     for index, line in lines.items():
-        if ending is None:
-            ending = index if _ERROR.match(line) else None
+        if is_open:
+            if _ERROR.match(line):
+                endings.append(index)
+                is_open = False
         elif line.startswith(_CHAINED):
             is_chained = True
         elif is_chained and line.startswith(_TRACEBACK):
-            ending, is_chained = None, False
+            is_open, is_chained = True, False
         elif not line[:1].isspace():
             # A message of several lines indents those after the first.
             break
         last = index
-    return ending, last
+    # A traceback that the log does not end: its chain's error is not there.
+    return ([] if is_open else endings), last
+
+
+def _find_plain_error(data: bytes, before: int | None) -> FirstError | None:
+    """Return the first line outside of a traceback that names an error and is before a line; None if its message is
+    known, or there is none."""
+    end = len(data) if before is None else _find_line(data, before)
+    traceback = data.find(_TRACEBACK, 0, end)
+    end = end if traceback < 0 else traceback
+    error: FirstError | None = None
+    last = 0
+    for begin, line in itertools.islice(_find_named_lines(data, end), _MAX_NAMES):
+        # Of a chain in a notebook the last one counts.
+        if error and not any(words in data[last:begin] for words in _CHAINED):
+            break
+        text = line.decode(errors="replace").strip()
+        if not _is_report(text):
+            error = FirstError(data.count(b"\n", 0, begin) + 1, text)
+        last = begin
+    return None if error is None or find_messages(error.text) else error
+
+
+def _find_named_lines(data: bytes, end: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the place and the text of each line before a place that begins with the name of an error."""
+    before = -1
+    places = heapq.merge(*(_find_places(data, name, end) for name in _NAMES))
+    for place in itertools.islice(places, _MAX_NAMED_LINES):
+        begin = data.rfind(b"\n", 0, place) + 1
+        if begin == before:
+            continue
+        before = begin
+        stop = data.find(b"\n", place)
+        line = rest = data[begin : stop if stop >= 0 else None]
+        while prefix := _PREFIX.match(rest):
+            rest = rest[prefix.end() :]
+        if _ERROR.match(rest):
+            yield begin, line
+
+
+def _find_places(data: bytes, words: bytes, end: int) -> Iterator[int]:
+    place = data.find(words, 0, end)
+    while place >= 0:
+        yield place
+        place = data.find(words, place + 1, end)
+
+
+def _find_line(data: bytes, number: int) -> int:
+    """Return the place of a line's first byte."""
+    place = 0
+    for _ in range(number - 1):
+        place = data.find(b"\n", place) + 1
+    return place
 
 
 def _page(messages: list[FoundMessage], error: FirstError | None, warnings: list[FoundMessage]) -> Iterator[str]:

@@ -119,11 +119,16 @@ class CostTable:
         return cls(document["packages"], releases, document["package"])
 
     def write(self, file: Path) -> None:
-        releases = {
-            release: {name: cost.document() for name, cost in self.releases[release].items()} for release in self.names
-        }
-        document = {"package": self.package, "packages": self.packages, "releases": releases}
-        file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        # A line for each combination.
+        releases = [
+            f"{json.dumps(release)}: {{\n"
+            + ",\n".join(f"{json.dumps(name)}: {json.dumps(cost.document())}" for name, cost in costs.items())
+            + "}"
+            for release, costs in ((release, self.releases[release]) for release in self.names)
+        ]
+        head = json.dumps({"package": self.package, "packages": self.packages})[:-1]
+        text = f'{head},\n"releases": {{\n' + ",\n".join(releases) + "}}\n"
+        file.write_text(text, encoding="utf-8")
 
 
 @functools.cache

@@ -315,6 +315,100 @@ def test_the_first_error_is_the_end_of_the_first_traceback(text: str, error: Fir
     assert find_unknown_error(text + WATCHDOG, find_messages(text + WATCHDOG)) == error
 
 
+ENGINE_CORE = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+SPAWNED = (
+    "Traceback (most recent call last):\n"
+    '  File "/env/torch/multiprocessing/spawn.py", line 215, in join\n'
+    "    raise ProcessRaisedException(msg, error_index, failed_process.pid)\n"
+    "torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\n"
+)
+
+
+def print_page(text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["why", text]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["", "ERROR 11-30 10:00:00 [core.py:718] ", "(EngineCore_0 pid=71) ERROR 11-30 10:00:00 [core.py:718] ", "1: "],
+)
+def test_the_error_before_a_report_of_it_is_the_cause(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = f"{prefix}ValueError: head_dim 72 has no kernel"
+    assert print_page(f"{unknown}\n{ENGINE_CORE}", capsys).startswith(
+        f"first error in the log, unknown: line 1: {unknown}\nline 2: RuntimeError: Engine core"
+    )
+    # The cause is also first if the report is printed before it.
+    cause = f"{prefix}ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0."
+    assert print_page(f"{cause}\n{ENGINE_CORE}", capsys).startswith("line 1: ")
+    assert print_page(f"{ENGINE_CORE}{cause}\n", capsys).startswith("line 2: ")
+    assert "unknown" not in print_page(f"{ENGINE_CORE}{cause}\n", capsys)
+
+
+def test_the_error_of_a_spawned_process_is_the_cause_and_not_that_of_its_launcher(capsys) -> None:
+    inner = f"Traceback (most recent call last):\n{FRAME}"
+    page = print_page(f"{SPAWNED}{inner}ValueError: my loss has no rows\n", capsys)
+    assert page.startswith("first error in the log, unknown: line 10: ValueError: my loss has no rows\n")
+    page = print_page(f"{SPAWNED}{inner}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", capsys)
+    assert page.startswith("line 10: torch.OutOfMemoryError")
+    # notebook_launcher repeats it, and a chain ends with the launcher's error.
+    repeated = (
+        "\nThe above exception was the direct cause of the following exception:\n\n"
+        'Traceback (most recent call last):\n  File "launchers.py"\n'
+        "RuntimeError: An issue was found when launching the training: \n\n-- Process 1 terminated with the following "
+        f"error:\n{inner}KeyError: 'text'\n"
+    )
+    page = print_page(f"{SPAWNED}{inner}KeyError: 'text'\n{repeated}", capsys)
+    assert page.startswith("first error in the log, unknown: line 10: KeyError: 'text'\n")
+
+
+def test_the_error_of_a_notebook_has_no_colon_after_its_traceback() -> None:
+    notebook = (
+        "KeyError                                  Traceback (most recent call last)\n"
+        "Cell In[3], line 2\n----> 2 d['x']\n\nKeyError: 'x'\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "ValueError                                Traceback (most recent call last)\n----> 4 f()\n\n"
+        "ValueError: no column x\n"
+    )
+    assert find_unknown_error(notebook, []) == FirstError(12, "ValueError: no column x")
+    # A warning of a logger after a known cause is none of it.
+    log = "CUDA out of memory\nValueError: mine\n"
+    assert find_unknown_error(log, find_messages(log)) is None
+
+
+def test_a_rank_that_reports_anothers_error_does_not_hide_it() -> None:
+    text = (
+        '[rank1]: Traceback (most recent call last):\n[rank1]:   File "a.py"\n[rank1]: torch.distributed.'
+        "DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value "
+        "store by key '0', but store->get('0') got error: Connection reset by peer\n"
+        '[rank0]: Traceback (most recent call last):\n[rank0]:   File "b.py"\n[rank0]: OSError: no config.json\n'
+    )
+    assert find_unknown_error(text, find_messages(text)) == FirstError(6, "[rank0]: OSError: no config.json")
+    # Ranks print at the same time.
+    lines = text.splitlines()
+    mixed = "\n".join(lines[index] for index in (0, 3, 1, 4, 5, 2)) + "\n"
+    assert find_unknown_error(mixed, find_messages(mixed)) == FirstError(5, "[rank0]: OSError: no config.json")
+
+
+def test_what_is_a_report_says_where_to_look() -> None:
+    reports = {message.id for message in MESSAGES if message.is_consequence}
+    assert reports >= {"child-failed", "engine-core", "spawned-process", "dump-signal", "no-unique-id"}
+    text = "Received a dump signal due to a collective timeout from this local rank\nexitcode: -9\n"
+    assert [item.message.id for item in find_messages(text)] == ["killed", "dump-signal"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no name Error: x\n" * 600_000, "DistBackendError: NCCL communicator was aborted on rank 1\n" * 100_000],
+    ids=["names", "reports"],
+)
+def test_a_long_log_of_one_line_is_searched_for_its_first_error_in_a_second(text: str) -> None:
+    began = time.process_time()
+    assert find_unknown_error(text, []) is None
+    # Minutes, if each line were searched to the end of the log.
+    assert time.process_time() - began < 3
+
+
 def test_a_known_message_before_an_unknown_traceback_does_not_hide_it() -> None:
     text = f"OVERFLOW! Rank 0 Skipping step.\nTraceback (most recent call last):\n{FRAME}ValueError: mine\n"
     assert find_unknown_error(text, find_messages(text)) == FirstError(5, "ValueError: mine")
