@@ -7,15 +7,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from study.advisor.explain_case import ConfigCase
+from study.advisor.explain_findings import NO_UNITS
+from study.advisor.request_notes import ADAPTERS_IN_FP32
 from study.advisor.trainer_files import TrainerFile, is_grpo, is_kto
 from study.advisor.trainer_keys import REWARD_KEY
 from study.advisor.user_settings import NOT_MODELLED, Finding
 from study.config.errors import UserError, clip
+from study.config.precisions import computes_in_fp16
 from study.config.text import rounded
 from study.host.memory import GIB
 from study.host.stacks import release_key
 from study.predictor.hardware import ANY_DEVICE
 from study.predictor.losses import LossKernel
+from study.predictor.request import Request
 
 # The newest one that was read, and the first whose trainers call add_fused_lm_head.
 NEWEST_TRL, FUSED_SINCE = "1.16.0", "1.15.0"
@@ -23,6 +27,9 @@ NEWEST_TRL, FUSED_SINCE = "1.16.0", "1.15.0"
 _CHUNKED_SINCE, _CHUNKED_BY_DEFAULT_SINCE = "1.4.0", "1.7.0"
 # The first release that gathers the output layer's weight at stage 3, by trainer.
 _GATHERED_SINCE = {"sft": "1.6.0", "grpo": "1.6.0", "dpo": "1.9.0"}
+# The first release that casts the adapters of a 4-bit or 8-bit model to bf16, by trainer: in its __init__, after
+# get_peft_model. Before it peft's stay in fp32.
+_CASTS_SINCE = {"sft": "0.26.0", "grpo": "0.26.0", "reward": "0.26.0", "dpo": "0.29.0", "kto": "1.8.0"}
 # vllm_gpu_memory_utilization without the key, and the first release whose vllm_mode is colocate without it.
 _VLLM_SHARE, _COLOCATES_SINCE = 0.3, "1.0.0"
 _SFT_LOSSES = ("nll", "dft", "chunked_nll")
@@ -103,8 +110,43 @@ def _wrong_losses(file: TrainerFile, release: str) -> Iterator[Finding]:
 
 def with_release(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
     """Return the case of TRL's file with the errors and the memory that depend on the release and the engine."""
-    errors = _unsharded_head(file, release, case.stage)
-    return _with_vllm(file, release, dataclasses.replace(case, trl=release, findings=(*case.findings, *errors)))
+    errors = (*_unsharded_head(file, release, case.stage), *_scaled_adapters(file, release, case))
+    findings = (*_fixed_for_adapters(file, release, case), *errors)
+    return _with_vllm(file, release, dataclasses.replace(case, trl=release, findings=findings))
+
+
+def casts_adapters(file: TrainerFile, release: str, request: Request) -> bool:
+    """Whether the release casts the adapters of a quantized model to bf16."""
+    trainer = "kto" if is_kto(file) else trained_by(file)
+    is_quantized = request.quantized or request.in_8_bits
+    return bool(request.shape.lora_rank) and is_quantized and _is_since(release, _CASTS_SINCE[trainer])
+
+
+# Without a loss scaler. TRL's notebook for a T4, sft_trl_lora_qlora.ipynb, has this type, and bf16 that torch emulates.
+_UNSCALED = "fp16: false, bf16: false and dtype: float16"
+
+
+def _scaled_adapters(file: TrainerFile, release: str, case: ConfigCase) -> Iterator[Finding]:
+    """Yield a finding if fp16's loss scaler gets gradients of adapters in bf16; DeepSpeed has a scaler of its own."""
+    request = case.request
+    if case.file.deepspeed is not None or not computes_in_fp16(request.precision):
+        return
+    if file.values.get("precision") == "no" or not casts_adapters(file, release, request):
+        return
+    message = (
+        f"TRL {release} casts the adapters of a quantized model to bf16, and the first step ends with an error of"
+        " fp16's loss scaler: \"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
+    )
+    fix = f"{ADAPTERS_IN_FP32}; in the file alone {_UNSCALED}, without a loss scale"
+    yield file.refused(file.keys.get("precision", "use_peft"), message, fix)
+
+
+def _fixed_for_adapters(file: TrainerFile, release: str, case: ConfigCase) -> Iterator[Finding]:
+    """Yield the findings of a case; a GPU without bf16 is not sent to fp16 where that ends with an error."""
+    is_refused = case.file.deepspeed is None and casts_adapters(file, release, case.request)
+    for finding in case.findings:
+        is_of_bf16 = finding.rule == NO_UNITS and finding.key in ("bf16", "mixed_precision")
+        yield dataclasses.replace(finding, fix=f"set {_UNSCALED}") if is_refused and is_of_bf16 else finding
 
 
 def _unsharded_head(file: TrainerFile, release: str, stage: int) -> Iterator[Finding]:

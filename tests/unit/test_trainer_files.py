@@ -1153,6 +1153,41 @@ def test_a_sharded_head_ends_a_run_of_older_trl(
         assert errors == [ends] * (is_sharded and ends is not None)
 
 
+@pytest.mark.parametrize(
+    ("keys", "first"),
+    [
+        ({"max_length": 512}, "0.26.0"),
+        ({"num_generations": 8}, "0.26.0"),
+        ({"beta": 0.1}, "0.29.0"),
+        ({"desirable_weight": 1.0}, "1.8.0"),
+    ],
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fp16_refuses_the_bf16_adapters_of_trl(keys: dict[str, Any], first: str, bits: int, tmp_path: Path) -> None:
+    quantized = {"model_name_or_path": "qwen2.5-7b", "use_peft": True, f"load_in_{bits}bit": True}
+    in_fp16 = quantized | {"per_device_train_batch_size": 2, "fp16": True} | keys
+
+    def refused(document: dict[str, Any], *words: str) -> list[str]:
+        case = read(write(tmp_path, document), *words, "--hardware", "T4")
+        return [item.key for item in case.findings if "not implemented for 'BFloat16'" in item.message]
+
+    assert refused(in_fp16) == refused(in_fp16, "--release", f"trl={first}") == ["fp16"]
+    assert refused(in_fp16, "--release", "trl=0.25.1") == []
+    # No scaler, adapters that are not cast, and the scaler of DeepSpeed.
+    assert refused(in_fp16 | {"fp16": False, "bf16": False, "dtype": "float16"}) == []
+    assert refused(in_fp16 | {f"load_in_{bits}bit": False}) == []
+    assert refused(in_fp16 | {"deepspeed": Z2}) == []
+
+
+def test_a_gpu_without_bf16_is_not_sent_to_what_trl_ends_in(tmp_path: Path) -> None:
+    document = {"model_name_or_path": "qwen2.5-7b", "use_peft": True, "load_in_4bit": True}
+    fixes = {}
+    for keys in ({}, {"load_in_4bit": False}):
+        case = read(write(tmp_path, document | keys), "--hardware", "T4")
+        (fixes[bool(keys)],) = (item.fix for item in case.findings if item.rule == "no-units")
+    assert fixes == {False: "set fp16: false, bf16: false and dtype: float16", True: "use fp16, or fp32"}
+
+
 GRPO = {**ARGUMENTS, "model_name_or_path": "qwen2.5-7b", "num_generations": 8, "deepspeed": Z3, "use_vllm": True}
 
 
