@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH
 from study.advisor.explain_check import find_line, in_file
@@ -378,13 +378,20 @@ def fit_length(file: TrainerFile, model: ModelShape) -> TrainerFile:
     return dataclasses.replace(file, values={**file.values, "seq_length": length})
 
 
-def loads_16_bits(file: TrainerFile, engine: UserFile, precision: str) -> bool:
-    """Whether a program without DeepSpeed trains the 16-bit weights that it loads: Accelerate makes those of FSDP fp32
-    in mixed precision (fsdp2_prepare_model), unless the trainer has a function in its place."""
+def trained_type(file: TrainerFile, engine: UserFile, precision: str) -> Literal["bf16", "fp16"] | None:
+    """Return the 16-bit type of the weights that a program without DeepSpeed loads and trains, or freezes next to
+    adapters; None: another, or that of mixed precision. Accelerate makes trained weights of FSDP fp32 in mixed
+    precision (fsdp2_prepare_model), unless the trainer has a function in its place."""
+    loaded: Any = file.values.get("loaded")
+    if loaded not in ("bf16", "fp16") or engine.deepspeed is not None:
+        return None
+    if precision == "no":
+        # A type that only the trainer's defaults set is one of bf16.
+        return loaded if "loaded" in file.keys else None
     is_mixed = any(file.keys.get("precision") == key for key in ("bf16", "bfloat16")) or "precision" not in file.keys
     keeps = file.trainer.keeps_16_bits and engine.sharding is None and file.values.get("peft") != "lora"
     is_cast = engine.fsdp is not None and is_mixed and not keeps
-    return file.values.get("loaded") == "bf16" and precision == "bf16" and engine.deepspeed is None and not is_cast
+    return "bf16" if loaded == precision == "bf16" and not is_cast else None
 
 
 def freezes_fp32(file: TrainerFile) -> bool:
@@ -492,10 +499,7 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
             names.add("FSDP2")
         elif engine.fsdp.get("fsdp_offload_params") is True:
             names.add("FSDP1 with offload")
-    values, types = file.values, ("loaded", "precision")
-    if engine.deepspeed is None and values.get("peft") != "lora" and [values.get(key) for key in types] == ["fp16"] * 2:
-        message = "the run ends with an error, Attempting to unscale FP16 gradients"
-        yield file.refused(file.keys["loaded"], message, "set float32, or use DeepSpeed or adapters")
+    yield from _scaled_weights(file, engine)
     if file.recomputes_by_hf and engine.is_on("fsdp_activation_checkpointing"):
         message = "the trainer ends with an error: FSDP's own activation checkpointing is on, too"
         yield file.refused(file.keys.get("gradient_checkpointing", "fsdp_config"), message, "leave one of them out")
@@ -506,6 +510,30 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
     yield from _refused_keys(file, names)
     if file.trainer.has_hf_keys:
         yield from _checkpoint_findings(file, engine, names)
+
+
+# Errors of torch's loss scaler on gradients of a type (torch/amp/grad_scaler.py, and its CUDA kernel).
+_UNSCALED_ERRORS = {
+    "fp16": "Attempting to unscale FP16 gradients",
+    "bf16": "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'",
+}
+
+
+def _scaled_weights(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
+    """Yield that fp16's loss scaler takes no gradients of trained 16-bit weights. Accelerate makes those of FSDP fp32
+    (fsdp2_prepare_model, and prepare_model for version 1), and DeepSpeed has a scaler of its own."""
+    values, loaded = file.values, file.values.get("loaded")
+    is_scaled = values.get("precision") == "fp16" and engine.deepspeed is None and engine.fsdp is None
+    if "loaded" not in file.keys or values.get("peft") == "lora" or not is_scaled:
+        return
+    key, fix = file.keys["loaded"], "set float32, or use DeepSpeed or adapters"
+    if loaded in _UNSCALED_ERRORS:
+        yield file.refused(key, f"the run ends with an error, {_UNSCALED_ERRORS[loaded]}", fix)
+    elif loaded == "auto":
+        message = (
+            f"the run ends with an error unless the checkpoint is in fp32: of one in bf16 {_UNSCALED_ERRORS['bf16']}"
+        )
+        yield file.conflict(key, message, fix, BY_TRAINER)
 
 
 def _refused_keys(file: TrainerFile, names: set[str]) -> Iterator[Finding]:

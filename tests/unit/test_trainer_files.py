@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -934,6 +935,46 @@ def test_gradients_in_fp16_cannot_be_unscaled(tmp_path: Path) -> None:
     for settings, is_refused in cases:
         case = read(write(tmp_path, settings), *BOX)
         assert any(item.key == "dtype" and item.kind == "refused" for item in case.findings) == is_refused
+
+
+@pytest.mark.parametrize("keys", [{}, {"max_length": 512}])
+def test_gradients_in_bf16_cannot_be_unscaled(keys: dict[str, Any], tmp_path: Path) -> None:
+    document = ARGUMENTS | keys | {"bf16": False, "fp16": True}
+    fsdp, adapters = {"fsdp": "full_shard auto_wrap"}, {"use_peft": True, "max_length": 512}
+    for settings, kind in (
+        ({"dtype": "bfloat16"}, "refused"),
+        ({"torch_dtype": "bfloat16"}, "refused"),
+        ({"dtype": "auto"}, "conflict"),
+        ({"dtype": "float32"}, None),
+        ({"dtype": "bfloat16", "fp16": False}, None),
+        # DeepSpeed's own scaler, weights that Accelerate makes fp32, and adapters that peft keeps in fp32.
+        ({"dtype": "bfloat16", "deepspeed": Z2}, None),
+        ({"dtype": "bfloat16", **fsdp}, None),
+        ({"dtype": "bfloat16", **adapters}, None),
+    ):
+        case = read(write(tmp_path, document | settings), *BOX)
+        found = [item for item in case.findings if "not implemented for 'BFloat16'" in item.message]
+        assert [(item.kind, item.key in settings) for item in found] == ([] if kind is None else [(kind, True)])
+
+
+def test_fsdp_makes_weights_in_16_bits_fp32() -> None:
+    source = inspect.getsource(accelerate.utils.fsdp_utils.fsdp2_prepare_model)
+    assert "if param.requires_grad and param.dtype != torch.float32:" in source
+    assert "param.data = param.data.to(torch.float32)  # upcasting" in inspect.getsource(accelerate.Accelerator)
+
+
+@pytest.mark.parametrize("trained", [{}, {"use_peft": True}, {"use_peft": True, "load_in_4bit": True}])
+def test_weights_in_16_bits_are_counted_without_mixed_precision(trained: dict[str, Any], tmp_path: Path) -> None:
+    document = {"model_name_or_path": "llama-3.2-1b", "max_length": 512, "bf16": False, "fp16": False, **trained}
+    wide, half, brain = (
+        read(write(tmp_path, document | {"dtype": dtype}), *BOX) for dtype in ("float32", "float16", "bfloat16")
+    )
+    assert [case.request.precision for case in (wide, half, brain)] == ["fp32", "fp16-engine", "bf16-engine"]
+    parts = [case.memory.device_parts["parameters"] for case in (wide, half, brain)]
+    assert parts[1] == parts[2] < parts[0]
+    if "load_in_4bit" not in trained:
+        narrowed = wide.shape.frozen_parameters if trained else wide.shape.parameters
+        assert parts[0] - parts[1] == pytest.approx(2 * narrowed, rel=0.01)
 
 
 def test_two_kinds_of_checkpointing_are_refused_as_by_the_trainer(tmp_path: Path) -> None:
