@@ -142,7 +142,7 @@ def read_trainer_file(name: str, trainer: Trainer | None = None) -> TrainerFile 
     for key in trainer.keys:
         if document.get(key.theirs) is None:
             continue
-        value = _converted(file, key.theirs, key.convert)
+        value = converted(file, key.theirs, key.convert)
         if isinstance(value, Counted):
             findings.append(file.not_counted(key.theirs, value.text))
             value = value.value
@@ -169,7 +169,7 @@ def reread_for(file: TrainerFile, model: ModelShape) -> TrainerFile | None:
     return read_trainer_file(file.name, OF_CLASSIFIERS) if model.encoder_reads_tokens else None
 
 
-def _converted(file: TrainerFile, name: str, convert: Convert) -> Any:
+def converted(file: TrainerFile, name: str, convert: Convert) -> Any:
     """Return the converted value of a key; raise UserError if the trainer does not take it."""
     try:
         return convert(file.document[name])
@@ -187,7 +187,7 @@ def is_grpo(file: TrainerFile) -> bool:
 def _read_grpo(file: TrainerFile, values: dict[str, Any], keys: dict[str, str]) -> None:
     """Set the tokens of a sample, prompt and completion, and the reference model, which TRL loads unless beta is 0."""
     document, is_set = file.document, [name for name in GRPO_LENGTHS if file.document.get(name) is not None]
-    lengths = {**GRPO_LENGTHS, **{name: _converted(file, name, to_count) for name in is_set}}
+    lengths = {**GRPO_LENGTHS, **{name: converted(file, name, to_count) for name in is_set}}
     values["seq_length"] = sum(lengths.values())
     if is_set:
         keys["seq_length"] = is_set[0]
@@ -424,14 +424,23 @@ def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, r
     assumed = {**file.trainer.defaults, **(file.trainer.lora_defaults if values.get("peft") == "lora" else {})}
     names = [name for name in assumed if name not in (*file.keys, *OTHER_FIELDS) and name in values]
     if is_grpo(file):
-        lengths = (item for item in GRPO_LENGTHS.items() if file.document.get(item[0]) is None)
         names = [name for name in names if name != "seq_length"]
-        names += [f"{name} {tokens}" for name, tokens in lengths]
+        names += [f"{name} {tokens}" for name, tokens in _assumed_lengths(file)]
     if names:
         lines[0] += f"; of these assumed, as {file.trainer.name} does without a key: {', '.join(names)}"
     if replaced:
         lines.append(f"set by flags in its place: {', '.join(f'{name} {getattr(options, name)}' for name in replaced)}")
     return lines
+
+
+def _assumed_lengths(file: TrainerFile) -> Iterator[tuple[str, int]]:
+    """Yield the lengths of GRPO without a key; that of completions depends on the release."""
+    prompt = converted(file, "max_prompt_length", to_count) if file.document.get("max_prompt_length") else None
+    if prompt is None:
+        yield "max_prompt_length", GRPO_LENGTHS["max_prompt_length"]
+    if file.document.get("max_completion_length") is None:
+        prompt = GRPO_LENGTHS["max_prompt_length"] if prompt is None else prompt
+        yield "max_completion_length", file.values["seq_length"] - prompt
 
 
 def _adapters_text(values: Mapping[str, Any]) -> str:

@@ -634,8 +634,10 @@ _HF_NOT_MODELLED = _shared(
 
 # A file with one of these is for TRL's GRPOTrainer.
 GRPO_KEYS = ("max_completion_length", "num_generations")
-# Tokens of its prompts and completions without a key: max_prompt_length is of TRL before 1.0, and prompts of later ones
-# have any length.
+# Its whole numbers that a generation's completions follow from.
+GRPO_COUNTS = ("num_generations", "steps_per_generation", "generation_batch_size")
+# Tokens of its prompts and completions without a key: max_prompt_length is of TRL before 0.28, and prompts of later
+# ones have any length. Completions have 256 before TRL 1.10.
 GRPO_LENGTHS = {"max_prompt_length": 512, "max_completion_length": 512}
 
 # transformers 5.23.0, training_args.py.

@@ -9,8 +9,8 @@ from typing import Any
 from study.advisor.explain_case import ConfigCase
 from study.advisor.explain_findings import NO_UNITS
 from study.advisor.request_notes import ADAPTERS_IN_FP32
-from study.advisor.trainer_files import TrainerFile, is_grpo, is_kto
-from study.advisor.trainer_keys import REWARD_KEY
+from study.advisor.trainer_files import TrainerFile, converted, is_grpo, is_kto
+from study.advisor.trainer_keys import GRPO_COUNTS, GRPO_KEYS, GRPO_LENGTHS, REWARD_KEY, to_count
 from study.advisor.user_settings import NOT_MODELLED, Finding
 from study.config.errors import UserError, clip
 from study.config.precisions import computes_in_fp16
@@ -61,9 +61,16 @@ def with_loss(file: TrainerFile, release: str) -> TrainerFile:
     """Return TRL's file with the loss of a release, and findings of a loss_type that the release does not have."""
     values, findings = {**file.values, "loss_kernel": _loss(file, release)}, file.findings
     if is_grpo(file):
+        if file.document.get("max_completion_length") is None:
+            values["seq_length"] += completion_length(release) - GRPO_LENGTHS["max_completion_length"]
         # _with_vllm has the memory.
         findings = tuple(item for item in findings if item.key != "use_vllm")
     return dataclasses.replace(file, values=values, findings=(*findings, *_wrong_losses(file, release)))
+
+
+def completion_length(release: str) -> int:
+    """Return the tokens of a completion of GRPO without the key."""
+    return GRPO_LENGTHS["max_completion_length"] if _is_since(release, "1.10.0") else 256
 
 
 def trained_by(file: TrainerFile) -> str:
@@ -111,6 +118,7 @@ def _wrong_losses(file: TrainerFile, release: str) -> Iterator[Finding]:
 def with_release(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
     """Return the case of TRL's file with the errors and the memory that depend on the release and the engine."""
     errors = (*_unsharded_head(file, release, case.stage), *_scaled_adapters(file, release, case))
+    errors += (*_partial_groups(file, release, case.request),)
     findings = (*_fixed_for_adapters(file, release, case), *errors)
     return _with_vllm(file, release, dataclasses.replace(case, trl=release, findings=findings))
 
@@ -147,6 +155,42 @@ def _fixed_for_adapters(file: TrainerFile, release: str, case: ConfigCase) -> It
     for finding in case.findings:
         is_of_bf16 = finding.rule == NO_UNITS and finding.key in ("bf16", "mixed_precision")
         yield dataclasses.replace(finding, fix=f"set {_UNSCALED}") if is_refused and is_of_bf16 else finding
+
+
+# The first release whose completions of one generation may be those of several micro-batches: before it they are those
+# of one on each rank, and before the second of all micro-batches of a step.
+_GENERATES_FOR_STEPS_SINCE, _HAS_STEPS_SINCE = "0.17.0", "0.18.0"
+# num_generations without the key.
+_GENERATIONS = 8
+
+
+def _partial_groups(file: TrainerFile, release: str, request: Request) -> Iterator[Finding]:
+    """Yield a finding if the completions of a generation are not whole groups of a prompt, which GRPO compares
+    (GRPOConfig.__post_init__ in trl/trainer/grpo_config.py, and GRPOTrainer before 0.18)."""
+    if not is_grpo(file):
+        return
+    counts = {name: converted(file, name, to_count) for name in GRPO_COUNTS if file.document.get(name) is not None}
+    generations, ends = counts.get("num_generations", _GENERATIONS), f"TRL {release} ends with an error"
+    key = next(name for name in ("num_generations", *GRPO_KEYS) if file.document.get(name) is not None)
+    micro_batch, steps, batch = request.micro_batch * request.box.ranks, request.accumulation, None
+    if _is_since(release, _HAS_STEPS_SINCE):
+        steps, batch = counts.get("steps_per_generation", steps), counts.get("generation_batch_size")
+    elif not _is_since(release, _GENERATES_FOR_STEPS_SINCE):
+        steps = 1
+    total = batch or micro_batch * steps
+    if generations < 2:
+        yield file.refused(key, f"{ends}: GRPO compares at least 2 completions of a prompt", "set 2 or more")
+    elif batch and "steps_per_generation" in counts:
+        yield file.refused("generation_batch_size", f"{ends} with steps_per_generation", "take one of them out")
+    elif batch and batch % micro_batch:
+        message = f"{ends}: {batch} is no multiple of {micro_batch}, the completions of a micro-batch on all ranks"
+        yield file.refused("generation_batch_size", message, f"set a multiple of {micro_batch}")
+    elif total % generations:
+        factors = [f"{request.micro_batch} a micro-batch"]
+        factors += [f"{count} {what}" for count, what in ((request.box.ranks, "ranks"), (steps, "steps")) if count > 1]
+        message = f"{ends}: a generation has {total} completions" + f" ({' x '.join(factors)})" * (batch is None)
+        fix = f"make them a multiple of {generations}, or num_generations a divisor of {total}"
+        yield file.refused(key, f"{message}, which are no groups of {generations}", fix)
 
 
 def _unsharded_head(file: TrainerFile, release: str, stage: int) -> Iterator[Finding]:

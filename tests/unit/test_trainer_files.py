@@ -1259,6 +1259,48 @@ def test_vllm_without_hardware_is_left_out_by_name(tmp_path: Path) -> None:
     assert first_line(case).startswith("Without use_vllm (not modelled): ")
 
 
+@pytest.mark.parametrize(
+    ("keys", "release", "words"),
+    [
+        ({}, None, None),
+        (
+            {"gradient_accumulation_steps": 1},
+            None,
+            "4 completions (2 a micro-batch x 2 ranks), which are no groups of 8",
+        ),
+        ({"num_generations": 6}, None, "8 completions (2 a micro-batch x 2 ranks x 2 steps), which are no groups of 6"),
+        ({"num_generations": 1}, None, "at least 2 completions"),
+        ({"steps_per_generation": 3}, None, "12 completions (2 a micro-batch x 2 ranks x 3 steps)"),
+        ({"generation_batch_size": 12}, None, "a generation has 12 completions, which are no groups of 8"),
+        ({"generation_batch_size": 16}, None, None),
+        ({"generation_batch_size": 6}, None, "6 is no multiple of 4"),
+        ({"generation_batch_size": 8, "steps_per_generation": 2}, None, "with steps_per_generation"),
+        ({"num_generations": None, "max_completion_length": 64, "gradient_accumulation_steps": 1}, None, "groups of 8"),
+        # Older ones have other factors.
+        ({}, "0.17", None),
+        ({}, "0.16", "4 completions (2 a micro-batch x 2 ranks), which are"),
+        ({"steps_per_generation": 3}, "0.17", None),
+    ],
+)
+def test_a_generation_of_grpo_has_whole_groups(
+    keys: dict[str, Any], release: str | None, words: str | None, tmp_path: Path
+) -> None:
+    document = ARGUMENTS | {"num_generations": 8, "gradient_accumulation_steps": 2} | keys
+    words_of_release = () if release is None else ("--release", f"trl={release}")
+    case = read(write(tmp_path, document), *words_of_release, "--hardware", "2xH100")
+    found = [item.message for item in case.findings if item.kind == "refused"]
+    assert len(found) == (words is not None)
+    assert words is None or words in found[0]
+
+
+def test_a_completion_of_grpo_is_longer_since_trl_1_10(tmp_path: Path) -> None:
+    file = write(tmp_path, ARGUMENTS | {"num_generations": 2})
+    for release, tokens in (("1.9.2", 256), ("1.10.0", 512), ("1.16.0", 512)):
+        case = read(file, "--release", f"trl={release}", *BOX)
+        assert case.request.sequence_length == 512 + tokens
+        assert f"max_completion_length {tokens}" in case.read_from[0]
+
+
 def test_assumed_tokens_of_grpo_are_named(tmp_path: Path) -> None:
     for keys, names in (({}, "max_prompt_length 512, max_completion_length 512"), ({"max_prompt_length": 9}, "")):
         line = read(write(tmp_path, GRPO | keys), *BOX).read_from[0]
