@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from study.advisor.explain_case import ConfigCase
 from study.advisor.explain_findings import NO_UNITS
 from study.advisor.request_notes import ADAPTERS_IN_FP32
 from study.advisor.trainer_files import TrainerFile, converted, is_grpo, is_kto
-from study.advisor.trainer_keys import GRPO_COUNTS, GRPO_KEYS, GRPO_LENGTHS, REWARD_KEY, to_count
+from study.advisor.trainer_keys import (
+    GRPO_COUNTS,
+    GRPO_KEYS,
+    GRPO_LENGTHS,
+    NO_TRL_KEYS,
+    OVER_TRL,
+    REMOVED_GRPO_KEYS,
+    REMOVED_HF_KEYS,
+    REMOVED_TRL_KEYS,
+    REWARD_KEY,
+    to_count,
+)
 from study.advisor.user_settings import NOT_MODELLED, Finding
-from study.config.errors import UserError, clip
+from study.config.errors import UserError, clip, did_you_mean
 from study.config.precisions import computes_in_fp16
 from study.config.text import rounded
+from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.host.stacks import release_key
 from study.predictor.hardware import ANY_DEVICE
@@ -65,7 +79,37 @@ def with_loss(file: TrainerFile, release: str) -> TrainerFile:
             values["seq_length"] += completion_length(release) - GRPO_LENGTHS["max_completion_length"]
         # _with_vllm has the memory.
         findings = tuple(item for item in findings if item.key != "use_vllm")
-    return dataclasses.replace(file, values=values, findings=(*findings, *_wrong_losses(file, release)))
+    findings = (*findings, *_wrong_losses(file, release), *_removed_keys(file, release))
+    return dataclasses.replace(file, values=values, findings=(*findings, *_unknown_keys(file, release, findings)))
+
+
+def _removed_keys(file: TrainerFile, release: str) -> Iterator[Finding]:
+    """Yield the keys that the release has no more."""
+    for name, removed in {**REMOVED_TRL_KEYS, **(REMOVED_GRPO_KEYS if is_grpo(file) else {})}.items():
+        if name in file.document and _is_since(release, removed.release):
+            message = f"TRL has it no more since {removed.release}, and {release} ends with an error"
+            yield file.conflict(name, message, removed.fix, "removed-key")
+
+
+@functools.cache
+def _own_keys() -> frozenset[str]:
+    """Return the content of trl_keys.yaml."""
+    document = load_package_yaml(Path(__file__).with_name("trl_keys.yaml").read_text(encoding="utf-8"))
+    return frozenset(name for names in document.values() for name in names)
+
+
+def _unknown_keys(file: TrainerFile, release: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield the keys that TRL's parser takes for no field (parse_args_and_config in trl/scripts/utils.py), and that no
+    other finding names. Programs with fields of their own have others."""
+    if OVER_TRL & file.document.keys():
+        return
+    named = {*(item.key for item in findings), *file.trainer.read - NO_TRL_KEYS.keys(), *file.trainer.similar}
+    known = named | _own_keys() | REMOVED_TRL_KEYS.keys() | REMOVED_HF_KEYS.keys() | {"env"}
+    for name in file.document:
+        if isinstance(name, str) and name not in known:
+            message = f"TRL {release} has no such key: its parser ends with an error, Unknown arguments"
+            hint = NO_TRL_KEYS.get(name) or did_you_mean(name, _own_keys()).strip()
+            yield file.conflict(name, message, hint or "take it out, unless a script has a field for it", "unknown-key")
 
 
 def completion_length(release: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import inspect
 import json
 import re
@@ -29,7 +30,14 @@ from study.advisor.explain_findings import findings
 from study.advisor.explain_releases import release_line
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.trainer_files import WITHOUT, read_trainer_file, shipped_engines
-from study.advisor.trainer_keys import HF_OPTIMIZERS, OTHER_FIELDS, REMOVED_HF_KEYS, TRAINERS
+from study.advisor.trainer_keys import (
+    HF_OPTIMIZERS,
+    NO_TRL_KEYS,
+    OTHER_FIELDS,
+    REMOVED_HF_KEYS,
+    REMOVED_TRL_KEYS,
+    TRAINERS,
+)
 from study.advisor.user_settings import ZERO
 from study.advisor.workload import Workload
 from study.cli import main
@@ -1291,6 +1299,60 @@ def test_a_generation_of_grpo_has_whole_groups(
     found = [item.message for item in case.findings if item.kind == "refused"]
     assert len(found) == (words is not None)
     assert words is None or words in found[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "last", "first", "fix"),
+    [
+        ("max_seq_length", 512, "0.19", "0.20", "set max_length"),
+        ("torch_dtype", "float32", "0.26", "0.27", "set dtype"),
+        ("max_prompt_length", 128, "0.28.1", "0.29", "take it out, and filter prompts"),
+        ("use_liger", True, "0.17", "0.18", "set use_liger_kernel"),
+        ("rpo_alpha", 1.0, "0.28", "0.29", "take it out"),
+    ],
+)
+def test_a_key_that_trl_removed_is_named(key: str, value: Any, last: str, first: str, fix: str, tmp_path: Path) -> None:
+    file = write(tmp_path, ARGUMENTS | {"dataset_name": "trl-lib/Capybara", "use_peft": True, key: value})
+    for words, is_removed in ((f"trl={last}", False), (f"trl={first}", True), (None, True)):
+        case = read(file, *(("--release", words) if words else ()), *BOX)
+        found = [item for item in case.findings if item.rule in ("removed-key", "unknown-key")]
+        assert [item.key for item in found] == [key] * is_removed
+        assert all(item.kind == "conflict" and item.fix.startswith(fix) for item in found)
+
+
+def test_a_prompt_of_grpo_has_no_length_since_trl_0_28(tmp_path: Path) -> None:
+    file = write(tmp_path, ARGUMENTS | {"num_generations": 2, "max_prompt_length": 512})
+    for release, is_removed in (("0.27", False), ("0.28", True)):
+        case = read(file, "--release", f"trl={release}", *BOX)
+        assert [item.key for item in case.findings if item.rule == "removed-key"] == ["max_prompt_length"] * is_removed
+
+
+def test_a_key_that_trl_does_not_have_is_named(tmp_path: Path) -> None:
+    known = {
+        "max_length": 512,
+        "dataset_text_field": "text",
+        "learning_rate": 1e-4,
+        "env": {"A": "1"},
+        "lora_alpha": 32,
+    }
+    unknown = {"tokenizer": "gpt2", "nonsense": 1, "learning_rates": 1e-4, "use_flash_attention_2": True}
+    case = read(write(tmp_path, ARGUMENTS | known | unknown), *BOX)
+    found = {item.key: item.fix for item in case.findings if "no such key" in item.message}
+    assert set(found) == set(unknown)
+    assert "processing_class" in found["tokenizer"]
+    assert "learning_rate" in found["learning_rates"]
+    assert "attn_implementation" in found["use_flash_attention_2"]
+    # A program with fields of its own.
+    case = read(write(tmp_path, ARGUMENTS | known | unknown | {"dataset_mixture": {}}), *BOX)
+    assert not any("no such key" in item.message for item in case.findings)
+
+
+def test_the_keys_of_trl_have_those_of_training_arguments() -> None:
+    document = yaml.safe_load((ROOT / "study" / "advisor" / "trl_keys.yaml").read_text())
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert set(document["transformers"]) == fields
+    assert not fields & set(document["trl"])
+    assert not {*document["trl"], *fields} & (REMOVED_TRL_KEYS.keys() | NO_TRL_KEYS.keys())
 
 
 def test_a_completion_of_grpo_is_longer_since_trl_1_10(tmp_path: Path) -> None:
