@@ -530,7 +530,7 @@ _UNSCALED_ERRORS = {
 
 def _scaled_weights(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
     """Yield that fp16's loss scaler takes no gradients of trained 16-bit weights. Accelerate makes those of FSDP fp32
-    (fsdp2_prepare_model, and prepare_model for version 1), and DeepSpeed has a scaler of its own."""
+    (fsdp2_prepare_model, and prepare_model for version 1), and DeepSpeed has a separate scaler."""
     values, loaded = file.values, file.values.get("loaded")
     is_scaled = values.get("precision") == "fp16" and engine.deepspeed is None and engine.fsdp is None
     if "loaded" not in file.keys or values.get("peft") == "lora" or not is_scaled:

@@ -797,13 +797,13 @@ REMOVED_TRL_KEYS = {
 }
 # Of GRPO's config one is missing a release earlier.
 REMOVED_GRPO_KEYS = {"max_prompt_length": RemovedKey("0.28.0", _LONG_PROMPTS)}
-# Keys that are no field, with what has their place.
+# Keys without a field, and their replacement.
 NO_TRL_KEYS = {
     **dict.fromkeys(("tokenizer", "tokenizer_name_or_path"), "the model's is read; in a script set processing_class"),
     "use_flash_attention_2": "set attn_implementation: flash_attention_2",
     "max_steps_per_epoch": "set max_steps",
 }
-# A file with one of these is of programs over TRL with fields of their own: alignment-handbook and open-r1.
+# A file with one of these is of programs over TRL with further fields: alignment-handbook and open-r1.
 OVER_TRL = frozenset({"dataset_mixer", "dataset_mixture"})
 
 

@@ -92,7 +92,7 @@ def _removed_keys(file: TrainerFile, release: str) -> Iterator[Finding]:
 
 
 @functools.cache
-def _own_keys() -> frozenset[str]:
+def trl_keys() -> frozenset[str]:
     """Return the content of trl_keys.yaml."""
     document = load_package_yaml(Path(__file__).with_name("trl_keys.yaml").read_text(encoding="utf-8"))
     return frozenset(name for names in document.values() for name in names)
@@ -100,15 +100,15 @@ def _own_keys() -> frozenset[str]:
 
 def _unknown_keys(file: TrainerFile, release: str, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Yield the keys that TRL's parser takes for no field (parse_args_and_config in trl/scripts/utils.py), and that no
-    other finding names. Programs with fields of their own have others."""
+    other finding names. Programs over TRL have further ones."""
     if OVER_TRL & file.document.keys():
         return
-    named = {*(item.key for item in findings), *file.trainer.read - NO_TRL_KEYS.keys(), *file.trainer.similar}
-    known = named | _own_keys() | REMOVED_TRL_KEYS.keys() | REMOVED_HF_KEYS.keys() | {"env"}
+    reported = {*(item.key for item in findings), *file.trainer.read - NO_TRL_KEYS.keys(), *file.trainer.similar}
+    accepted = reported | trl_keys() | REMOVED_TRL_KEYS.keys() | REMOVED_HF_KEYS.keys() | {"env"}
     for name in file.document:
-        if isinstance(name, str) and name not in known:
+        if isinstance(name, str) and name not in accepted:
             message = f"TRL {release} has no such key: its parser ends with an error, Unknown arguments"
-            hint = NO_TRL_KEYS.get(name) or did_you_mean(name, _own_keys()).strip()
+            hint = NO_TRL_KEYS.get(name) or did_you_mean(name, trl_keys()).strip()
             yield file.conflict(name, message, hint or "take it out, unless a script has a field for it", "unknown-key")
 
 
@@ -179,7 +179,7 @@ _UNSCALED = "fp16: false, bf16: false and dtype: float16"
 
 
 def _scaled_adapters(file: TrainerFile, release: str, case: ConfigCase) -> Iterator[Finding]:
-    """Yield a finding if fp16's loss scaler gets gradients of adapters in bf16; DeepSpeed has a scaler of its own."""
+    """Yield a finding if fp16's loss scaler gets gradients of adapters in bf16; DeepSpeed has a separate scaler."""
     request = case.request
     if case.file.deepspeed is not None or not computes_in_fp16(request.precision):
         return
@@ -194,7 +194,7 @@ def _scaled_adapters(file: TrainerFile, release: str, case: ConfigCase) -> Itera
 
 
 def _fixed_for_adapters(file: TrainerFile, release: str, case: ConfigCase) -> Iterator[Finding]:
-    """Yield the findings of a case; a GPU without bf16 is not sent to fp16 where that ends with an error."""
+    """Yield the findings of a case; a GPU without bf16 is not sent to fp16 if that ends with an error."""
     is_refused = case.file.deepspeed is None and casts_adapters(file, release, case.request)
     for finding in case.findings:
         is_of_bf16 = finding.rule == NO_UNITS and finding.key in ("bf16", "mixed_precision")
@@ -227,14 +227,14 @@ def _partial_groups(file: TrainerFile, release: str, request: Request) -> Iterat
     elif batch and "steps_per_generation" in counts:
         yield file.refused("generation_batch_size", f"{ends} with steps_per_generation", "take one of them out")
     elif batch and batch % micro_batch:
-        message = f"{ends}: {batch} is no multiple of {micro_batch}, the completions of a micro-batch on all ranks"
+        message = f"{ends}: {batch} is not divisible by {micro_batch}, the completions of a micro-batch on all ranks"
         yield file.refused("generation_batch_size", message, f"set a multiple of {micro_batch}")
     elif total % generations:
         factors = [f"{request.micro_batch} a micro-batch"]
         factors += [f"{count} {what}" for count, what in ((request.box.ranks, "ranks"), (steps, "steps")) if count > 1]
         message = f"{ends}: a generation has {total} completions" + f" ({' x '.join(factors)})" * (batch is None)
         fix = f"make them a multiple of {generations}, or num_generations a divisor of {total}"
-        yield file.refused(key, f"{message}, which are no groups of {generations}", fix)
+        yield file.refused(key, f"{message}, which do not make groups of {generations}", fix)
 
 
 def _unsharded_head(file: TrainerFile, release: str, stage: int) -> Iterator[Finding]:

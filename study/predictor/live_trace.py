@@ -230,15 +230,15 @@ class _Structure:
         quantizers/base.py) and those that stay in fp32, whatever adapters are added later."""
         names = [name for name, _ in self.parameters if not any(part in name for part in _ADDED)]
         last = names[-1].replace(_BASE, "").removesuffix(".weight")
-        kept = (last, *(getattr(self.model, "_keep_in_fp32_modules", None) or ()))
+        excluded = (last, *(getattr(self.model, "_keep_in_fp32_modules", None) or ()))
         owners = collections.Counter(number for numbers in self.owners.values() for number in numbers)
         numbers = set[int]()
         for name, module in self.model.named_modules():
             if type(module) is not torch.nn.Linear and not isinstance(module, Conv1D):
                 continue
             plain, number = name.replace(_BASE, ""), self.index[id(module.weight)]
-            is_kept = any(plain.endswith(key) or f"{plain}.".startswith(f"{key}.") for key in kept)
-            if not is_kept and owners[number] == 1 and module is not self.head:
+            is_excluded = any(plain.endswith(key) or f"{plain}.".startswith(f"{key}.") for key in excluded)
+            if not is_excluded and owners[number] == 1 and module is not self.head:
                 numbers.add(number)
         return numbers
 

@@ -127,12 +127,12 @@ def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type
 @pytest.mark.parametrize("model_type", [model_type for model_type in CONFIGS if model_type != "mamba2"])
 def test_bitsandbytes_has_the_weights_that_transformers_replaces(model_type: str) -> None:
     model = build_without_data(model_type)
-    kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    excluded = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     # replace_with_bnb_linear in transformers' integrations/bitsandbytes.py.
     replaced = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if should_convert_module(name, kept) and (isinstance(module, Conv1D) or type(module) is torch.nn.Linear)
+        if should_convert_module(name, excluded) and (isinstance(module, Conv1D) or type(module) is torch.nn.Linear)
     }
     shape = with_adapters(read_shape(model_type), 4)
     plain_names = {param.name.replace(".base_layer", ""): param for param in shape.params}

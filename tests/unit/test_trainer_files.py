@@ -961,8 +961,8 @@ def test_gradients_in_bf16_cannot_be_unscaled(keys: dict[str, Any], tmp_path: Pa
         ({"dtype": "bfloat16", **adapters}, None),
     ):
         case = read(write(tmp_path, document | settings), *BOX)
-        found = [item for item in case.findings if "not implemented for 'BFloat16'" in item.message]
-        assert [(item.kind, item.key in settings) for item in found] == ([] if kind is None else [(kind, True)])
+        matches = [item for item in case.findings if "not implemented for 'BFloat16'" in item.message]
+        assert [(item.kind, item.key in settings) for item in matches] == ([] if kind is None else [(kind, True)])
 
 
 def test_fsdp_makes_weights_in_16_bits_fp32() -> None:
@@ -1274,19 +1274,23 @@ def test_vllm_without_hardware_is_left_out_by_name(tmp_path: Path) -> None:
         (
             {"gradient_accumulation_steps": 1},
             None,
-            "4 completions (2 a micro-batch x 2 ranks), which are no groups of 8",
+            "4 completions (2 a micro-batch x 2 ranks), which do not make groups of 8",
         ),
-        ({"num_generations": 6}, None, "8 completions (2 a micro-batch x 2 ranks x 2 steps), which are no groups of 6"),
+        (
+            {"num_generations": 6},
+            None,
+            "8 completions (2 a micro-batch x 2 ranks x 2 steps), which do not",
+        ),
         ({"num_generations": 1}, None, "at least 2 completions"),
         ({"steps_per_generation": 3}, None, "12 completions (2 a micro-batch x 2 ranks x 3 steps)"),
-        ({"generation_batch_size": 12}, None, "a generation has 12 completions, which are no groups of 8"),
+        ({"generation_batch_size": 12}, None, "a generation has 12 completions, which do not make groups of 8"),
         ({"generation_batch_size": 16}, None, None),
-        ({"generation_batch_size": 6}, None, "6 is no multiple of 4"),
+        ({"generation_batch_size": 6}, None, "6 is not divisible by 4"),
         ({"generation_batch_size": 8, "steps_per_generation": 2}, None, "with steps_per_generation"),
         ({"num_generations": None, "max_completion_length": 64, "gradient_accumulation_steps": 1}, None, "groups of 8"),
         # Older ones have other factors.
         ({}, "0.17", None),
-        ({}, "0.16", "4 completions (2 a micro-batch x 2 ranks), which are"),
+        ({}, "0.16", "4 completions (2 a micro-batch x 2 ranks), which do"),
         ({"steps_per_generation": 3}, "0.17", None),
     ],
 )
@@ -1296,9 +1300,9 @@ def test_a_generation_of_grpo_has_whole_groups(
     document = ARGUMENTS | {"num_generations": 8, "gradient_accumulation_steps": 2} | keys
     words_of_release = () if release is None else ("--release", f"trl={release}")
     case = read(write(tmp_path, document), *words_of_release, "--hardware", "2xH100")
-    found = [item.message for item in case.findings if item.kind == "refused"]
-    assert len(found) == (words is not None)
-    assert words is None or words in found[0]
+    matches = [item.message for item in case.findings if item.kind == "refused"]
+    assert len(matches) == (words is not None)
+    assert words is None or words in matches[0]
 
 
 @pytest.mark.parametrize(
@@ -1315,9 +1319,9 @@ def test_a_key_that_trl_removed_is_named(key: str, value: Any, last: str, first:
     file = write(tmp_path, ARGUMENTS | {"dataset_name": "trl-lib/Capybara", "use_peft": True, key: value})
     for words, is_removed in ((f"trl={last}", False), (f"trl={first}", True), (None, True)):
         case = read(file, *(("--release", words) if words else ()), *BOX)
-        found = [item for item in case.findings if item.rule in ("removed-key", "unknown-key")]
-        assert [item.key for item in found] == [key] * is_removed
-        assert all(item.kind == "conflict" and item.fix.startswith(fix) for item in found)
+        matches = [item for item in case.findings if item.rule in ("removed-key", "unknown-key")]
+        assert [item.key for item in matches] == [key] * is_removed
+        assert all(item.kind == "conflict" and item.fix.startswith(fix) for item in matches)
 
 
 def test_a_prompt_of_grpo_has_no_length_since_trl_0_28(tmp_path: Path) -> None:
@@ -1328,7 +1332,7 @@ def test_a_prompt_of_grpo_has_no_length_since_trl_0_28(tmp_path: Path) -> None:
 
 
 def test_a_key_that_trl_does_not_have_is_named(tmp_path: Path) -> None:
-    known = {
+    accepted = {
         "max_length": 512,
         "dataset_text_field": "text",
         "learning_rate": 1e-4,
@@ -1336,14 +1340,14 @@ def test_a_key_that_trl_does_not_have_is_named(tmp_path: Path) -> None:
         "lora_alpha": 32,
     }
     unknown = {"tokenizer": "gpt2", "nonsense": 1, "learning_rates": 1e-4, "use_flash_attention_2": True}
-    case = read(write(tmp_path, ARGUMENTS | known | unknown), *BOX)
-    found = {item.key: item.fix for item in case.findings if "no such key" in item.message}
-    assert set(found) == set(unknown)
-    assert "processing_class" in found["tokenizer"]
-    assert "learning_rate" in found["learning_rates"]
-    assert "attn_implementation" in found["use_flash_attention_2"]
-    # A program with fields of its own.
-    case = read(write(tmp_path, ARGUMENTS | known | unknown | {"dataset_mixture": {}}), *BOX)
+    case = read(write(tmp_path, ARGUMENTS | accepted | unknown), *BOX)
+    matches = {item.key: item.fix for item in case.findings if "no such key" in item.message}
+    assert set(matches) == set(unknown)
+    assert "processing_class" in matches["tokenizer"]
+    assert "learning_rate" in matches["learning_rates"]
+    assert "attn_implementation" in matches["use_flash_attention_2"]
+    # A program with further fields.
+    case = read(write(tmp_path, ARGUMENTS | accepted | unknown | {"dataset_mixture": {}}), *BOX)
     assert not any("no such key" in item.message for item in case.findings)
 
 
