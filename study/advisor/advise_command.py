@@ -21,7 +21,7 @@ import yaml
 from study.advisor import advise, longer, measured, predict_command, training
 from study.advisor.advise import Advice, Option
 from study.advisor.fitted import fit_settings
-from study.advisor.request_notes import OVERFLOWS, request_findings, request_notes
+from study.advisor.request_notes import ADAPTERS_IN_FP32, OVERFLOWS, request_findings, request_notes
 from study.advisor.training import Amount, WholeTraining
 from study.advisor.workload import Workload
 from study.config.errors import UserError
@@ -596,11 +596,21 @@ def _program_notes(best: Option) -> Iterator[str]:
             how = f"BitsAndBytesConfig({_in_4_bits(request, half)})"
         if request.loads_on_host:
             how += " and device_map={'': 'cpu'}"
-        yield f"load the model with {how}; peft keeps the adapters in fp32"
+        yield f"load the model with {how}; peft keeps the adapters in fp32{_cast_by_trl(request)}"
     elif request.loads_16_bits and request.strategy.zero_stage != 3 and not request.quantized:
         yield f"load the model with dtype=torch.{half}: fp32 weights would take twice the host memory in each process"
     if request.shape.lora_rank:
         yield lora_note()
+
+
+def _cast_by_trl(request: Request) -> str:
+    """Return what TRL's trainers make of the adapters of a quantized model; empty for other models."""
+    if not (request.quantized or request.in_8_bits):
+        return ""
+    cast = ", and TRL since 0.26.0 casts them to bf16"
+    if not computes_in_fp16(request.precision):
+        return cast
+    return f"{cast}, which fp16's loss scaler refuses: {ADAPTERS_IN_FP32}"
 
 
 def _in_4_bits(request: Request, half: str) -> str:

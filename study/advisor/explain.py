@@ -275,7 +275,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         shape = workload.adapt(model)
         work = dataclasses.replace(
             program_settings(workload, shape),
-            pure=trainer_files.loads_16_bits(trainer, file, options.precision),
+            pure=trainer_files.trained_type(trainer, file, options.precision),
             loads_16_bits=trainer_files.loads_for_engine(trainer) or None,
             freezes_fp32=trainer_files.freezes_fp32(trainer),
         )

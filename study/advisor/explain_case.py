@@ -29,6 +29,7 @@ from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 from study.predictor.tensor_group import UNDER_FSDP2
 
+_ENGINES: dict[str, Precision] = {"bf16": "bf16-engine", "fp16": "fp16-engine"}
 _SP_SIZE = "parallelism_config.sp_size"
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -51,8 +52,8 @@ class ProgramSettings:
     quantized: bool = False
     attention: Attention = "sdpa"
     trainer: TrainerSettings = DEFAULT_TRAINER
-    # Without DeepSpeed: the weights that are loaded in bf16 are trained so.
-    pure: bool = False
+    # Without DeepSpeed: the 16-bit type in which weights are loaded and trained, or frozen next to adapters.
+    pure: Literal["bf16", "fp16"] | None = None
     # With DeepSpeed: the weights are loaded in 16 bits; None: with adapters.
     loads_16_bits: bool | None = None
     # With adapters: the frozen weights are loaded in fp32, and without DeepSpeed stay so.
@@ -189,8 +190,8 @@ def resolve(
         strategy, precision = _strategy_without_engine(file, box, work)
         if not (shape.lora_rank and work.freezes_fp32):
             precision, is_pure = usual_weights(shape, strategy, precision)
-        if work.pure:
-            precision, is_pure = "bf16-engine", True
+        if work.pure is not None:
+            precision, is_pure = _ENGINES[work.pure], True
     else:
         precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
         strategy = _strategy(file, file.deepspeed, zero)
@@ -211,7 +212,7 @@ def resolve(
         attention=work.attention,
         pure=is_pure,
         loads_16_bits=_loads_16_bits(shape, strategy, precision, work),
-        autocast=not strategy.is_fsdp,
+        autocast=not strategy.is_fsdp and (work.pure is None or work.mixed_precision != "no"),
         optimizer=_optimizer(file, strategy, work, findings),
         fsdp_offloads=offloads,
         fsdp_keeps_gathered=_keeps_gathered(file),

@@ -36,10 +36,14 @@ def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -
         facts |= {f"offload_{what}": request.strategy.offload_device(what) or "none" for what in ("optimizer", "param")}
     for finding in holding_rules(known_settings()["requests"], {**facts, **request_facts(request)}):
         if finding.rule in (OVERFLOWS, _REPORTED) and lacks_bf16(request):
-            yield replace(finding, fix=f"{request.box.device.name} has no bf16: {choice_without_bf16(request)}")
+            choice = choice_without_bf16(request, is_certain=finding.rule == OVERFLOWS)
+            yield replace(finding, fix=f"{request.box.device.name} has no bf16: {choice}")
         else:
             yield finding
 
+
+# Undoes the cast of TRL's trainers, whose adapters of a quantized model are in bf16.
+ADAPTERS_IN_FP32 = "before train(): for p in trainer.model.parameters(): if p.requires_grad: p.data = p.data.float()"
 
 # Rules of models whose activations exceed fp16's largest number: certain, and reported.
 OVERFLOWS, _REPORTED = "trained-in-bf16", "reported-nan"
@@ -73,10 +77,14 @@ def kernels_text(shape: ModelShape) -> str:
     return f"its sinks need {' or '.join(listed)}" if listed else ""
 
 
-def choice_without_bf16(request: Request) -> str:
-    """Return the choice between fp32 and fp16 for a model whose activations may exceed fp16's largest number."""
+def choice_without_bf16(request: Request, *, is_certain: bool = True) -> str:
+    """Return the choice between fp32 and fp16 for a model whose activations exceed fp16's largest number, or are
+    reported to do so in some runs: those begin with the faster one."""
     fp16, fp32 = (predict_time(replace(request, precision=name)).step_s.value for name in ("fp16", "fp32"))
-    return f"use fp32; or fp16, {rounded(fp32 / fp16)} times as fast, if its loss scale stays above the minimum"
+    factor = rounded(fp32 / fp16)
+    if is_certain:
+        return f"use fp32; or fp16, {factor} times as fast, if its loss scale stays above the minimum"
+    return f"use fp16, {factor} times as fast as fp32, while its losses are numbers; else fp32"
 
 
 def request_notes(request: Request, details: bool = False, without: str | None = None) -> list[str]:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH
 from study.advisor.explain_check import find_line, in_file
@@ -146,7 +146,7 @@ def read_trainer_file(name: str, trainer: Trainer | None = None) -> TrainerFile 
     for key in trainer.keys:
         if document.get(key.theirs) is None:
             continue
-        value = _converted(file, key.theirs, key.convert)
+        value = converted(file, key.theirs, key.convert)
         if isinstance(value, Counted):
             findings.append(file.not_counted(key.theirs, value.text))
             value = value.value
@@ -173,7 +173,7 @@ def reread_for(file: TrainerFile, model: ModelShape) -> TrainerFile | None:
     return read_trainer_file(file.name, OF_CLASSIFIERS) if model.encoder_reads_tokens else None
 
 
-def _converted(file: TrainerFile, name: str, convert: Convert) -> Any:
+def converted(file: TrainerFile, name: str, convert: Convert) -> Any:
     """Return the converted value of a key; raise UserError if the trainer does not take it."""
     try:
         return convert(file.document[name])
@@ -191,7 +191,7 @@ def is_grpo(file: TrainerFile) -> bool:
 def _read_grpo(file: TrainerFile, values: dict[str, Any], keys: dict[str, str]) -> None:
     """Set the tokens of a sample, prompt and completion, and the reference model, which TRL loads unless beta is 0."""
     document, is_set = file.document, [name for name in GRPO_LENGTHS if file.document.get(name) is not None]
-    lengths = {**GRPO_LENGTHS, **{name: _converted(file, name, to_count) for name in is_set}}
+    lengths = {**GRPO_LENGTHS, **{name: converted(file, name, to_count) for name in is_set}}
     values["seq_length"] = sum(lengths.values())
     if is_set:
         keys["seq_length"] = is_set[0]
@@ -399,13 +399,20 @@ def frozen_parts(file: TrainerFile, model: ModelShape) -> tuple[str, ...]:
     return tuple(name for modules in listed for name in modules if set(name.split(".")) <= names)
 
 
-def loads_16_bits(file: TrainerFile, engine: UserFile, precision: str) -> bool:
-    """Whether a program without DeepSpeed trains the 16-bit weights that it loads: Accelerate makes those of FSDP fp32
-    in mixed precision (fsdp2_prepare_model), unless the trainer has a function in its place."""
+def trained_type(file: TrainerFile, engine: UserFile, precision: str) -> Literal["bf16", "fp16"] | None:
+    """Return the 16-bit type of the weights that a program without DeepSpeed loads and trains, or freezes next to
+    adapters; None: another, or that of mixed precision. Accelerate makes trained weights of FSDP fp32 in mixed
+    precision (fsdp2_prepare_model), unless the trainer has a function in its place."""
+    loaded: Any = file.values.get("loaded")
+    if loaded not in ("bf16", "fp16") or engine.deepspeed is not None:
+        return None
+    if precision == "no":
+        # A type that only the trainer's defaults set is one of bf16.
+        return loaded if "loaded" in file.keys else None
     is_mixed = any(file.keys.get("precision") == key for key in ("bf16", "bfloat16")) or "precision" not in file.keys
     keeps = file.trainer.keeps_16_bits and engine.sharding is None and file.values.get("peft") != "lora"
     is_cast = engine.fsdp is not None and is_mixed and not keeps
-    return file.values.get("loaded") == "bf16" and precision == "bf16" and engine.deepspeed is None and not is_cast
+    return "bf16" if loaded == precision == "bf16" and not is_cast else None
 
 
 def freezes_fp32(file: TrainerFile) -> bool:
@@ -438,14 +445,23 @@ def workload_lines(file: TrainerFile, model: str, options: argparse.Namespace, r
     assumed = {**file.trainer.defaults, **(file.trainer.lora_defaults if values.get("peft") == "lora" else {})}
     names = [name for name in assumed if name not in (*file.keys, *OTHER_FIELDS) and name in values]
     if is_grpo(file):
-        lengths = (item for item in GRPO_LENGTHS.items() if file.document.get(item[0]) is None)
         names = [name for name in names if name != "seq_length"]
-        names += [f"{name} {tokens}" for name, tokens in lengths]
+        names += [f"{name} {tokens}" for name, tokens in _assumed_lengths(file)]
     if names:
         lines[0] += f"; of these assumed, as {file.trainer.name} does without a key: {', '.join(names)}"
     if replaced:
         lines.append(f"set by flags in its place: {', '.join(f'{name} {getattr(options, name)}' for name in replaced)}")
     return lines
+
+
+def _assumed_lengths(file: TrainerFile) -> Iterator[tuple[str, int]]:
+    """Yield the lengths of GRPO without a key; that of completions depends on the release."""
+    prompt = converted(file, "max_prompt_length", to_count) if file.document.get("max_prompt_length") else None
+    if prompt is None:
+        yield "max_prompt_length", GRPO_LENGTHS["max_prompt_length"]
+    if file.document.get("max_completion_length") is None:
+        prompt = GRPO_LENGTHS["max_prompt_length"] if prompt is None else prompt
+        yield "max_completion_length", file.values["seq_length"] - prompt
 
 
 def _adapters_text(values: Mapping[str, Any]) -> str:
@@ -513,10 +529,7 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
             names.add("FSDP2")
         elif engine.fsdp.get("fsdp_offload_params") is True:
             names.add("FSDP1 with offload")
-    values, types = file.values, ("loaded", "precision")
-    if engine.deepspeed is None and values.get("peft") != "lora" and [values.get(key) for key in types] == ["fp16"] * 2:
-        message = "the run ends with an error, Attempting to unscale FP16 gradients"
-        yield file.refused(file.keys["loaded"], message, "set float32, or use DeepSpeed or adapters")
+    yield from _scaled_weights(file, engine)
     if file.recomputes_by_hf and engine.is_on("fsdp_activation_checkpointing"):
         message = "the trainer ends with an error: FSDP's own activation checkpointing is on, too"
         yield file.refused(file.keys.get("gradient_checkpointing", "fsdp_config"), message, "leave one of them out")
@@ -527,6 +540,30 @@ def _refused_with(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
     yield from _refused_keys(file, names)
     if file.trainer.has_hf_keys:
         yield from _checkpoint_findings(file, engine, names)
+
+
+# Errors of torch's loss scaler on gradients of a type (torch/amp/grad_scaler.py, and its CUDA kernel).
+_UNSCALED_ERRORS = {
+    "fp16": "Attempting to unscale FP16 gradients",
+    "bf16": "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'",
+}
+
+
+def _scaled_weights(file: TrainerFile, engine: UserFile) -> Iterator[Finding]:
+    """Yield that fp16's loss scaler takes no gradients of trained 16-bit weights. Accelerate makes those of FSDP fp32
+    (fsdp2_prepare_model, and prepare_model for version 1), and DeepSpeed has a separate scaler."""
+    values, loaded = file.values, file.values.get("loaded")
+    is_scaled = values.get("precision") == "fp16" and engine.deepspeed is None and engine.fsdp is None
+    if "loaded" not in file.keys or values.get("peft") == "lora" or not is_scaled:
+        return
+    key, fix = file.keys["loaded"], "set float32, or use DeepSpeed or adapters"
+    if loaded in _UNSCALED_ERRORS:
+        yield file.refused(key, f"the run ends with an error, {_UNSCALED_ERRORS[loaded]}", fix)
+    elif loaded == "auto":
+        message = (
+            f"the run ends with an error unless the checkpoint is in fp32: of one in bf16 {_UNSCALED_ERRORS['bf16']}"
+        )
+        yield file.conflict(key, message, fix, BY_TRAINER)
 
 
 def _refused_keys(file: TrainerFile, names: set[str]) -> Iterator[Finding]:

@@ -287,7 +287,7 @@ _TRL_LENGTH = 1024
 
 
 class RemovedKey(NamedTuple):
-    """The release of transformers that removed a key from TrainingArguments, and its replacement."""
+    """The release that removed a key, of transformers from TrainingArguments or of TRL, and its replacement."""
 
     release: str
     fix: str
@@ -641,8 +641,10 @@ _HF_NOT_MODELLED = _shared(
 
 # A file with one of these is for TRL's GRPOTrainer.
 GRPO_KEYS = ("max_completion_length", "num_generations")
-# Tokens of its prompts and completions without a key: max_prompt_length is of TRL before 1.0, and prompts of later ones
-# have any length.
+# Its whole numbers that a generation's completions follow from.
+GRPO_COUNTS = ("num_generations", "steps_per_generation", "generation_batch_size")
+# Tokens of its prompts and completions without a key: max_prompt_length is of TRL before 0.28, and prompts of later
+# ones have any length. Completions have 256 before TRL 1.10.
 GRPO_LENGTHS = {"max_prompt_length": 512, "max_completion_length": 512}
 
 # transformers 5.23.0, training_args.py.
@@ -766,6 +768,50 @@ KTO_KEYS = ("desirable_weight", "undesirable_weight")
 KTO_LOSSES = frozenset({"kto", "apo_zero_unpaired"})
 # A file with this key is for TRL's RewardTrainer.
 REWARD_KEY = "center_rewards_coefficient"
+
+
+_LONG_PROMPTS = "take it out, and filter prompts of the dataset: max_length cuts a whole sample"
+# The first release of TRL in which no config of a trainer has the key, for which its parser ends with an error.
+REMOVED_TRL_KEYS = {
+    "max_target_length": RemovedKey("0.15.0", "set max_length"),
+    "use_num_logits_to_keep": RemovedKey("0.17.0", _TAKE_OUT),
+    "use_liger": RemovedKey("0.18.0", "set use_liger_kernel"),
+    "vllm_max_model_len": RemovedKey("0.18.0", "set vllm_max_model_length"),
+    **dict.fromkeys(
+        (
+            *("dataset_batch_size", "chars_per_token", "num_of_sequences"),
+            *("vllm_device", "vllm_dtype", "vllm_enable_prefix_caching"),
+        ),
+        RemovedKey("0.18.0", _TAKE_OUT),
+    ),
+    "max_seq_length": RemovedKey("0.20.0", "set max_length"),
+    "torch_dtype": RemovedKey("0.27.0", "set dtype"),
+    "wandb_log_unique_prompts": RemovedKey("0.27.0", "set log_unique_prompts"),
+    "gradient_checkpointing_use_reentrant": RemovedKey(
+        "0.27.0", "set gradient_checkpointing_kwargs: {use_reentrant: ...}"
+    ),
+    "use_liger_loss": RemovedKey("0.28.0", "set use_liger_kernel"),
+    "vllm_guided_decoding_regex": RemovedKey("0.28.0", "set vllm_structured_outputs_regex"),
+    "max_prompt_length": RemovedKey("0.29.0", _LONG_PROMPTS),
+    **dict.fromkeys(
+        (
+            *("reference_free", "rpo_alpha", "label_pad_token_id", "force_use_ref_model", "generate_during_eval"),
+            *("model_adapter_name", "ref_adapter_name", "ref_model_init_kwargs", "base_model_attribute_name"),
+            "use_logits_to_keep",
+        ),
+        RemovedKey("0.29.0", _TAKE_OUT),
+    ),
+}
+# Of GRPO's config one is missing a release earlier.
+REMOVED_GRPO_KEYS = {"max_prompt_length": RemovedKey("0.28.0", _LONG_PROMPTS)}
+# Keys without a field, and their replacement.
+NO_TRL_KEYS = {
+    **dict.fromkeys(("tokenizer", "tokenizer_name_or_path"), "the model's is read; in a script set processing_class"),
+    "use_flash_attention_2": "set attn_implementation: flash_attention_2",
+    "max_steps_per_epoch": "set max_steps",
+}
+# A file with one of these is of programs over TRL with further fields: alignment-handbook and open-r1.
+OVER_TRL = frozenset({"dataset_mixer", "dataset_mixture"})
 
 
 def by_dpo_loss(value: Any) -> str | None:

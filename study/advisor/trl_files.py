@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from study.advisor.explain_case import ConfigCase
-from study.advisor.trainer_files import TrainerFile, is_grpo, is_kto
-from study.advisor.trainer_keys import REWARD_KEY
+from study.advisor.explain_findings import NO_UNITS
+from study.advisor.request_notes import ADAPTERS_IN_FP32
+from study.advisor.trainer_files import TrainerFile, converted, is_grpo, is_kto
+from study.advisor.trainer_keys import (
+    GRPO_COUNTS,
+    GRPO_KEYS,
+    GRPO_LENGTHS,
+    NO_TRL_KEYS,
+    OVER_TRL,
+    REMOVED_GRPO_KEYS,
+    REMOVED_HF_KEYS,
+    REMOVED_TRL_KEYS,
+    REWARD_KEY,
+    to_count,
+)
 from study.advisor.user_settings import NOT_MODELLED, Finding
-from study.config.errors import UserError, clip
+from study.config.errors import UserError, clip, did_you_mean
+from study.config.precisions import computes_in_fp16
 from study.config.text import rounded
+from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.host.stacks import release_key
 from study.predictor.hardware import ANY_DEVICE
 from study.predictor.losses import LossKernel
+from study.predictor.request import Request
 
 # The newest one that was read, and the first whose trainers call add_fused_lm_head.
 NEWEST_TRL, FUSED_SINCE = "1.16.0", "1.15.0"
@@ -23,6 +41,9 @@ NEWEST_TRL, FUSED_SINCE = "1.16.0", "1.15.0"
 _CHUNKED_SINCE, _CHUNKED_BY_DEFAULT_SINCE = "1.4.0", "1.7.0"
 # The first release that gathers the output layer's weight at stage 3, by trainer.
 _GATHERED_SINCE = {"sft": "1.6.0", "grpo": "1.6.0", "dpo": "1.9.0"}
+# The first release that casts the adapters of a 4-bit or 8-bit model to bf16, by trainer: in its __init__, after
+# get_peft_model. Before it peft's stay in fp32.
+_CASTS_SINCE = {"sft": "0.26.0", "grpo": "0.26.0", "reward": "0.26.0", "dpo": "0.29.0", "kto": "1.8.0"}
 # vllm_gpu_memory_utilization without the key, and the first release whose vllm_mode is colocate without it.
 _VLLM_SHARE, _COLOCATES_SINCE = 0.3, "1.0.0"
 _SFT_LOSSES = ("nll", "dft", "chunked_nll")
@@ -54,9 +75,46 @@ def with_loss(file: TrainerFile, release: str) -> TrainerFile:
     """Return TRL's file with the loss of a release, and findings of a loss_type that the release does not have."""
     values, findings = {**file.values, "loss_kernel": _loss(file, release)}, file.findings
     if is_grpo(file):
+        if file.document.get("max_completion_length") is None:
+            values["seq_length"] += completion_length(release) - GRPO_LENGTHS["max_completion_length"]
         # _with_vllm has the memory.
         findings = tuple(item for item in findings if item.key != "use_vllm")
-    return dataclasses.replace(file, values=values, findings=(*findings, *_wrong_losses(file, release)))
+    findings = (*findings, *_wrong_losses(file, release), *_removed_keys(file, release))
+    return dataclasses.replace(file, values=values, findings=(*findings, *_unknown_keys(file, release, findings)))
+
+
+def _removed_keys(file: TrainerFile, release: str) -> Iterator[Finding]:
+    """Yield the keys that the release has no more."""
+    for name, removed in {**REMOVED_TRL_KEYS, **(REMOVED_GRPO_KEYS if is_grpo(file) else {})}.items():
+        if name in file.document and _is_since(release, removed.release):
+            message = f"TRL has it no more since {removed.release}, and {release} ends with an error"
+            yield file.conflict(name, message, removed.fix, "removed-key")
+
+
+@functools.cache
+def trl_keys() -> frozenset[str]:
+    """Return the content of trl_keys.yaml."""
+    document = load_package_yaml(Path(__file__).with_name("trl_keys.yaml").read_text(encoding="utf-8"))
+    return frozenset(name for names in document.values() for name in names)
+
+
+def _unknown_keys(file: TrainerFile, release: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield the keys that TRL's parser takes for no field (parse_args_and_config in trl/scripts/utils.py), and that no
+    other finding names. Programs over TRL have further ones."""
+    if OVER_TRL & file.document.keys():
+        return
+    reported = {*(item.key for item in findings), *file.trainer.read - NO_TRL_KEYS.keys(), *file.trainer.similar}
+    accepted = reported | trl_keys() | REMOVED_TRL_KEYS.keys() | REMOVED_HF_KEYS.keys() | {"env"}
+    for name in file.document:
+        if isinstance(name, str) and name not in accepted:
+            message = f"TRL {release} has no such key: its parser ends with an error, Unknown arguments"
+            hint = NO_TRL_KEYS.get(name) or did_you_mean(name, trl_keys()).strip()
+            yield file.conflict(name, message, hint or "take it out, unless a script has a field for it", "unknown-key")
+
+
+def completion_length(release: str) -> int:
+    """Return the tokens of a completion of GRPO without the key."""
+    return GRPO_LENGTHS["max_completion_length"] if _is_since(release, "1.10.0") else 256
 
 
 def trained_by(file: TrainerFile) -> str:
@@ -103,8 +161,80 @@ def _wrong_losses(file: TrainerFile, release: str) -> Iterator[Finding]:
 
 def with_release(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
     """Return the case of TRL's file with the errors and the memory that depend on the release and the engine."""
-    errors = _unsharded_head(file, release, case.stage)
-    return _with_vllm(file, release, dataclasses.replace(case, trl=release, findings=(*case.findings, *errors)))
+    errors = (*_unsharded_head(file, release, case.stage), *_scaled_adapters(file, release, case))
+    errors += (*_partial_groups(file, release, case.request),)
+    findings = (*_fixed_for_adapters(file, release, case), *errors)
+    return _with_vllm(file, release, dataclasses.replace(case, trl=release, findings=findings))
+
+
+def casts_adapters(file: TrainerFile, release: str, request: Request) -> bool:
+    """Whether the release casts the adapters of a quantized model to bf16."""
+    trainer = "kto" if is_kto(file) else trained_by(file)
+    is_quantized = request.quantized or request.in_8_bits
+    return bool(request.shape.lora_rank) and is_quantized and _is_since(release, _CASTS_SINCE[trainer])
+
+
+# Without a loss scaler. TRL's notebook for a T4, sft_trl_lora_qlora.ipynb, has this type, and bf16 that torch emulates.
+_UNSCALED = "fp16: false, bf16: false and dtype: float16"
+
+
+def _scaled_adapters(file: TrainerFile, release: str, case: ConfigCase) -> Iterator[Finding]:
+    """Yield a finding if fp16's loss scaler gets gradients of adapters in bf16; DeepSpeed has a separate scaler."""
+    request = case.request
+    if case.file.deepspeed is not None or not computes_in_fp16(request.precision):
+        return
+    if file.values.get("precision") == "no" or not casts_adapters(file, release, request):
+        return
+    message = (
+        f"TRL {release} casts the adapters of a quantized model to bf16, and the first step ends with an error of"
+        " fp16's loss scaler: \"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
+    )
+    fix = f"{ADAPTERS_IN_FP32}; in the file alone {_UNSCALED}, without a loss scale"
+    yield file.refused(file.keys.get("precision", "use_peft"), message, fix)
+
+
+def _fixed_for_adapters(file: TrainerFile, release: str, case: ConfigCase) -> Iterator[Finding]:
+    """Yield the findings of a case; a GPU without bf16 is not sent to fp16 if that ends with an error."""
+    is_refused = case.file.deepspeed is None and casts_adapters(file, release, case.request)
+    for finding in case.findings:
+        is_of_bf16 = finding.rule == NO_UNITS and finding.key in ("bf16", "mixed_precision")
+        yield dataclasses.replace(finding, fix=f"set {_UNSCALED}") if is_refused and is_of_bf16 else finding
+
+
+# The first release whose completions of one generation may be those of several micro-batches: before it they are those
+# of one on each rank, and before the second of all micro-batches of a step.
+_GENERATES_FOR_STEPS_SINCE, _HAS_STEPS_SINCE = "0.17.0", "0.18.0"
+# num_generations without the key.
+_GENERATIONS = 8
+
+
+def _partial_groups(file: TrainerFile, release: str, request: Request) -> Iterator[Finding]:
+    """Yield a finding if the completions of a generation are not whole groups of a prompt, which GRPO compares
+    (GRPOConfig.__post_init__ in trl/trainer/grpo_config.py, and GRPOTrainer before 0.18)."""
+    if not is_grpo(file):
+        return
+    counts = {name: converted(file, name, to_count) for name in GRPO_COUNTS if file.document.get(name) is not None}
+    generations, ends = counts.get("num_generations", _GENERATIONS), f"TRL {release} ends with an error"
+    key = next(name for name in ("num_generations", *GRPO_KEYS) if file.document.get(name) is not None)
+    micro_batch, steps, batch = request.micro_batch * request.box.ranks, request.accumulation, None
+    if _is_since(release, _HAS_STEPS_SINCE):
+        steps, batch = counts.get("steps_per_generation", steps), counts.get("generation_batch_size")
+    elif not _is_since(release, _GENERATES_FOR_STEPS_SINCE):
+        steps = 1
+    total = batch or micro_batch * steps
+    if generations < 2:
+        yield file.refused(key, f"{ends}: GRPO compares at least 2 completions of a prompt", "set 2 or more")
+    elif batch and "steps_per_generation" in counts:
+        yield file.refused("generation_batch_size", f"{ends} with steps_per_generation", "take one of them out")
+    elif batch and batch % micro_batch:
+        message = f"{ends}: {batch} is not divisible by {micro_batch}, the completions of a micro-batch on all ranks"
+        yield file.refused("generation_batch_size", message, f"set a multiple of {micro_batch}")
+    elif total % generations:
+        factors = [f"{request.micro_batch} a micro-batch"]
+        factors += [f"{count} {what}" for count, what in ((request.box.ranks, "ranks"), (steps, "steps")) if count > 1]
+        message = f"{ends}: a generation has {total} completions" + f" ({' x '.join(factors)})" * (batch is None)
+        fix = f"make them a multiple of {generations}, or num_generations a divisor of {total}"
+        yield file.refused(key, f"{message}, which do not make groups of {generations}", fix)
 
 
 def _unsharded_head(file: TrainerFile, release: str, stage: int) -> Iterator[Finding]:

@@ -38,6 +38,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
+from transformers.pytorch_utils import Conv1D
 
 from study.config.errors import UserError, describe_cause, did_you_mean, first_line
 from study.config.flags import RunConfig
@@ -58,6 +59,8 @@ USUAL_PATCHES = 32
 # Samples of the first pass: enough that activations exceed the gradient of a weight in most layers.
 SAMPLES = 4
 _FUSED = "traced_without_mask"
+# peft's names of the module under an adapter, of adapters and of copies.
+_BASE, _ADDED = ".base_layer", (".lora_", ".modules_to_save")
 # deepspeed/runtime/zero/leaf_module_config.py: modules whose parameters stage 3 gathers together, inner ones included.
 _LEAVES = {"MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"}
 _HEADS = ("MULTIMODAL_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION")
@@ -202,7 +205,7 @@ class _Structure:
             if sizes == sorted((hidden, 2 * inner)):
                 return True
             if sizes == sorted((hidden, inner)):
-                module = name.removesuffix(".weight").removesuffix(".base_layer")
+                module = name.removesuffix(".weight").removesuffix(_BASE)
                 matrices[module.rpartition(".")[0]] += 1
         return 3 in matrices.values()
 
@@ -235,8 +238,27 @@ class _Structure:
                 return f"torch refuses {name}, which modules of two FSDP{version} groups share"
         return None
 
+    def quantizable(self) -> set[int]:
+        """Return the numbers of the weights that transformers replaces by those of bitsandbytes: of linear layers
+        (replace_with_bnb_linear), without the output layer, tied weights, the last module (get_keys_to_not_convert in
+        quantizers/base.py) and those that stay in fp32, whatever adapters are added later."""
+        names = [name for name, _ in self.parameters if not any(part in name for part in _ADDED)]
+        last = names[-1].replace(_BASE, "").removesuffix(".weight")
+        excluded = (last, *(getattr(self.model, "_keep_in_fp32_modules", None) or ()))
+        owners = collections.Counter(number for numbers in self.owners.values() for number in numbers)
+        numbers = set[int]()
+        for name, module in self.model.named_modules():
+            if type(module) is not torch.nn.Linear and not isinstance(module, Conv1D):
+                continue
+            plain, number = name.replace(_BASE, ""), self.index[id(module.weight)]
+            is_excluded = any(plain.endswith(key) or f"{plain}.".startswith(f"{key}.") for key in excluded)
+            if not is_excluded and owners[number] == 1 and module is not self.head:
+                numbers.add(number)
+        return numbers
+
     def rows(self, groups: Mapping[int, set[str]]) -> list[tuple[Any, ...]]:
         """Return the fields of study/predictor/shape.py's Parameter for each one."""
+        linear = self.quantizable()
         return [
             (
                 number,
@@ -246,6 +268,7 @@ class _Structure:
                 place,
                 parameter.requires_grad,
                 not groups[number] & {"", "tail"},
+                number in linear,
             )
             for number, ((name, parameter), place) in enumerate(zip(self.parameters, self.places(), strict=True))
         ]

@@ -40,6 +40,9 @@ class Parameter:
     trained: bool = dataclasses.field(default=True, hash=False)
     # FSDP2 gathers it again for the backward pass: layers, and an untied embedding as its group.
     regathered: bool = dataclasses.field(default=False, hash=False)
+    # Of a traced model: whether transformers replaces its module by one of bitsandbytes. None: if it is a matrix of a
+    # layer.
+    is_linear: bool | None = dataclasses.field(default=None, hash=False)
 
     def shard_by_rows(self, ranks: int) -> int:
         """Return the elements of one rank's shard in FSDP2, with padding."""
@@ -417,7 +420,10 @@ def in_tensor_parts(shape: ModelShape, ranks: int, *, only_layers: bool) -> Mode
 
 
 def is_packed(shape: ModelShape, param: Parameter) -> bool:
-    """Whether bitsandbytes quantizes a parameter: a frozen matrix of a layer."""
+    """Whether bitsandbytes quantizes a parameter: the frozen matrix of a linear layer, other than the output layer's.
+    A model of several has embeddings between the layers, too."""
+    if param.is_linear is not None:
+        return param.is_linear and not param.trained
     is_matrix = 0 <= param.place < shape.layers and param.name.endswith(".weight") and param.rows < param.elements
     return is_matrix and not param.trained
 

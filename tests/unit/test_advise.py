@@ -368,6 +368,16 @@ def test_advice_for_lora_loads_frozen_weights_in_16_bits_and_is_compared_with_lo
     assert [all("LoRA" in line for line in document["nearest"]) for document in (full, lora)] == [False, True]
 
 
+def test_adapters_of_a_quantized_model_are_not_said_to_be_fp32_in_trl() -> None:
+    lora = ("--peft", "lora", "--seq_length", "512")
+    page = print_page("qwen2.5-7b", "T4", *lora, "--quantization", "4bit")
+    assert "TRL since 0.26.0 casts them to bf16, which fp16's loss scaler refuses: before train()" in page
+    page = print_page("qwen2.5-7b", "L4", *lora, "--quantization", "4bit")
+    assert "TRL since 0.26.0 casts them to bf16" in page
+    assert "loss scaler" not in page
+    assert "TRL" not in print_page("qwen2.5-0.5b", "T4", *lora)
+
+
 def test_another_optimizer_is_compared_without_the_optimizer_on_the_host(tmp_path: Path) -> None:
     usual, smaller = ask(LLAMA_8B, "8xH100"), ask(LLAMA_8B, "8xH100", "--optimizer", "adamw_8bit")
     names = {option.name for option in usual.options if not option.request.strategy.offloads}

@@ -13,6 +13,9 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from engines import ROOT
 from study.advisor.advise_command import _study_command
@@ -36,7 +39,7 @@ from study.predictor.micro_batch import predict_activations
 from study.predictor.models import model_shape, shape_of_document
 from study.predictor.passes import _device_rates, _elementwise_s, passes_s
 from study.predictor.request import Attention, Request
-from study.predictor.shape import FUSED_ATTENTIONS, ModelShape, resolve_length, with_adapters
+from study.predictor.shape import FUSED_ATTENTIONS, ModelShape, in_4_bits, is_packed, resolve_length, with_adapters
 from study.predictor.state import predict_state
 from study.predictor.table_shape import shape_of_architecture
 from study.predictor.traced_activations import trace
@@ -118,6 +121,33 @@ def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type
             # The whole BART's trace makes masks for its decoder, which a GPU does not: in 16 bits, from one of bytes.
             masks = (2 + 1) * request.micro_batch * request.sequence_length**2 if model_type == "bart" else 0
             assert_recomputed_as_traced(dataclasses.replace(request, precision=precision), without=masks)
+
+
+# peft refuses adapters of a Mamba.
+@pytest.mark.parametrize("model_type", [model_type for model_type in CONFIGS if model_type != "mamba2"])
+def test_bitsandbytes_has_the_weights_that_transformers_replaces(model_type: str) -> None:
+    model = build_without_data(model_type)
+    excluded = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    # replace_with_bnb_linear in transformers' integrations/bitsandbytes.py.
+    replaced = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if should_convert_module(name, excluded) and (isinstance(module, Conv1D) or type(module) is torch.nn.Linear)
+    }
+    shape = with_adapters(read_shape(model_type), 4)
+    plain_names = {param.name.replace(".base_layer", ""): param for param in shape.params}
+    packed = {name for name, param in plain_names.items() if is_packed(shape, param)}
+    # The head of a classifier is new, and trained.
+    frozen = {name for name, param in plain_names.items() if not param.trained}
+    assert packed == replaced & frozen
+    assert len(replaced - frozen) <= 2 * (shape.family == "sequence-classification")
+
+
+def test_an_embedding_between_the_layers_of_two_models_is_not_in_4_bits() -> None:
+    shape = with_adapters(read_shape("gemma3"), 4)
+    embedding = shape.embedding
+    assert 0 < embedding.place < shape.layers
+    assert in_4_bits(shape, 2).embedding == embedding
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3"])

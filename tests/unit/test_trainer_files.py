@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import inspect
 import json
 import re
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -28,7 +30,14 @@ from study.advisor.explain_findings import findings
 from study.advisor.explain_releases import release_line
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.trainer_files import WITHOUT, read_trainer_file, shipped_engines
-from study.advisor.trainer_keys import HF_OPTIMIZERS, OTHER_FIELDS, REMOVED_HF_KEYS, TRAINERS
+from study.advisor.trainer_keys import (
+    HF_OPTIMIZERS,
+    NO_TRL_KEYS,
+    OTHER_FIELDS,
+    REMOVED_HF_KEYS,
+    REMOVED_TRL_KEYS,
+    TRAINERS,
+)
 from study.advisor.user_settings import ZERO
 from study.advisor.workload import Workload
 from study.cli import main
@@ -961,6 +970,46 @@ def test_gradients_in_fp16_cannot_be_unscaled(tmp_path: Path) -> None:
         assert any(item.key == "dtype" and item.kind == "refused" for item in case.findings) == is_refused
 
 
+@pytest.mark.parametrize("keys", [{}, {"max_length": 512}])
+def test_gradients_in_bf16_cannot_be_unscaled(keys: dict[str, Any], tmp_path: Path) -> None:
+    document = ARGUMENTS | keys | {"bf16": False, "fp16": True}
+    fsdp, adapters = {"fsdp": "full_shard auto_wrap"}, {"use_peft": True, "max_length": 512}
+    for settings, kind in (
+        ({"dtype": "bfloat16"}, "refused"),
+        ({"torch_dtype": "bfloat16"}, "refused"),
+        ({"dtype": "auto"}, "conflict"),
+        ({"dtype": "float32"}, None),
+        ({"dtype": "bfloat16", "fp16": False}, None),
+        # DeepSpeed's own scaler, weights that Accelerate makes fp32, and adapters that peft keeps in fp32.
+        ({"dtype": "bfloat16", "deepspeed": Z2}, None),
+        ({"dtype": "bfloat16", **fsdp}, None),
+        ({"dtype": "bfloat16", **adapters}, None),
+    ):
+        case = read(write(tmp_path, document | settings), *BOX)
+        matches = [item for item in case.findings if "not implemented for 'BFloat16'" in item.message]
+        assert [(item.kind, item.key in settings) for item in matches] == ([] if kind is None else [(kind, True)])
+
+
+def test_fsdp_makes_weights_in_16_bits_fp32() -> None:
+    source = inspect.getsource(accelerate.utils.fsdp_utils.fsdp2_prepare_model)
+    assert "if param.requires_grad and param.dtype != torch.float32:" in source
+    assert "param.data = param.data.to(torch.float32)  # upcasting" in inspect.getsource(accelerate.Accelerator)
+
+
+@pytest.mark.parametrize("trained", [{}, {"use_peft": True}, {"use_peft": True, "load_in_4bit": True}])
+def test_weights_in_16_bits_are_counted_without_mixed_precision(trained: dict[str, Any], tmp_path: Path) -> None:
+    document = {"model_name_or_path": "llama-3.2-1b", "max_length": 512, "bf16": False, "fp16": False, **trained}
+    wide, half, brain = (
+        read(write(tmp_path, document | {"dtype": dtype}), *BOX) for dtype in ("float32", "float16", "bfloat16")
+    )
+    assert [case.request.precision for case in (wide, half, brain)] == ["fp32", "fp16-engine", "bf16-engine"]
+    parts = [case.memory.device_parts["parameters"] for case in (wide, half, brain)]
+    assert parts[1] == parts[2] < parts[0]
+    if "load_in_4bit" not in trained:
+        narrowed = wide.shape.frozen_parameters if trained else wide.shape.parameters
+        assert parts[0] - parts[1] == pytest.approx(2 * narrowed, rel=0.01)
+
+
 def test_two_kinds_of_checkpointing_are_refused_as_by_the_trainer(tmp_path: Path) -> None:
     source = inspect.getsource(transformers.Trainer)
     assert "fsdp_plugin.activation_checkpointing and self.args.activation_checkpointing:" in source
@@ -1178,6 +1227,41 @@ def test_a_sharded_head_ends_a_run_of_older_trl(
         assert errors == [ends] * (is_sharded and ends is not None)
 
 
+@pytest.mark.parametrize(
+    ("keys", "first"),
+    [
+        ({"max_length": 512}, "0.26.0"),
+        ({"num_generations": 8}, "0.26.0"),
+        ({"beta": 0.1}, "0.29.0"),
+        ({"desirable_weight": 1.0}, "1.8.0"),
+    ],
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fp16_refuses_the_bf16_adapters_of_trl(keys: dict[str, Any], first: str, bits: int, tmp_path: Path) -> None:
+    quantized = {"model_name_or_path": "qwen2.5-7b", "use_peft": True, f"load_in_{bits}bit": True}
+    in_fp16 = quantized | {"per_device_train_batch_size": 2, "fp16": True} | keys
+
+    def refused(document: dict[str, Any], *words: str) -> list[str]:
+        case = read(write(tmp_path, document), *words, "--hardware", "T4")
+        return [item.key for item in case.findings if "not implemented for 'BFloat16'" in item.message]
+
+    assert refused(in_fp16) == refused(in_fp16, "--release", f"trl={first}") == ["fp16"]
+    assert refused(in_fp16, "--release", "trl=0.25.1") == []
+    # No scaler, adapters that are not cast, and the scaler of DeepSpeed.
+    assert refused(in_fp16 | {"fp16": False, "bf16": False, "dtype": "float16"}) == []
+    assert refused(in_fp16 | {f"load_in_{bits}bit": False}) == []
+    assert refused(in_fp16 | {"deepspeed": Z2}) == []
+
+
+def test_a_gpu_without_bf16_is_not_sent_to_what_trl_ends_in(tmp_path: Path) -> None:
+    document = {"model_name_or_path": "qwen2.5-7b", "use_peft": True, "load_in_4bit": True}
+    fixes = {}
+    for keys in ({}, {"load_in_4bit": False}):
+        case = read(write(tmp_path, document | keys), "--hardware", "T4")
+        (fixes[bool(keys)],) = (item.fix for item in case.findings if item.rule == "no-units")
+    assert fixes == {False: "set fp16: false, bf16: false and dtype: float16", True: "use fp16, or fp32"}
+
+
 GRPO = {**ARGUMENTS, "model_name_or_path": "qwen2.5-7b", "num_generations": 8, "deepspeed": Z3, "use_vllm": True}
 
 
@@ -1206,6 +1290,106 @@ def test_colocated_vllm_has_its_share_of_the_gpu(keys: dict[str, Any], words: st
 def test_vllm_without_hardware_is_left_out_by_name(tmp_path: Path) -> None:
     case = read(write(tmp_path, GRPO), "--world_size", "8")
     assert first_line(case).startswith("Without use_vllm (not modelled): ")
+
+
+@pytest.mark.parametrize(
+    ("keys", "release", "words"),
+    [
+        ({}, None, None),
+        (
+            {"gradient_accumulation_steps": 1},
+            None,
+            "4 completions (2 a micro-batch x 2 ranks), which do not make groups of 8",
+        ),
+        (
+            {"num_generations": 6},
+            None,
+            "8 completions (2 a micro-batch x 2 ranks x 2 steps), which do not",
+        ),
+        ({"num_generations": 1}, None, "at least 2 completions"),
+        ({"steps_per_generation": 3}, None, "12 completions (2 a micro-batch x 2 ranks x 3 steps)"),
+        ({"generation_batch_size": 12}, None, "a generation has 12 completions, which do not make groups of 8"),
+        ({"generation_batch_size": 16}, None, None),
+        ({"generation_batch_size": 6}, None, "6 is not divisible by 4"),
+        ({"generation_batch_size": 8, "steps_per_generation": 2}, None, "with steps_per_generation"),
+        ({"num_generations": None, "max_completion_length": 64, "gradient_accumulation_steps": 1}, None, "groups of 8"),
+        # Older ones have other factors.
+        ({}, "0.17", None),
+        ({}, "0.16", "4 completions (2 a micro-batch x 2 ranks), which do"),
+        ({"steps_per_generation": 3}, "0.17", None),
+    ],
+)
+def test_a_generation_of_grpo_has_whole_groups(
+    keys: dict[str, Any], release: str | None, words: str | None, tmp_path: Path
+) -> None:
+    document = ARGUMENTS | {"num_generations": 8, "gradient_accumulation_steps": 2} | keys
+    words_of_release = () if release is None else ("--release", f"trl={release}")
+    case = read(write(tmp_path, document), *words_of_release, "--hardware", "2xH100")
+    matches = [item.message for item in case.findings if item.kind == "refused"]
+    assert len(matches) == (words is not None)
+    assert words is None or words in matches[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "last", "first", "fix"),
+    [
+        ("max_seq_length", 512, "0.19", "0.20", "set max_length"),
+        ("torch_dtype", "float32", "0.26", "0.27", "set dtype"),
+        ("max_prompt_length", 128, "0.28.1", "0.29", "take it out, and filter prompts"),
+        ("use_liger", True, "0.17", "0.18", "set use_liger_kernel"),
+        ("rpo_alpha", 1.0, "0.28", "0.29", "take it out"),
+    ],
+)
+def test_a_key_that_trl_removed_is_named(key: str, value: Any, last: str, first: str, fix: str, tmp_path: Path) -> None:
+    file = write(tmp_path, ARGUMENTS | {"dataset_name": "trl-lib/Capybara", "use_peft": True, key: value})
+    for words, is_removed in ((f"trl={last}", False), (f"trl={first}", True), (None, True)):
+        case = read(file, *(("--release", words) if words else ()), *BOX)
+        matches = [item for item in case.findings if item.rule in ("removed-key", "unknown-key")]
+        assert [item.key for item in matches] == [key] * is_removed
+        assert all(item.kind == "conflict" and item.fix.startswith(fix) for item in matches)
+
+
+def test_a_prompt_of_grpo_has_no_length_since_trl_0_28(tmp_path: Path) -> None:
+    file = write(tmp_path, ARGUMENTS | {"num_generations": 2, "max_prompt_length": 512})
+    for release, is_removed in (("0.27", False), ("0.28", True)):
+        case = read(file, "--release", f"trl={release}", *BOX)
+        assert [item.key for item in case.findings if item.rule == "removed-key"] == ["max_prompt_length"] * is_removed
+
+
+def test_a_key_that_trl_does_not_have_is_named(tmp_path: Path) -> None:
+    accepted = {
+        "max_length": 512,
+        "dataset_text_field": "text",
+        "learning_rate": 1e-4,
+        "env": {"A": "1"},
+        "lora_alpha": 32,
+    }
+    unknown = {"tokenizer": "gpt2", "nonsense": 1, "learning_rates": 1e-4, "use_flash_attention_2": True}
+    case = read(write(tmp_path, ARGUMENTS | accepted | unknown), *BOX)
+    matches = {item.key: item.fix for item in case.findings if "no such key" in item.message}
+    assert set(matches) == set(unknown)
+    assert "processing_class" in matches["tokenizer"]
+    assert "learning_rate" in matches["learning_rates"]
+    assert "attn_implementation" in matches["use_flash_attention_2"]
+    # A program with further fields.
+    case = read(write(tmp_path, ARGUMENTS | accepted | unknown | {"dataset_mixture": {}}), *BOX)
+    assert not any("no such key" in item.message for item in case.findings)
+
+
+def test_the_keys_of_trl_have_those_of_training_arguments() -> None:
+    document = yaml.safe_load((ROOT / "study" / "advisor" / "trl_keys.yaml").read_text())
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert set(document["transformers"]) == fields
+    assert not fields & set(document["trl"])
+    assert not {*document["trl"], *fields} & (REMOVED_TRL_KEYS.keys() | NO_TRL_KEYS.keys())
+
+
+def test_a_completion_of_grpo_is_longer_since_trl_1_10(tmp_path: Path) -> None:
+    file = write(tmp_path, ARGUMENTS | {"num_generations": 2})
+    for release, tokens in (("1.9.2", 256), ("1.10.0", 512), ("1.16.0", 512)):
+        case = read(file, "--release", f"trl={release}", *BOX)
+        assert case.request.sequence_length == 512 + tokens
+        assert f"max_completion_length {tokens}" in case.read_from[0]
 
 
 def test_assumed_tokens_of_grpo_are_named(tmp_path: Path) -> None:
