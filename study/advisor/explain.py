@@ -29,7 +29,7 @@ from study.advisor.explain_releases import (
     release_document,
     release_line,
     with_releases,
-    with_requirements,
+    with_trainer,
 )
 from study.advisor.fitted import precision_under
 from study.advisor.long_features import has_features
@@ -280,7 +280,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
             freezes_fp32=trainer_files.freezes_fp32(trainer),
         )
         case = with_releases(resolve(file, shape, options.world_size, work, box), options.release)
-        case = with_requirements(case, trainer.trainer.name, trainer.trainer.newest_deepspeed)
+        case = with_trainer(case, trainer.trainer.name, trainer.trainer.newest_deepspeed, trainer.loop)
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
     case = dataclasses.replace(case, findings=tuple(trainer_files.place_findings(trainer, engine, findings(case))))

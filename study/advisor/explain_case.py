@@ -28,6 +28,7 @@ from study.predictor.request import (
 from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 from study.predictor.tensor_group import UNDER_FSDP2
+from study.releases.causes import Loop
 
 _SP_SIZE = "parallelism_config.sp_size"
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -82,6 +83,8 @@ class ConfigCase:
     stated_releases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # The trainer, if the release of DeepSpeed is one that its requirements take.
     required_by: str = ""
+    # The program's loop, if its file shows it.
+    loop: Loop | None = None
 
     @property
     def stage(self) -> int:

@@ -398,7 +398,8 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     parallel = case.top.get("tensor_parallel")
     autotp_ranks = whole_number(parallel.get("autotp_size")) if isinstance(parallel, Mapping) else 0
     return {**flatten(defaults), **flatten(top), **flatten(case.zero), **flatten(file.plugin, "plugin."), **facts} | {
-        "unsound": unsound_releases(tested, request.accumulation, request.precision) or "none",
+        "unsound": unsound_releases(tested, request.accumulation, request.precision, case.loop or "accelerate")
+        or "none",
         "unsound_accumulating": _unsound_accumulating(case, tested) or "none",
         **_race_facts(case),
         "divides_batch": all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH)),
@@ -454,7 +455,8 @@ def _unsound_accumulating(case: ConfigCase, tested: str) -> str:
     """Return the releases with a known fault if the program accumulates; empty if the file sets the number."""
     if case.top.get(ACCUMULATION, "auto") != "auto":
         return ""
-    return unsound_releases(tested, max(2, case.request.accumulation), case.request.precision)
+    steps = max(2, case.request.accumulation)
+    return unsound_releases(tested, steps, case.request.precision, case.loop or "accelerate")
 
 
 def _batch(case: ConfigCase) -> Iterator[Finding]:

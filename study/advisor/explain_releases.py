@@ -13,7 +13,7 @@ from study.advisor.explain_case import ACCUMULATION, ConfigCase
 from study.advisor.user_settings import Finding, known_settings
 from study.compositions.answers import newest_tested_stack
 from study.host.stacks import package_version, release_key
-from study.releases.causes import PACKAGES, known_faults
+from study.releases.causes import PACKAGES, Cause, Loop, known_faults, least_sound_release, read_causes
 
 # Packages whose releases make a difference to combinations of features.
 ENGINES = ("deepspeed", "accelerate", "torch")
@@ -94,8 +94,10 @@ def release_document(case: ConfigCase) -> dict[str, Any]:
     return {"assumed": read_stack(case) | trl, "stated": _named(case)}
 
 
-def with_requirements(case: ConfigCase, trainer: str, newest: str) -> ConfigCase:
-    """Return the case with the newest DeepSpeed that a trainer's requirements take, unless --release names one."""
+def with_trainer(case: ConfigCase, trainer: str, newest: str, loop: Loop | None) -> ConfigCase:
+    """Return the case of a trainer's file with its loop, and with the newest DeepSpeed that the trainer's requirements
+    take, unless --release names one."""
+    case = dataclasses.replace(case, loop=loop)
     if not newest or case.file.deepspeed is None or "deepspeed" in case.stated_releases:
         return case
     releases = {**case.stated_releases, "deepspeed": newest}
@@ -128,19 +130,55 @@ def release_faults(case: ConfigCase, strategy: str, named_causes: Iterable[str])
     them, without the `named_causes`."""
     if not case.stated_releases:
         return
-    stack, request, listed = read_stack(case), case.request, set(named_causes)
+    stack, request, listed = _all_releases(case), case.request, set(named_causes)
     is_open = case.top.get(ACCUMULATION, "auto") == "auto"
-    for cause in known_faults({"transformers": newest_tested_stack()["transformers"], **stack}, on_gpu=True):
+    command = f"study releases {stack['deepspeed']} {strategy}"
+    elsewhere = list[str]()
+    for cause in known_faults(stack, on_gpu=True):
         if cause.id in listed or cause.ends_training or cause.sometimes or not cause.releases.get("deepspeed"):
             continue
-        command = f"study releases {stack['deepspeed']} {strategy}"
-        fix = cause.instead[:1].lower() + cause.instead[1:].removesuffix(".")
-        if cause.shows_in(strategy, request.accumulation, request.precision):
-            message = f"{stack['deepspeed']} computes wrong gradients with these settings: {cause.title} ({command})"
-            yield Finding("conflict", "deepspeed", message, fix, "wrong-training")
+        shows = cause.shows_in(strategy, request.accumulation, request.precision)
+        fix = _fix_of_fault(case, cause, strategy)
+        if not is_in_program(case, cause):
+            elsewhere += [cause.title] if shows else []
+        elif shows:
+            loops = loops_of_cause(case, cause.id)
+            message = f"{stack['deepspeed']} computes wrong gradients with these settings{loops}: {cause.title}"
+            yield Finding("conflict", "deepspeed", f"{message} ({command})", fix, "wrong-training")
         elif is_open and cause.shows_in(strategy, max(2, request.accumulation), request.precision):
             message = f"with accumulation, which the program sets, {stack['deepspeed']} computes wrong gradients"
             yield Finding("noted", "deepspeed", f"{message}: {cause.title} ({command})", fix, "releases")
+    if elsewhere:
+        message = f"transformers' Trainer does not have this fault of {stack['deepspeed']}: {'; '.join(elsewhere)}"
+        yield Finding("noted", "deepspeed", f"{message} ({command})", "", "other-loop")
+
+
+def is_in_program(case: ConfigCase, cause: Cause) -> bool:
+    """Whether the loop of a case has a fault; one that is not known may be any."""
+    return case.loop is None or cause.is_in_loop(case.loop, _all_releases(case))
+
+
+def loops_of_cause(case: ConfigCase, name: str) -> str:
+    """Return the loops that have a fault, after a space; empty if the file shows its loop, or if all have it."""
+    if case.loop is not None:
+        return ""
+    words = next((cause.loop_words(_all_releases(case)) for cause in read_causes() if cause.id == name), "")
+    return f" {words}" if words else ""
+
+
+def _all_releases(case: ConfigCase) -> dict[str, str | None]:
+    """Return a case's releases, with that of transformers."""
+    return {"transformers": newest_tested_stack()["transformers"], **read_stack(case)}
+
+
+def _fix_of_fault(case: ConfigCase, cause: Cause, strategy: str) -> str:
+    """Return the workaround of a fault; in a known loop the release without any."""
+    request = case.request
+    if case.loop is not None:
+        settings = (strategy, max(2, request.accumulation), request.precision, case.loop)
+        if release := least_sound_release(*settings):
+            return f"use DeepSpeed {release} or later"
+    return cause.instead[:1].lower() + cause.instead[1:].removesuffix(".")
 
 
 def judge_by_release(case: ConfigCase, finding: Finding) -> Finding:

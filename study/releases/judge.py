@@ -23,7 +23,7 @@ from study.releases.races import gpu_races
 # Marks a verdict by DeepSpeed's source: a fault of CPUs crashed the run.
 DAGGER = "\N{DAGGER}"
 # What holds for every answer.
-TESTED_WITH = "tested with AdamW and one backward call per micro-batch"
+TESTED_WITH = "tested in Accelerate's loop, with AdamW and one backward call per micro-batch"
 CPU_FAULTS = (
     f"faults that only CPUs have are left out; {DAGGER}: from DeepSpeed's source, since a CPU bug crashes the run"
 )
@@ -392,10 +392,12 @@ def shown_causes(
 
 
 def cause_line(letter: str, cause: Cause) -> str:
-    """Return a fault with its precisions, and the release and the change that fixed it; the grid has its strategies."""
+    """Return a fault with its precisions and its loops, and the release and the change that fixed it; the grid has its
+    strategies."""
     change = re.sub(r"https://github.com/([^/]+/[^/]+)/(?:pull|issues)/(\d+)", r" by \1#\2", cause.left.change)
     fixed = f" (fixed in {cause.left.release}{change})" if cause.left.release else ""
-    return f"{letter}: {cause.title}{_precisions(cause)}{fixed}"
+    loops = f", {cause.loops_text}" if cause.loops_text else ""
+    return f"{letter}: {cause.title}{_precisions(cause)}{loops}{fixed}"
 
 
 def _precisions(cause: Cause) -> str:

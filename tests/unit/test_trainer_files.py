@@ -41,6 +41,7 @@ from study.predictor.memory import predict_memory
 from study.predictor.request import Request
 from study.predictor.state import predict_state
 from study.predictor.time import device_bytes, predict_time
+from study.releases.causes import read_causes
 from tools.architectures import CONFIGS
 
 FOLDER = ROOT / "tests" / "data" / "trainers"
@@ -379,7 +380,6 @@ def test_llama_factory_is_judged_by_the_deepspeed_that_it_requires(tmp_path: Pat
             assert f"{trainer.name} requires DeepSpeed {trainer.newest_deepspeed} at most" in page
     file = write(tmp_path, FACTORY | {"gradient_accumulation_steps": 8, "deepspeed": Z2 | {ACCUMULATION: "auto"}})
     case = read(file, *BOX)
-    assert first_line(case).startswith("Trains something else, silently: gradient_accumulation_steps. Apart from that")
     line = release_line(case)
     assert (
         "DeepSpeed 0.18.4 (the newest that LLaMA-Factory requires; nothing checks it, so newer ones run, too)" in line
@@ -390,6 +390,42 @@ def test_llama_factory_is_judged_by_the_deepspeed_that_it_requires(tmp_path: Pat
     assert "0.19.8 (--release)" in release_line(case)
     # Without DeepSpeed there is none to name.
     assert "DeepSpeed" not in release_line(read(write(tmp_path, FACTORY), *BOX))
+
+
+DIVIDED_TWICE, UNSCALED, LAST_ALONE = "divided-twice", "unscaled-in-no-sync", "last-micro-step-only"
+
+
+@pytest.mark.parametrize(
+    ("stage", "release", "fault", "fault_elsewhere"),
+    [
+        # The newest that LLaMA-Factory requires, and before it the one whose hook reads no scale_wrt_gas.
+        (2, "", "", DIVIDED_TWICE),
+        (2, "deepspeed=0.18.3", DIVIDED_TWICE, ""),
+        (1, "deepspeed=0.19.5", "", DIVIDED_TWICE),
+        (1, "deepspeed=0.19.5,transformers=4.48.3", DIVIDED_TWICE, ""),
+        # The Trainer enters no no_sync, and used to.
+        (1, "deepspeed=0.17.5", "", UNSCALED),
+        (1, "deepspeed=0.17.5,transformers=4.47.0", UNSCALED, ""),
+        # Every loop has it.
+        (2, "deepspeed=0.17.6", LAST_ALONE, ""),
+    ],
+)
+def test_a_fault_of_accelerates_own_loop_is_none_of_a_trainers_file(
+    stage: int, release: str, fault: str, fault_elsewhere: str, tmp_path: Path
+) -> None:
+    """Files of LLaMA-Factory failed under the DeepSpeed that it requires."""
+    titles = {cause.id: cause.title for cause in read_causes()}
+    zero: dict[str, Any] = {**Z2, "zero_optimization": {"stage": stage}, ACCUMULATION: "auto"}
+    keys = {"gradient_accumulation_steps": 8, "deepspeed": zero}
+    case = read(write(tmp_path, FACTORY | keys), *BOX, *(("--release", release) if release else ()))
+    assert first_line(case).startswith("Trains something else, silently") == bool(fault)
+    wrong = [finding for finding in case.findings if finding.rule == "wrong-training"]
+    assert [titles[fault] in finding.message for finding in wrong] == [True] * bool(fault)
+    # The fix is of this loop.
+    assert fault != LAST_ALONE or wrong[0].fix == "use DeepSpeed 0.18.4 or later"
+    (noted,) = [finding.message for finding in case.findings if finding.rule == "other-loop"] or [""]
+    assert bool(noted) == bool(fault_elsewhere)
+    assert not noted or titles[fault_elsewhere] in noted
 
 
 def test_fp16_is_in_no_stored_run(tmp_path: Path) -> None:
