@@ -121,8 +121,11 @@ def with_releases(case: ConfigCase, releases: Mapping[str, str] | None) -> Confi
 
 
 def release_facts(case: ConfigCase) -> dict[str, str | None]:
-    """Return what rules may ask of releases: those of --release; without it a rule holds for any."""
-    return {f"{name}_release": case.stated_releases.get(name) for name in PACKAGES}
+    """Return what rules may ask of releases: those of --release; without it a rule holds for any. `assumed`: the
+    DeepSpeed that findings hold for."""
+    return {f"{name}_release": case.stated_releases.get(name) for name in PACKAGES} | {
+        "assumed_deepspeed_release": read_stack(case)["deepspeed"]
+    }
 
 
 def release_faults(case: ConfigCase, strategy: str, named_causes: Iterable[str]) -> Iterator[Finding]:

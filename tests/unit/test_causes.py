@@ -104,6 +104,28 @@ def test_releases_name_the_loops_that_have_a_fault(capsys: pytest.CaptureFixture
     assert unsound_releases("zero2_cpu", 4, "fp32", "trainer") == "0.15.2 to before 0.19.0"
 
 
+@pytest.mark.parametrize(("release", "is_wrong"), [("0.17.5", True), ("0.18.2", True), ("0.18.3", False)])
+def test_stale_weights_of_hpz_are_named_before_the_release_that_mends_them(
+    release: str, is_wrong: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both commands passed them."""
+    for words in (["zero3_hpz"], ["--features", "zero3,hpz"]):
+        packages = ["--accelerate", "1.15.0", "--torch", "2.13.0"]
+        assert main(["releases", release, *words, *packages]) == (1 if is_wrong else 3)
+        page = capsys.readouterr().out
+        assert ("the first loss with hpZ, and the first after a checkpoint, is too large" in page) == is_wrong
+        assert ("mended in deepspeed 0.18.3" in page) == is_wrong
+    file = tmp_path / "ds.json"
+    zero = {"stage": 3, "zero_hpz_partition_size": 4, "stage3_gather_16bit_weights_on_model_save": True}
+    settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    file.write_text(json.dumps(settings))
+    for package in ("deepspeed", "accelerate"):
+        status = main(["explain", "--strict", str(file), "--release", f"{package}={release}"])
+        # A release of another package leaves the installed DeepSpeed.
+        shows = is_wrong and package == "deepspeed"
+        assert ("DeepSpeed/issues/7606" in capsys.readouterr().out, status == 3) == (shows, shows)
+
+
 def test_the_file_has_valid_values_and_the_control_both_sides_of_a_cause_and_the_installed_release() -> None:
     for cause in EVERY.values():
         pydantic.TypeAdapter(Cause).validate_python(dataclasses.asdict(cause))
