@@ -194,7 +194,8 @@ def _wrong_blocks(case: ConfigCase) -> Iterator[Finding]:
 def _loaded_weights(request: Request) -> Iterator[Finding]:
     """Yield that fp32 weights are counted in plain training, whose file does not set the type that a program loads."""
     rates, strategy = request.box.device.peak_tflops, request.strategy
-    if strategy.deepspeed is None and request.shape.lora_rank and in_autocast(request.precision):
+    is_loaded_in_fp32 = in_autocast(request.precision) and not request.loads_16_bits
+    if strategy.deepspeed is None and request.shape.lora_rank and is_loaded_in_fp32:
         yield from _frozen_in_fp32(request)
     # Under FSDP Accelerate makes trained weights fp32 in mixed precision (fsdp2_prepare_model).
     precisions = ("fp32",) if strategy.is_fsdp else ("fp32", "bf16")

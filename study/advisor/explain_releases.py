@@ -7,11 +7,13 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from study.advisor.explain_case import ACCUMULATION, ConfigCase
 from study.advisor.user_settings import Finding, known_settings
 from study.compositions.answers import newest_tested_stack
+from study.config.flags import Precision
+from study.config.precisions import computing_type, in_engine
 from study.host.stacks import package_version, release_key
 from study.releases.causes import PACKAGES, Cause, Loop, known_faults, least_sound_release, read_causes
 
@@ -23,6 +25,8 @@ _NAMES = {"deepspeed": "DeepSpeed", "accelerate": "Accelerate", "torch": "torch"
 _PARTS = 3
 # The release of Accelerate whose no_sync() calls set_requires_gradient_sync of FSDP2 (pull request 3762).
 _DEFERS_REDUCTION = "1.11.0"
+# The release whose fsdp2_prepare_model leaves frozen weights in the type that they are loaded in.
+_FREEZES_16_BITS = "1.13.0"
 # Of DeepSpeed's releases with 1-bit optimizers, at stages 1 to 3.
 REFUSE_1_BIT = "end with an AssertionError: no 1-bit optimizer runs with ZeRO"
 
@@ -104,15 +108,50 @@ def with_trainer(case: ConfigCase, trainer: str, newest: str, loop: Loop | None)
     return dataclasses.replace(case, stated_releases=releases, required_by=trainer)
 
 
-def with_releases(case: ConfigCase, releases: Mapping[str, str] | None) -> ConfigCase:
-    """Return the case with the releases of --release, and with the gradients that they keep between micro-batches."""
+def with_releases(case: ConfigCase, releases: Mapping[str, str] | None, keeps_16_bits: bool = False) -> ConfigCase:
+    """Return the case with the releases of --release, and with the weights and gradients that FSDP2 keeps under them.
+
+    `keeps_16_bits`: the program has its own function in place of Accelerate's that makes weights fp32.
+    """
     if not releases:
         return case
-    case, request = dataclasses.replace(case, stated_releases=releases), case.request
-    accelerate, is_fsdp2 = releases.get("accelerate"), request.strategy.is_fsdp and request.fsdp_version == 2
-    if not (accelerate and is_fsdp2 and request.accumulation > 1) or request.sync_each_batch:
+    case = dataclasses.replace(case, stated_releases=releases)
+    accelerate, request = releases.get("accelerate"), case.request
+    if not request.strategy.is_fsdp or request.fsdp_version != 2:
         return case
-    if release_key(accelerate) >= release_key(_DEFERS_REDUCTION):
+    transformers = releases.get("transformers")
+    if transformers and release_key(transformers) < (5,) and request.shape.active_experts:
+        message = (
+            f"in most mixtures of transformers {transformers} each expert is a module, and in those of 5 all experts"
+        )
+        message += " of a layer are one tensor: groups and padding are counted with the latter"
+        finding = Finding("noted", "transformers", message, rule="experts-of-older-release")
+        case = dataclasses.replace(case, findings=(*case.findings, finding))
+    if accelerate is None:
+        return case
+    if release_key(accelerate) < release_key(_FREEZES_16_BITS) and not keeps_16_bits:
+        case = _with_fp32_frozen(case, accelerate)
+    if release_key(accelerate) < release_key(_DEFERS_REDUCTION):
+        case = _with_reductions(case, accelerate)
+    return case
+
+
+def _with_fp32_frozen(case: ConfigCase, accelerate: str) -> ConfigCase:
+    """Return a case whose frozen 16-bit weights next to adapters Accelerate makes fp32."""
+    request = case.request
+    if not request.shape.lora_rank or request.quantized or not in_engine(request.precision):
+        return case
+    message = f"Accelerate {accelerate} makes frozen weights fp32 under FSDP2, and the figures have them so"
+    finding = Finding("noted", "peft", message, f"since {_FREEZES_16_BITS} they stay in 16 bits", "fsdp-frozen")
+    precision = cast(Precision, computing_type(request.precision))
+    request = dataclasses.replace(request, precision=precision, pure=False, loads_16_bits=True)
+    return dataclasses.replace(case, request=request, findings=(*case.findings, finding))
+
+
+def _with_reductions(case: ConfigCase, accelerate: str) -> ConfigCase:
+    """Return a case whose gradients FSDP2 reduces in each micro-batch."""
+    request = case.request
+    if request.accumulation == 1 or request.sync_each_batch:
         return case
     message = f"Accelerate {accelerate} reduces FSDP2's gradients in each micro-batch: its no_sync has no effect there"
     finding = Finding("noted", ACCUMULATION, message, f"since {_DEFERS_REDUCTION} it has")

@@ -474,6 +474,9 @@ def place_findings(file: TrainerFile, engine: Engine, results: Iterable[Finding]
             continue
         if finding.rule == CONTRASTIVE and file.trainer.is_contrastive:
             continue
+        if finding.rule == "fsdp-frozen" and file.trainer.keeps_16_bits:
+            # Accelerate's function that makes weights fp32 does not run.
+            continue
         field = _FIELDS.get(finding.key, "")
         if field in file.keys and not _is_of_the_json(finding.key, engine):
             key = file.keys[field]

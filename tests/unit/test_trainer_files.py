@@ -1269,3 +1269,41 @@ def test_accelerate_before_1_11_reduces_gradients_of_fsdp2_in_each_micro_batch(t
         "Accelerate 1.10.0 reduces FSDP2's gradients in each micro-batch: its no_sync has no effect there"
     ]
     assert figures(read(file, *flags).request) == figures(cases["1.11.0"].request)
+
+
+def test_accelerate_before_1_13_makes_frozen_weights_of_fsdp2_fp32(tmp_path: Path) -> None:
+    """A note had their bytes, and no figure."""
+    launch = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+    file, flags = write(tmp_path, launch, "fsdp.yaml"), ("qwen2-7b", "--peft", "lora", *BOX)
+    before, after, now = (
+        read(file, *flags, *words)
+        for words in (("--release", "accelerate=1.12.0"), ("--release", "accelerate=1.13.0"), ())
+    )
+    assert figures(after.request) == figures(now.request)
+    frozen = now.shape.parameters - now.shape.trained_parameters
+    grown = predict_state(before.request).device - predict_state(now.request).device
+    assert grown == pytest.approx(2 * frozen / 8, rel=1e-2)
+    # They are loaded in 16 bits, and made fp32 on the GPU.
+    assert figures(before.request)[2] == pytest.approx(figures(now.request)[2], rel=1e-2)
+    (noted,) = (item for item in before.findings if item.rule == "fsdp-frozen")
+    assert noted.message == "Accelerate 1.12.0 makes frozen weights fp32 under FSDP2, and the figures have them so"
+    assert not {"fsdp-frozen"} & {item.rule for item in after.findings}
+    assert "set dtype" not in " ".join(item.fix for item in before.findings)
+    # axolotl replaces Accelerate's function.
+    keys = {"base_model": "qwen2-7b", "adapter": "lora", "lora_target_linear": True, "sequence_len": 2048, "bf16": True}
+    keys |= {"micro_batch_size": 1, "fsdp_version": 2, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    cases = [read(write(tmp_path, keys), *BOX, *words) for words in ((), ("--release", "accelerate=1.12.0"))]
+    assert figures(cases[0].request) == figures(cases[1].request)
+    assert not any(item.rule == "fsdp-frozen" for case in cases for item in case.findings)
+
+
+@pytest.mark.parametrize(
+    ("model", "release", "is_noted"),
+    [("mixtral-8x7b", "4.57.6", True), ("mixtral-8x7b", "5.23.0", False), ("qwen2-7b", "4.57.6", False)],
+)
+def test_experts_of_an_older_transformers_are_noted_under_fsdp2(
+    model: str, release: str, is_noted: bool, tmp_path: Path
+) -> None:
+    launch = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+    case = read(write(tmp_path, launch, "fsdp.yaml"), model, "--release", f"transformers={release}", *BOX)
+    assert any(item.rule == "experts-of-older-release" for item in case.findings) == is_noted
