@@ -29,7 +29,7 @@ from study.advisor.explain_releases import (
     release_document,
     release_line,
     with_releases,
-    with_requirements,
+    with_trainer,
 )
 from study.advisor.fitted import precision_under
 from study.advisor.long_features import has_features
@@ -279,8 +279,10 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
             loads_16_bits=trainer_files.loads_for_engine(trainer) or None,
             freezes_fp32=trainer_files.freezes_fp32(trainer),
         )
-        case = with_releases(resolve(file, shape, options.world_size, work, box), options.release)
-        case = with_requirements(case, trainer.trainer.name, trainer.trainer.newest_deepspeed)
+        keeps_16_bits = work.pure or trainer.trainer.keeps_16_bits
+        case = resolve(file, shape, options.world_size, work, box)
+        case = with_releases(case, options.release, keeps_16_bits)
+        case = with_trainer(case, trainer.trainer.name, trainer.trainer.newest_deepspeed, trainer.loop)
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
     case = dataclasses.replace(case, findings=tuple(trainer_files.place_findings(trainer, engine, findings(case))))

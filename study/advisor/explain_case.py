@@ -28,6 +28,7 @@ from study.predictor.request import (
 from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 from study.predictor.tensor_group import UNDER_FSDP2
+from study.releases.causes import Loop
 
 _ENGINES: dict[str, Precision] = {"bf16": "bf16-engine", "fp16": "fp16-engine"}
 _SP_SIZE = "parallelism_config.sp_size"
@@ -83,6 +84,8 @@ class ConfigCase:
     stated_releases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # The trainer, if the release of DeepSpeed is one that its requirements take.
     required_by: str = ""
+    # The program's loop, if its file shows it.
+    loop: Loop | None = None
 
     @property
     def stage(self) -> int:

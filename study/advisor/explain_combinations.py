@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from study.advisor.explain_case import ConfigCase
-from study.advisor.explain_releases import ENGINES, read_stack
+from study.advisor.explain_releases import ENGINES, is_in_program, loops_of_cause, read_stack
 from study.advisor.user_settings import ZERO, Finding
 from study.compositions.answers import (
     KnownFinding,
@@ -21,6 +21,7 @@ from study.compositions.answers import (
 from study.compositions.features import Combination, make_combination
 from study.config.errors import UserError
 from study.config.precisions import computes_in_fp16
+from study.releases.causes import read_causes
 from study.releases.feature_answers import FeatureAnswer, find_answer
 
 # Features that no run on CPUs has.
@@ -71,7 +72,7 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
         if len(conditions) > _MAX_CONDITIONS:
             continue
         holds_if = f"if {' and '.join(conditions)}: " if conditions else ""
-        message = f"{holds_if}{entry.title}, without an error ({known_by})"
+        message = f"{holds_if}{entry.title}{loops_of_cause(case, entry.cause)}, without an error ({known_by})"
         # A condition may not hold, and a note does not fail a check.
         kind: Literal["noted", "conflict"] = "noted" if conditions else "conflict"
         yield Finding(kind, key, message, entry.instead, rule=WRONG_TRAINING)
@@ -80,7 +81,10 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
 def _entries(case: ConfigCase) -> Iterator[tuple[KnownFinding, list[str]]]:
     """Yield the known faults and errors that a config has on its releases, each with its conditions."""
     keys, stack = feature_keys(case), read_stack(case)
+    elsewhere = {cause.id for cause in read_causes() if not is_in_program(case, cause)}
     for entry in read_known_findings():
+        if entry.cause in elsewhere:
+            continue
         conditions = _conditions(entry, keys, _program_features(case))
         if entry.verdict not in ("wrong", "refused") or entry.needs_program or not _is_in(entry, stack):
             continue

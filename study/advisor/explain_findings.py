@@ -194,7 +194,8 @@ def _wrong_blocks(case: ConfigCase) -> Iterator[Finding]:
 def _loaded_weights(request: Request) -> Iterator[Finding]:
     """Yield that fp32 weights are counted in plain training, whose file does not set the type that a program loads."""
     rates, strategy = request.box.device.peak_tflops, request.strategy
-    if strategy.deepspeed is None and request.shape.lora_rank and in_autocast(request.precision):
+    is_loaded_in_fp32 = in_autocast(request.precision) and not request.loads_16_bits
+    if strategy.deepspeed is None and request.shape.lora_rank and is_loaded_in_fp32:
         yield from _frozen_in_fp32(request)
     # Under FSDP Accelerate makes trained weights fp32 in mixed precision (fsdp2_prepare_model).
     precisions = ("fp32",) if strategy.is_fsdp else ("fp32", "bf16")
@@ -398,7 +399,8 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     parallel = case.top.get("tensor_parallel")
     autotp_ranks = whole_number(parallel.get("autotp_size")) if isinstance(parallel, Mapping) else 0
     return {**flatten(defaults), **flatten(top), **flatten(case.zero), **flatten(file.plugin, "plugin."), **facts} | {
-        "unsound": unsound_releases(tested, request.accumulation, request.precision) or "none",
+        "unsound": unsound_releases(tested, request.accumulation, request.precision, case.loop or "accelerate")
+        or "none",
         "unsound_accumulating": _unsound_accumulating(case, tested) or "none",
         **_race_facts(case),
         "divides_batch": all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH)),
@@ -454,7 +456,8 @@ def _unsound_accumulating(case: ConfigCase, tested: str) -> str:
     """Return the releases with a known fault if the program accumulates; empty if the file sets the number."""
     if case.top.get(ACCUMULATION, "auto") != "auto":
         return ""
-    return unsound_releases(tested, max(2, case.request.accumulation), case.request.precision)
+    steps = max(2, case.request.accumulation)
+    return unsound_releases(tested, steps, case.request.precision, case.loop or "accelerate")
 
 
 def _batch(case: ConfigCase) -> Iterator[Finding]:

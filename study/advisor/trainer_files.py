@@ -58,6 +58,7 @@ from study.config.yaml_sections import load_package_yaml
 from study.host.folders import resolve_path
 from study.predictor.lora_targets import ALL_LINEAR
 from study.predictor.shape import ModelShape
+from study.releases.causes import Loop
 from study.workloads.presets import find_base, find_known, find_preset, hub_id, split_4_bits
 
 # Rule of the findings without whose settings the verdict is.
@@ -104,6 +105,11 @@ class TrainerFile:
         """Whether gradient checkpointing is on by a key of TrainingArguments, or by a trainer's default of it."""
         has_key = any(key.theirs == "gradient_checkpointing" for key in self.trainer.keys)
         return self.trainer.has_hf_keys and has_key and bool(self.values.get("gradient_checkpointing"))
+
+    @property
+    def loop(self) -> Loop | None:
+        """The loop of transformers' Trainer, of which these trainers derive theirs; LLaMA-Factory's PPO has its own."""
+        return None if self.document.get("stage") == "ppo" else "trainer"
 
     def noted(self, key: str, message: str, rule: str = "not-modelled") -> Finding:
         return self._finding("noted", key, message, "", rule)
@@ -504,6 +510,9 @@ def place_findings(file: TrainerFile, engine: Engine, results: Iterable[Finding]
         if (finding.rule == "fp32-weights" and file.trainer.casts_to_fp32) or finding.rule in (AUTO_VALUE, DUMMY):
             continue
         if finding.rule == CONTRASTIVE and file.trainer.is_contrastive:
+            continue
+        if finding.rule == "fsdp-frozen" and file.trainer.keeps_16_bits:
+            # Accelerate's function that makes weights fp32 does not run.
             continue
         field = _FIELDS.get(finding.key, "")
         if field in file.keys and not _is_of_the_json(finding.key, engine):

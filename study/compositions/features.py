@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from study.config.errors import UserError
+from study.host.stacks import release_key
 
 _FILE = Path(__file__).with_name("features.yaml")
 _REPORTS = Path(__file__).with_name("reports.yaml")
@@ -246,6 +247,16 @@ class Report:
     combination: Combination
     # The reason of an equal run, or of a missing one.
     because: str = ""
+    # The releases that mend it, and the features with which older ones have it.
+    before: tuple[tuple[str, str], ...] = ()
+    needs: frozenset[str] = frozenset()
+
+    def is_in(self, combination: Combination, versions: Mapping[str, str | None]) -> bool:
+        """Whether a combination has it with these releases; an unknown one is taken as a newer one."""
+        return self.needs <= combination.levels and any(
+            (version := versions.get(package)) and release_key(version) < release_key(release)
+            for package, release in self.before
+        )
 
     @property
     def address(self) -> str:
@@ -257,7 +268,14 @@ def read_reports() -> tuple[Report, ...]:
     """Read reports.yaml."""
     entries = yaml.safe_load(_REPORTS.read_text(encoding="utf-8"))["reports"]
     return tuple(
-        Report(entry["report"], entry["says"], make_combination(entry["features"]), entry.get("because", ""))
+        Report(
+            entry["report"],
+            entry["says"],
+            make_combination(entry["features"]),
+            entry.get("because", ""),
+            tuple(entry.get("before", {}).items()),
+            frozenset(entry.get("with", ())),
+        )
         for entry in entries
     )
 

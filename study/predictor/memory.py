@@ -231,7 +231,7 @@ class _LoadedWeights(NamedTuple):
 def _loaded_weights(request: Request) -> _LoadedWeights:
     # transformers divides tensors while it loads them, AutoTP those of the whole model.
     shape = request.shape if request.strategy.deepspeed is None else request.full_shape
-    weight = request.weight_bytes
+    weight = 2 if request.loads_16_bits else request.weight_bytes
     tensor = float(request.full_shape.largest * weight)
     if request.quantized or request.in_8_bits:
         # transformers creates the model on the meta device, and reads, moves and quantizes one tensor after another

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from study.config.flags import Optimizer
 from study.config.yaml_sections import load_package_yaml
+from study.host.stacks import release_key
 
 if TYPE_CHECKING:
     from packaging.version import Version
@@ -19,6 +20,14 @@ FILE = Path(__file__).with_name("causes.yaml")
 GRID = FILE.with_name("grid.json")
 Blame = Literal["engine", "pairing"]
 Differs = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss", "crash", "refuses"]
+# Loops that call an engine: that of Accelerate's guide (accumulate, backward), transformers' Trainer, and that of
+# DeepSpeed's guide (forward, backward, step).
+Loop = Literal["accelerate", "trainer", "engine"]
+LOOPS: dict[Loop, str] = {
+    "accelerate": "Accelerate's loop",
+    "engine": "DeepSpeed's own loop",
+    "trainer": "transformers' Trainer",
+}
 # Outcomes without any training step.
 _NO_TRAINING = frozenset({"crash", "refuses"})
 # Packages whose releases a cause depends on.
@@ -59,6 +68,10 @@ class Cause:
     gpu_why: str
     accumulation: Literal["any", "several"] = "any"
     precisions: tuple[str, ...] = ()
+    # Loops that have it in all affected releases.
+    loops: tuple[Loop, ...] = tuple(LOOPS)
+    # Releases by package: the Trainer has it if any package is older.
+    trainer_before: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # muon: a fault of Muon's update alone, which no run with AdamW has.
     optimizer: Optimizer = "adamw"
     # Verdicts that this cause explains; empty: all.
@@ -89,6 +102,29 @@ class Cause:
             (version := versions.get(package)) and SpecifierSet(specifier).contains(version, prereleases=True)
             for package, specifier in self.releases.items()
         )
+
+    def is_in_loop(self, loop: Loop, versions: Mapping[str, str | None]) -> bool:
+        """Whether a loop with these releases has it; an unknown release is taken as a newer one."""
+        return loop in self.loops or any(
+            loop == "trainer" and (version := versions.get(package)) and release_key(version) < release_key(release)
+            for package, release in self.trainer_before.items()
+        )
+
+    def loop_words(self, versions: Mapping[str, str | None]) -> str:
+        """Return the loops that have it with these releases, such as "in A's loop, not in B"; empty for all."""
+        having = [name for loop, name in LOOPS.items() if self.is_in_loop(loop, versions)]
+        if len(having) == len(LOOPS):
+            return ""
+        lacking = [name for name in LOOPS.values() if name not in having]
+        return f"in {' and '.join(having)}, not in {' or '.join(lacking)}"
+
+    @property
+    def loops_text(self) -> str:
+        """The loops that have it, and the releases up to which the Trainer has; empty for all loops."""
+        if len(self.loops) == len(LOOPS):
+            return ""
+        older = " or ".join(f"{package} {release}" for package, release in self.trainer_before.items())
+        return f"in {' and '.join(LOOPS[loop] for loop in self.loops)}; in {LOOPS['trainer']} only before {older}"
 
     def shows_in(self, strategy: str, micro_steps: int, precision: str) -> bool:
         return (
@@ -142,30 +178,30 @@ def known_faults(versions: Mapping[str, str | None], on_gpu: bool, optimizer: st
     ]
 
 
-def least_sound_release(strategy: str, micro_steps: int, precision: str) -> str:
+def least_sound_release(strategy: str, micro_steps: int, precision: str, loop: Loop = "accelerate") -> str:
     """Return the release of DeepSpeed that fixed the last known fault of a run with AdamW on GPUs; empty if none is."""
-    spans = _unsound_spans(strategy, micro_steps, precision)
+    spans = _unsound_spans(strategy, micro_steps, precision, loop)
     return str(spans[-1][1]) if spans else ""
 
 
 @functools.cache
-def unsound_releases(strategy: str, micro_steps: int, precision: str) -> str:
+def unsound_releases(strategy: str, micro_steps: int, precision: str, loop: Loop = "accelerate") -> str:
     """Return the releases with a known fault of a run with AdamW on GPUs, such as "0.17.6 to before 0.19.6"."""
-    spans = _unsound_spans(strategy, micro_steps, precision)
+    spans = _unsound_spans(strategy, micro_steps, precision, loop)
     return " and ".join(f"{entered} to before {fixed}" for entered, fixed in spans)
 
 
-def _unsound_spans(strategy: str, micro_steps: int, precision: str) -> list[tuple[Version, Version]]:
+def _unsound_spans(strategy: str, micro_steps: int, precision: str, loop: Loop) -> list[tuple[Version, Version]]:
     """Return the release that introduced a fault and the one that fixed it, of faults that overlap the outer ones."""
     from packaging.version import Version
 
     faults = sorted(
-        (Version(cause.entered.release), Version(cause.left.release))
+        (Version(cause.entered.release), Version(gone))
         for cause in read_causes()
-        if cause.optimizer == "adamw"
+        if (gone := _fixed_in(cause, loop))
+        and cause.optimizer == "adamw"
         and cause.gpu != "hidden"
         and cause.shows_in(strategy, micro_steps, precision)
-        and cause.left.release[:1].isdigit()
         and not cause.ends_training
     )
     spans = list[tuple[Version, Version]]()
@@ -175,6 +211,14 @@ def _unsound_spans(strategy: str, micro_steps: int, precision: str) -> list[tupl
         else:
             spans.append((entered, fixed))
     return spans
+
+
+def _fixed_in(cause: Cause, loop: Loop) -> str:
+    """Return the release of DeepSpeed in which a loop has no fault; empty if it never has it with a newer transformers,
+    or if no release of DeepSpeed fixed it."""
+    if loop not in cause.loops:
+        return cause.trainer_before.get("deepspeed", "") if loop == "trainer" else ""
+    return cause.left.release if cause.left.release[:1].isdigit() else ""
 
 
 @functools.cache

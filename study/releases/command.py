@@ -14,7 +14,7 @@ from study.compositions.command import parse_features
 from study.compositions.features import read_rows
 from study.config.printing import TextTable, print_result
 from study.releases import bisect, bisect_features, combinations, costs
-from study.releases.causes import Cause
+from study.releases.causes import LOOPS, Cause
 from study.releases.judge import (
     CPU_FAULTS,
     TESTED_WITH,
@@ -104,7 +104,9 @@ class ReleaseAnswer:
             "faults": sorted(self.verdict.faults),
             "wrong_combinations": dict(self.verdict.wrong_combinations),
             "grid": [dict(zip(self.columns, row, strict=True)) for row in self.rows],
-            "causes": {letter: _cause_document(cause) for letter, cause in sorted(self.causes.items())},
+            "causes": {
+                letter: _cause_document(cause, self.stack.versions) for letter, cause in sorted(self.causes.items())
+            },
             "races": [_race_document(race) for race in self.races],
             "notes": self.notes,
             "changed_costs": self.changed_costs,
@@ -125,13 +127,14 @@ class ReleaseAnswer:
         ]
 
 
-def _cause_document(cause: Cause) -> dict[str, Any]:
+def _cause_document(cause: Cause, versions: Mapping[str, str | None]) -> dict[str, Any]:
     return {
         "id": cause.id,
         "title": cause.title,
         "strategies": cause.strategies,
         "precisions": cause.precisions,
         "needs_accumulation": cause.accumulation == "several",
+        "loops": [loop for loop in LOOPS if cause.is_in_loop(loop, versions)],
         "ends_training": cause.ends_training,
         "optimizer": cause.optimizer,
         "releases": dict(cause.releases),

@@ -25,7 +25,7 @@ from study.compositions.answers import (
     stored_evidence,
     stored_matrices,
 )
-from study.compositions.features import Combination
+from study.compositions.features import Combination, Report, read_reports
 from study.compositions.matrix import Matrix
 from study.config.strategies import STRATEGY_NAMES
 from study.host.stacks import package_version, release_key
@@ -160,6 +160,8 @@ def _find_answer(combination: Combination, releases: tuple[tuple[str, str | None
         evidence = stored_evidence()
         if faults := faults_by_source(combination, versions, evidence):
             return answer(*_by_source(combination, faults, evidence), "source")
+        if reports := [report for report in read_reports() if report.is_in(combination, versions)]:
+            return answer(*_by_reports(reports), "source")
     if (tested_answer is None or _STATUS[tested_answer.kind] == UNTESTED) and _is_in_grid(combination, versions):
         note = "by the grid of `study releases`: two CPU ranks, with clipping"
         return answer("right", Reason(""), (), (note,), "grid")
@@ -193,6 +195,13 @@ def _by_source(combination: Combination, faults: Sequence[KnownFinding], evidenc
     notes.append(f"these releases were not run; run: study verify --features {combination.name}")
     kind: AnswerKind = "error" if first.verdict == "refused" else "wrong"
     return kind, explain_fault(first), tuple(map(explain_fault, further)), tuple(notes)
+
+
+def _by_reports(reports: Sequence[Report]) -> _Parts:
+    """Return the parts of an answer for releases that were not run, by reports of others and the source."""
+    mended = ", ".join(f"{package} {release}" for report in reports for package, release in report.before)
+    notes = tuple(f"reported, and in the source: {report.address}" for report in reports)
+    return "wrong", Reason(f"{'; '.join(report.says for report in reports)}; mended in {mended}"), (), notes
 
 
 def _lines_of_unread(combination: Combination, versions: Mapping[str, str | None], evidence: Evidence) -> Iterator[str]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from study.compositions.features import combination_of_strategy, name_with_engine, read_rows
+from study.compositions.features import combination_of_strategy, make_combination, name_with_engine, read_rows
 from study.config.errors import UserError, clip
 from study.config.other_names import PACKAGES as OTHER_PACKAGES
 from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
@@ -23,7 +23,7 @@ from study.releases.races import gpu_races
 # Marks a verdict by DeepSpeed's source: a fault of CPUs crashed the run.
 DAGGER = "\N{DAGGER}"
 # What holds for every answer.
-TESTED_WITH = "tested with AdamW and one backward call per micro-batch"
+TESTED_WITH = "tested in Accelerate's loop, with AdamW and one backward call per micro-batch"
 CPU_FAULTS = (
     f"faults that only CPUs have are left out; {DAGGER}: from DeepSpeed's source, since a CPU bug crashes the run"
 )
@@ -262,10 +262,20 @@ def _wrong_combinations(stack: JudgedStack) -> dict[str, str]:
     """Return what `--features` finds wrong besides the causes of the grid, each with the first features that show
     it."""
     places: dict[str, str] = {}
-    for answer in (*_answers(stack), *_answers(stack, "accelerate")):
+    for answer in (*_answers(stack), *_answers(stack, "accelerate"), *_answer_of_features(stack)):
         for fault in answer.faults[1:] if answer.source == "causes" else answer.faults:
             places.setdefault(fault, f"{_OUTCOMES[answer.kind]} with --features {answer.combination.name}")
     return places
+
+
+def _answer_of_features(stack: JudgedStack) -> Iterator[FeatureAnswer]:
+    """Yield the answer for the features of a strategy that the grid does not have."""
+    if features := _features_that_test(stack.strategy):
+        try:
+            yield find_answer(make_combination(features.split(",")), stack.versions)
+        except UserError:
+            # Of tensor-parallel strategies under FSDP no features are known.
+            return
 
 
 # Of a faulty answer.
@@ -392,10 +402,12 @@ def shown_causes(
 
 
 def cause_line(letter: str, cause: Cause) -> str:
-    """Return a fault with its precisions, and the release and the change that fixed it; the grid has its strategies."""
+    """Return a fault with its precisions and its loops, and the release and the change that fixed it; the grid has its
+    strategies."""
     change = re.sub(r"https://github.com/([^/]+/[^/]+)/(?:pull|issues)/(\d+)", r" by \1#\2", cause.left.change)
     fixed = f" (fixed in {cause.left.release}{change})" if cause.left.release else ""
-    return f"{letter}: {cause.title}{_precisions(cause)}{fixed}"
+    loops = f", {cause.loops_text}" if cause.loops_text else ""
+    return f"{letter}: {cause.title}{_precisions(cause)}{loops}{fixed}"
 
 
 def _precisions(cause: Cause) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import pydantic
 import pytest
+import transformers
 from packaging.specifiers import SpecifierSet
 
 from study.cli import main
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES
-from study.releases.causes import Cause, read_causes
+from study.releases.causes import Cause, least_sound_release, read_causes, unsound_releases
 from study.releases.races import read_races
 from study.report.pages.releases import is_right, read_control
 
@@ -78,6 +80,50 @@ def test_a_race_of_gpu_streams_ends_with_its_fix_and_is_named_where_a_release_or
         page = capsys.readouterr().out
         assert says in page
         assert ("on GPUs" in page) == overlaps
+
+
+def test_releases_name_the_loops_that_have_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["releases", "0.17.5", "zero1"])
+    page = capsys.readouterr().out
+    assert f"c: {EVERY['unscaled-in-no-sync'].title}, in Accelerate's loop; in transformers' Trainer only" in page
+    assert "\ntested in Accelerate's loop, with AdamW" in page
+    main(["releases", "0.19.5", "zero1", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["causes"]["a"]["loops"] == ["accelerate", "engine"]
+    for cause in EVERY.values():
+        # A fault of Accelerate's alone is in no loop of DeepSpeed's own.
+        assert ("engine" in cause.loops) == (cause.blame == "engine"), cause.id
+        assert ("trainer" in cause.loops) != bool(cause.trainer_before), cause.id
+    # The Trainer of that release enters no no_sync under DeepSpeed, and divides the loss itself.
+    source = inspect.getsource(transformers.Trainer)
+    assert 'kwargs["scale_wrt_gas"] = False' in source
+    assert "self.accelerator.accumulate(" not in source
+    assert least_sound_release("zero2", 4, "fp32") == "0.19.6"
+    assert least_sound_release("zero2", 4, "fp32", "trainer") == "0.18.4"
+    assert unsound_releases("zero1", 4, "fp32", "trainer") == "0.18.3 to before 0.18.4"
+    assert unsound_releases("zero2_cpu", 4, "fp32", "trainer") == "0.15.2 to before 0.19.0"
+
+
+@pytest.mark.parametrize(("release", "is_wrong"), [("0.17.5", True), ("0.18.2", True), ("0.18.3", False)])
+def test_stale_weights_of_hpz_are_named_before_the_release_that_mends_them(
+    release: str, is_wrong: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both commands passed them."""
+    for words in (["zero3_hpz"], ["--features", "zero3,hpz"]):
+        packages = ["--accelerate", "1.15.0", "--torch", "2.13.0"]
+        assert main(["releases", release, *words, *packages]) == (1 if is_wrong else 3)
+        page = capsys.readouterr().out
+        assert ("the first loss with hpZ, and the first after a checkpoint, is too large" in page) == is_wrong
+        assert ("mended in deepspeed 0.18.3" in page) == is_wrong
+    file = tmp_path / "ds.json"
+    zero = {"stage": 3, "zero_hpz_partition_size": 4, "stage3_gather_16bit_weights_on_model_save": True}
+    settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    file.write_text(json.dumps(settings))
+    for package in ("deepspeed", "accelerate"):
+        status = main(["explain", "--strict", str(file), "--release", f"{package}={release}"])
+        # A release of another package leaves the installed DeepSpeed.
+        shows = is_wrong and package == "deepspeed"
+        assert ("DeepSpeed/issues/7606" in capsys.readouterr().out, status == 3) == (shows, shows)
 
 
 def test_the_file_has_valid_values_and_the_control_both_sides_of_a_cause_and_the_installed_release() -> None:

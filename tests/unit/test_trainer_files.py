@@ -50,6 +50,7 @@ from study.predictor.memory import predict_memory
 from study.predictor.request import Request
 from study.predictor.state import predict_state
 from study.predictor.time import device_bytes, predict_time
+from study.releases.causes import read_causes
 from tools.architectures import CONFIGS
 
 FOLDER = ROOT / "tests" / "data" / "trainers"
@@ -413,7 +414,6 @@ def test_llama_factory_is_judged_by_the_deepspeed_that_it_requires(tmp_path: Pat
             assert f"{trainer.name} requires DeepSpeed {trainer.newest_deepspeed} at most" in page
     file = write(tmp_path, FACTORY | {"gradient_accumulation_steps": 8, "deepspeed": Z2 | {ACCUMULATION: "auto"}})
     case = read(file, *BOX)
-    assert first_line(case).startswith("Trains something else, silently: gradient_accumulation_steps. Apart from that")
     line = release_line(case)
     assert (
         "DeepSpeed 0.18.4 (the newest that LLaMA-Factory requires; nothing checks it, so newer ones run, too)" in line
@@ -424,6 +424,42 @@ def test_llama_factory_is_judged_by_the_deepspeed_that_it_requires(tmp_path: Pat
     assert "0.19.8 (--release)" in release_line(case)
     # Without DeepSpeed there is none to name.
     assert "DeepSpeed" not in release_line(read(write(tmp_path, FACTORY), *BOX))
+
+
+DIVIDED_TWICE, UNSCALED, LAST_ALONE = "divided-twice", "unscaled-in-no-sync", "last-micro-step-only"
+
+
+@pytest.mark.parametrize(
+    ("stage", "release", "fault", "fault_elsewhere"),
+    [
+        # The newest that LLaMA-Factory requires, and before it the one whose hook reads no scale_wrt_gas.
+        (2, "", "", DIVIDED_TWICE),
+        (2, "deepspeed=0.18.3", DIVIDED_TWICE, ""),
+        (1, "deepspeed=0.19.5", "", DIVIDED_TWICE),
+        (1, "deepspeed=0.19.5,transformers=4.48.3", DIVIDED_TWICE, ""),
+        # The Trainer enters no no_sync, and used to.
+        (1, "deepspeed=0.17.5", "", UNSCALED),
+        (1, "deepspeed=0.17.5,transformers=4.47.0", UNSCALED, ""),
+        # Every loop has it.
+        (2, "deepspeed=0.17.6", LAST_ALONE, ""),
+    ],
+)
+def test_a_fault_of_accelerates_own_loop_is_none_of_a_trainers_file(
+    stage: int, release: str, fault: str, fault_elsewhere: str, tmp_path: Path
+) -> None:
+    """Files of LLaMA-Factory failed under the DeepSpeed that it requires."""
+    titles = {cause.id: cause.title for cause in read_causes()}
+    zero: dict[str, Any] = {**Z2, "zero_optimization": {"stage": stage}, ACCUMULATION: "auto"}
+    keys = {"gradient_accumulation_steps": 8, "deepspeed": zero}
+    case = read(write(tmp_path, FACTORY | keys), *BOX, *(("--release", release) if release else ()))
+    assert first_line(case).startswith("Trains something else, silently") == bool(fault)
+    wrong = [finding for finding in case.findings if finding.rule == "wrong-training"]
+    assert [titles[fault] in finding.message for finding in wrong] == [True] * bool(fault)
+    # The fix is of this loop.
+    assert fault != LAST_ALONE or wrong[0].fix == "use DeepSpeed 0.18.4 or later"
+    (noted,) = [finding.message for finding in case.findings if finding.rule == "other-loop"] or [""]
+    assert bool(noted) == bool(fault_elsewhere)
+    assert not noted or titles[fault_elsewhere] in noted
 
 
 def test_fp16_is_in_no_stored_run(tmp_path: Path) -> None:
@@ -1442,3 +1478,41 @@ def test_accelerate_before_1_11_reduces_gradients_of_fsdp2_in_each_micro_batch(t
         "Accelerate 1.10.0 reduces FSDP2's gradients in each micro-batch: its no_sync has no effect there"
     ]
     assert figures(read(file, *flags).request) == figures(cases["1.11.0"].request)
+
+
+def test_accelerate_before_1_13_makes_frozen_weights_of_fsdp2_fp32(tmp_path: Path) -> None:
+    """A note had their bytes, and no figure."""
+    launch = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+    file, flags = write(tmp_path, launch, "fsdp.yaml"), ("qwen2-7b", "--peft", "lora", *BOX)
+    before, after, now = (
+        read(file, *flags, *words)
+        for words in (("--release", "accelerate=1.12.0"), ("--release", "accelerate=1.13.0"), ())
+    )
+    assert figures(after.request) == figures(now.request)
+    frozen = now.shape.parameters - now.shape.trained_parameters
+    grown = predict_state(before.request).device - predict_state(now.request).device
+    assert grown == pytest.approx(2 * frozen / 8, rel=1e-2)
+    # They are loaded in 16 bits, and made fp32 on the GPU.
+    assert figures(before.request)[2] == pytest.approx(figures(now.request)[2], rel=1e-2)
+    (noted,) = (item for item in before.findings if item.rule == "fsdp-frozen")
+    assert noted.message == "Accelerate 1.12.0 makes frozen weights fp32 under FSDP2, and the figures have them so"
+    assert not {"fsdp-frozen"} & {item.rule for item in after.findings}
+    assert "set dtype" not in " ".join(item.fix for item in before.findings)
+    # axolotl replaces Accelerate's function.
+    keys = {"base_model": "qwen2-7b", "adapter": "lora", "lora_target_linear": True, "sequence_len": 2048, "bf16": True}
+    keys |= {"micro_batch_size": 1, "fsdp_version": 2, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    cases = [read(write(tmp_path, keys), *BOX, *words) for words in ((), ("--release", "accelerate=1.12.0"))]
+    assert figures(cases[0].request) == figures(cases[1].request)
+    assert not any(item.rule == "fsdp-frozen" for case in cases for item in case.findings)
+
+
+@pytest.mark.parametrize(
+    ("model", "release", "is_noted"),
+    [("mixtral-8x7b", "4.57.6", True), ("mixtral-8x7b", "5.23.0", False), ("qwen2-7b", "4.57.6", False)],
+)
+def test_experts_of_an_older_transformers_are_noted_under_fsdp2(
+    model: str, release: str, is_noted: bool, tmp_path: Path
+) -> None:
+    launch = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+    case = read(write(tmp_path, launch, "fsdp.yaml"), model, "--release", f"transformers={release}", *BOX)
+    assert any(item.rule == "experts-of-older-release" for item in case.findings) == is_noted

@@ -319,7 +319,7 @@ def cause_table() -> pd.DataFrame:
     return pd.DataFrame(
         {
             "": letter,
-            "Fault": cause.title,
+            "Fault": ", ".join(filter(None, (cause.title, cause.loops_text))),
             "Whose": "mismatch of releases" if cause.blame == "pairing" else "DeepSpeed",
             "On a GPU": ON_GPU[cause.gpu],
             "Since": cause.entered.release or "-",
