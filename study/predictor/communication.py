@@ -14,7 +14,7 @@ from study.predictor.adapters import computes_adapters_in_fp32
 from study.predictor.hardware import Hardware
 from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import BEFORE
-from study.predictor.state import adapter_units, flat_elements, flat_units, persistent_params, shard_elements
+from study.predictor.state import flat_elements, flat_units, fsdp_shards, persistent_params, shard_elements
 from study.predictor.tensor_group import GroupAdapters, TensorGroup, group_adapters
 from study.predictor.zero3_gathers import reference_gathers, simulate_gathers
 
@@ -90,6 +90,26 @@ def pcie_notes(request: Request) -> Iterator[str]:
     payload, machine = request.stored.parameters * request.weight_bytes, dataclasses.replace(box, nodes=1)
     rate = rounded(bus_bandwidth_gb_per_s(machine, "all_gather", payload))
     yield f"ranks are assumed to communicate at {rate} GB/s over PCIe (--bus_gb_per_s): without peer-to-peer less"
+
+
+# Gathered elements over those of the model, from which on the padding is named.
+_NOTED_PADDING = 1.1
+
+
+def padding_notes(request: Request) -> Iterator[str]:
+    """Yield the padding of FSDP2's collectives if a large tensor has fewer rows than there are ranks, as one of experts,
+    of which each is a row."""
+    if not request.strategy.is_fsdp or request.fsdp_version == 1:
+        return
+    ranks, shape = request.fsdp_ranks, request.stored
+    times = fsdp_shards(request).stored * ranks / shape.parameters
+    if times < _NOTED_PADDING:
+        return
+    widest = max(shape.params, key=lambda param: param.gathered_by_rows(ranks) - param.elements)
+    yield (
+        f"FSDP2 pads the rows of each tensor to a multiple of {ranks} ranks: it gathers and reduces {rounded(times)}"
+        f" times the model's parameters ({widest.name} has {widest.rows} rows)"
+    )
 
 
 def _network_gb_per_s(line: float, ranks: int, collective: Collective, payload_bytes: float) -> float:
@@ -294,8 +314,11 @@ class _Sharding:
 
 def _sharding(request: Request) -> _Sharding:
     shape, width = request.stored, float(request.gathered_bytes)
-    weights = shape.parameters * width
-    grads = shape.trained_parameters * float(request.reduced_bytes_per_element)
+    stored, trained = shape.parameters, shape.trained_parameters
+    if request.strategy.is_fsdp:
+        stored, trained = (shard * request.fsdp_ranks for shard in fsdp_shards(request))
+    weights = stored * width
+    grads = trained * float(request.reduced_bytes_per_element)
     # A call for each layer, and one for the tensors outside.
     calls = shape.layers + 1
     box = data_box(request)
@@ -445,18 +468,13 @@ def _fsdp(request: Request) -> dict[str, float]:
     """Payload bytes of FSDP: each layer, and an untied embedding as its group, is gathered twice per micro-batch, or
     once if FSDP keeps it for the backward pass."""
     ranks = request.fsdp_ranks
-    padded = [(param, param.shard_by_rows(ranks) * ranks) for param in request.stored.params]
-    reduced = sum(size for param, size in padded if param.trained)
+    padded = [(param, param.gathered_by_rows(ranks)) for param in request.stored.params]
+    total, reduced = (shard * ranks for shard in fsdp_shards(request))
     # The root stays gathered, and an embedding that no group divides from it.
     kept_place = BEFORE if request.fsdp_whole_root else None
     regathered = sum(size for param, size in padded if param.regathered and param.place != kept_place)
-    total = sum(size for _, size in padded)
     if request.fsdp_version == 1:
-        sizes = {place: unit.size for place, unit in flat_units(request).items()}
-        adapters = sum(unit.size for unit in adapter_units(request).values())
-        total = sum(sizes.values()) + adapters
-        reduced = adapters or sum(unit.size for unit in flat_units(request).values() if unit.with_gradients)
-        regathered = total - sizes[BEFORE]
+        regathered = total - flat_units(request)[BEFORE].size
     elif request.fsdp_unwrapped:
         # The layers are the root's, which stays gathered.
         regathered = sum(size for param, size in padded if param.regathered and param.place == BEFORE)
