@@ -78,8 +78,9 @@ def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes:
 def network_notes(box: Hardware) -> Iterator[str]:
     """Yield the speed of the network between machines."""
     if box.nodes > 1:
-        line = f"{box.network_gb_per_s:g} GB/s of network bandwidth per GPU (--network_gb_per_s)"
-        yield f"{line}, {ASSUMED_OF_LINE}"
+        gpu, node = (float(f"{box.network_gb_per_s * gpus:.3g}") for gpus in (1, box.gpus_per_node))
+        per_node = f", {node:g} per node" * (box.gpus_per_node > 1)
+        yield f"{gpu:g} GB/s of network bandwidth per GPU{per_node} (--network_gb_per_s), {ASSUMED_OF_LINE}"
 
 
 def pcie_notes(request: Request) -> Iterator[str]:
@@ -97,8 +98,8 @@ _NOTED_PADDING = 1.1
 
 
 def padding_notes(request: Request) -> Iterator[str]:
-    """Yield the padding of FSDP2's collectives if a large tensor has fewer rows than there are ranks, as one of experts,
-    of which each is a row."""
+    """Yield the padding of FSDP2's collectives if large tensors have fewer rows than there are ranks: an expert is one,
+    in a tensor of experts."""
     if not request.strategy.is_fsdp or request.fsdp_version == 1:
         return
     ranks, shape = request.fsdp_ranks, request.stored

@@ -14,9 +14,9 @@ from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.adapters import LAYER_OPERATORS, adapter_operators
 from study.predictor.communication import (
-    ASSUMED_OF_LINE,
     communication_time,
     falling_network,
+    network_notes,
     padding_notes,
     pcie_notes,
 )
@@ -475,8 +475,7 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
     notes += pair_notes(request.box)
     notes += pcie_notes(request)
     notes += padding_notes(request)
-    if request.box.nodes > 1:
-        notes.append(f"{request.box.network_gb_per_s:g} GB/s of network bandwidth per GPU, {ASSUMED_OF_LINE}")
+    notes += network_notes(request.box)
     if falling := falling_network(request.box.nodes):
         fraction, nodes = falling
         notes.append(

@@ -116,8 +116,8 @@ _SYNCED = [
     (2, 200, 4, False, 3, False, True, True, False),
     (2, 200, 4, False, 2, True, False, True, True),
 ]
-# Two experts on four ranks: every tensor of experts has twice its elements in a gather and in a reduction. The last case
-# has as many experts as ranks.
+# Two experts on four ranks: every tensor of experts has twice its elements in a gather and in a reduction. The last
+# case has as many experts as ranks.
 _EXPERTS = [
     (2, 200, 4, False, 1, False, False, False, False, False, 2),
     (2, 200, 4, False, 1, True, False, False, False, False, 2),

@@ -1,8 +1,8 @@
 """Print the bytes of rank 0 of 4 under FSDP, of each case.
 
 A case is [version, vocabulary, tokens, checkpoints, micro-batches, bf16, keeps weights gathered, tied, unwrapped,
-reduces in each micro-batch, experts of a layer]. The rank is virtual and on a CPU: torch's fake process group, and FSDP as Accelerate sets
-it up. The model is a GPT-2, or with experts a Mixtral.
+reduces in each micro-batch, experts of a layer]. The rank is virtual and on a CPU: torch's fake process group, and
+FSDP as Accelerate sets it up. The model is a GPT-2, or with experts a Mixtral.
 """
 
 import contextlib

@@ -1201,7 +1201,7 @@ def test_the_bus_of_cards_without_nvlink_is_an_assumption_that_is_named() -> Non
     assert "(--bus_gb_per_s)" not in print_page("llama-3.1-8b", "8xH100")
     # Of several machines it is still that of one, and the network is named next to it.
     page = print_page("llama-3.1-8b", "2x4x3090", "--network_gb_per_s", "2")
-    assert "2 GB/s of network bandwidth per GPU (--network_gb_per_s), of which 60% is assumed" in page
+    assert "2 GB/s of network bandwidth per GPU, 8 per node (--network_gb_per_s), of which 60% is assumed" in page
     assert "ranks are assumed to communicate at 19.8 GB/s over PCIe (--bus_gb_per_s)" in page
 
 

@@ -1379,7 +1379,7 @@ def test_a_first_line_does_not_call_emulated_bf16_fitting_and_no_more(capsys) ->
 
 def test_the_assumed_network_is_named_where_several_machines_train(capsys) -> None:
     file = str(ROOT / "accelerate_configs" / "zero3.yaml")
-    says = "25 GB/s of network bandwidth per GPU (--network_gb_per_s), of which 60% is assumed"
+    says = "25 GB/s of network bandwidth per GPU, 200 per node (--network_gb_per_s), of which 60% is assumed"
     for hardware, is_named in (("2x8xA100", True), ("16xA100", False)):
         main(["explain", file, LLAMA_8B, "--world_size", "16", "--hardware", hardware, *BF16])
         assert (says in " ".join(capsys.readouterr().out.split())) == is_named
