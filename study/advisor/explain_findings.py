@@ -207,7 +207,7 @@ def _loaded_weights(request: Request) -> Iterator[Finding]:
     in_16_bits = predict_memory(dataclasses.replace(request, precision="bf16-engine", pure=True, autocast=False))
     message = (
         "counted in fp32; transformers 5 loads a bf16 checkpoint in bf16 and trains it without fp32 masters, a peak of"
-        f" {rounded(device_bytes(in_16_bits) / GIB)} GiB{_host_of(predict_memory(request), in_16_bits)}"
+        f" {rounded(device_bytes(in_16_bits) / GIB)} GiB{_format_host(predict_memory(request), in_16_bits)}"
     )
     fix = "dtype=torch.float32 loads fp32"
     if strategy.is_fsdp:
@@ -226,7 +226,7 @@ def _frozen_in_fp32(request: Request) -> Iterator[Finding]:
     name = _TYPES[request.precision]
     in_fp32, in_16_bits = map(predict_memory, (request, _in_usual_type(request)))
     message = f"frozen weights are loaded in fp32, {rounded(wide / GIB)} GiB a rank; {name} takes half"
-    message += _host_of(in_fp32, in_16_bits)
+    message += _format_host(in_fp32, in_16_bits)
     yield Finding("noted", "weights", message, f"set dtype: {name}", rule="fp32-weights")
 
 
@@ -236,7 +236,7 @@ def _in_usual_type(request: Request) -> Request:
     return dataclasses.replace(request, precision=precision, pure=is_pure, autocast=False)
 
 
-def _host_of(in_fp32: MemoryUse, in_16_bits: MemoryUse) -> str:
+def _format_host(in_fp32: MemoryUse, in_16_bits: MemoryUse) -> str:
     """Return the host memory of weights in both types. Each process has its own fp32 weights, and those in the type of
     their file are pages that all of them share (_materialize_copy in transformers' core_model_loading.py)."""
     wide, narrow = in_fp32.host_peak.value, in_16_bits.host_peak.value

@@ -226,8 +226,8 @@ class _Gradients:
     elements: int = 0
     padded: int = 0
 
-    def __add__(self, other: _Gradients) -> _Gradients:
-        return _Gradients(self.elements + other.elements, self.padded + other.padded)
+    def __add__(self, more: _Gradients) -> _Gradients:
+        return _Gradients(self.elements + more.elements, self.padded + more.padded)
 
 
 @dataclasses.dataclass(frozen=True)

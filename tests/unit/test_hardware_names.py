@@ -109,11 +109,10 @@ def test_a_network_of_a_node_is_shared_by_its_gpus(command: str, capsys: pytest.
     pages = []
     for text in ("100Gb/s/node", "1.5625", "12.5GB/s/node"):
         assert main([*words, "--hardware", "2x8xA100", "--network_gb_per_s", text]) == 0
-        pages.append(capsys.readouterr().out.replace(f"--network_gb_per_s {text}", "--network_gb_per_s X"))
+        pages.append(capsys.readouterr().out)
     assert "1.56 GB/s of network bandwidth per GPU, 12.5 per node (--network_gb_per_s)" in " ".join(pages[0].split())
     # Only the command that an answer prints has the flag's own words.
-    first, *others = (re.sub(r"--network_gb_per_s \S+", "", page) for page in pages)
-    assert others == [first, first]
+    assert len({re.sub(r"--network_gb_per_s \S+", "", page) for page in pages}) == 1
 
 
 FIGURES = "memory=141GB,tflops=989,bandwidth=4.8TB/s"
