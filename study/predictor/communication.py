@@ -341,8 +341,7 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
     first_call = sharding.weights.call
     one_call = calls_s(sharding.forward, "all_gather", first_call, first_call)
     ahead = _overlap(_forward_gathers_s(request, sharding), times * forward * can_hide, one_call)
-    reductions = request.reductions if is_fsdp else times
-    sent = times * _backward_gathers_s(request, sharding) + reductions * _reduction_s(request, sharding)
+    sent = times * _backward_gathers_s(request, sharding) + _reductions_s(request, sharding)
     return ahead + _overlap(sent, times * backward * can_hide, one_call)
 
 
@@ -370,16 +369,18 @@ def _backward_gathers_s(request: Request, sharding: _Sharding) -> float:
     return calls_s(sharding.backward, "all_gather", regathered_bytes, weights.call)
 
 
-def _reduction_s(request: Request, sharding: _Sharding) -> float:
-    """Return seconds to reduce the gradients once, within a replica group and then over all of them."""
+def _reductions_s(request: Request, sharding: _Sharding) -> float:
+    """Return seconds of a step's reductions, within a replica group and then over all of them."""
     grads, group = sharding.grads, sharding.forward
     collective: Collective = "reduce_scatter" if request.strategy.is_fsdp else request.settings.gradients_by
-    reduced = calls_s(group, collective, grads.total, grads.call)
+    times = request.reductions if request.strategy.is_fsdp else request.accumulation
+    reduced = times * calls_s(group, collective, grads.total, grads.call)
     replicas = request.data_ranks // group.ranks
     if replicas == 1:
         return reduced
     across = _across(data_box(request), group.ranks)
-    return reduced + calls_s(across, "all_reduce", grads.total / group.ranks, grads.call / group.ranks)
+    once = calls_s(across, "all_reduce", grads.total / group.ranks, grads.call / group.ranks)
+    return reduced + request.replica_reductions * once
 
 
 def _across(box: Hardware, group: int) -> Hardware:
@@ -488,7 +489,7 @@ def _fsdp(request: Request) -> dict[str, float]:
     }
     if ranks < request.data_ranks:
         # Replica groups all-reduce the shard of each rank.
-        payload["all_reduce"] = float(reduced / ranks * sent * request.reductions)
+        payload["all_reduce"] = float(reduced / ranks * sent * request.replica_reductions)
     return payload
 
 
