@@ -1217,16 +1217,16 @@ def test_replicas_that_add_up_gradients_once_a_step_are_compared_on_a_slow_netwo
     assert late.tokens_per_s > 3 * best.tokens_per_s
     in_each = dataclasses.replace(late.request, replicas_sync_last=False)
     at_the_end = dataclasses.replace(in_each, sync_each_batch=False)
-    sent, once, whole = (predict_payload(request) for request in (in_each, late.request, at_the_end))
-    assert sent["all_reduce"] == 32 * once["all_reduce"] == 32 * whole["all_reduce"]
-    assert once["reduce_scatter"] == sent["reduce_scatter"] == 32 * whole["reduce_scatter"]
+    sent, once, unsharded = (predict_payload(request) for request in (in_each, late.request, at_the_end))
+    assert sent["all_reduce"] == 32 * once["all_reduce"] == 32 * unsharded["all_reduce"]
+    assert once["reduce_scatter"] == sent["reduce_scatter"] == 32 * unsharded["reduce_scatter"]
     # A rank has its part of a replica's gradients.
     assert late.is_safe
     assert late.memory.peak_allocated == predict_memory(in_each).peak_allocated
     assert not intervals.fits(predict_memory(at_the_end), late.request.box, at_upper=True)
     page = print_page(*words, "--global_batch_size", "512")
-    assert "faster in a loop of your own: hsdp (micro-batch 1 x accumulation 32" in page
-    # Where they fit whole, it is no faster.
+    assert "faster in a custom loop: hsdp (micro-batch 1 x accumulation 32" in page
+    # If unsharded gradients fit, they are as fast.
     assert rules.option_of_late_replicas(ask("llama-3.1-8b", *words[1:4], "--global_batch_size", "512")) is None
 
 
