@@ -476,7 +476,9 @@ def why_no_fsdp(question: AdviceRequest) -> str | None:
 class _Search:
     """The search for a strategy's best settings: bucket sizes, checkpointing and the largest micro-batch that fits."""
 
-    def __init__(self, question: AdviceRequest, name: str, at_upper_bound: bool) -> None:
+    def __init__(
+        self, question: AdviceRequest, name: str, at_upper_bound: bool, *, replicas_sync_last: bool = False
+    ) -> None:
         self.name, self._question, self._at_upper_bound = name, question, at_upper_bound
         self._strategy = question.find_strategy(name)
         shape = question.shape
@@ -489,8 +491,10 @@ class _Search:
         is_fsdp, is_requested = self._strategy.is_fsdp, question.trainer.sync_each_batch
         is_open = is_fsdp and not (question.shape.lora_rank or is_requested)
         syncs = (False, True) if is_open else (is_fsdp and is_requested,)
+        if replicas_sync_last:
+            syncs = (True,)
         variants = itertools.product(strategies, checkpointing, syncs)
-        self._variants = [_Variant(question, *variant, at_upper_bound) for variant in variants]
+        self._variants = [_Variant(question, *variant, at_upper_bound, replicas_sync_last) for variant in variants]
 
     @property
     def offloads(self) -> bool:
@@ -527,14 +531,20 @@ class _Search:
 class _Variant:
     """A strategy with fitted settings, with or without checkpointing, at every micro-batch of a request.
 
-    `syncs`: FSDP reduces gradients in each micro-batch.
+    `syncs`: FSDP reduces gradients in each micro-batch; `replicas_sync_last`: over replicas in the last one alone.
     """
 
     def __init__(
-        self, question: AdviceRequest, strategy: Strategy, checkpointing: bool, syncs: bool, at_upper_bound: bool
+        self,
+        question: AdviceRequest,
+        strategy: Strategy,
+        checkpointing: bool,
+        syncs: bool,
+        at_upper_bound: bool,
+        replicas_sync_last: bool = False,
     ) -> None:
         self._question, self._strategy, self._checkpointing = question, strategy, checkpointing
-        self._syncs, self._at_upper_bound = syncs, at_upper_bound
+        self._syncs, self._at_upper_bound, self._replicas_sync_last = syncs, at_upper_bound, replicas_sync_last
         batch = question.global_batch
         samples = None if batch is None else max(1, round(batch / question.data_ranks))
         most = question.micro_batch or MAX_MICRO_BATCH
@@ -557,7 +567,10 @@ class _Variant:
     def _make_request(self, micro_batch: int) -> Request:
         accumulation = self._samples // micro_batch if self._samples else 1
         request = self._question.configuration(self._strategy, micro_batch, accumulation, self._checkpointing)
-        return dataclasses.replace(request, sync_each_batch=self._syncs and accumulation > 1)
+        syncs = self._syncs and accumulation > 1
+        return dataclasses.replace(
+            request, sync_each_batch=syncs, replicas_sync_last=syncs and self._replicas_sync_last
+        )
 
     def _may_fit(self, micro_batch: int, at_upper_end: bool) -> bool:
         box, key = self._question.box, (micro_batch, at_upper_end)
@@ -844,6 +857,23 @@ def faster_riskier_option(advice: Advice) -> Option | None:
     risky = advise_without_losers(advice.question, names, at_upper_bound=False, worth=enough)
     faster = None if risky is None else risky.best
     return faster if faster is not None and faster.tokens_per_s >= enough else None
+
+
+def option_of_late_replicas(advice: Advice) -> Option | None:
+    """Return hsdp in which each replica group reduces gradients in every micro-batch, and the groups add them up in the
+    last one alone, if its bound fits and it is faster; None if not.
+
+    It is not recommended: Accelerate has no setting for it, so that the program calls set_requires_all_reduce.
+    """
+    question, best = advice.question, advice.best
+    if best is None or "hsdp" not in candidates(question) or question.shape.lora_rank:
+        return None
+    search, enough = _Search(question, "hsdp", True, replicas_sync_last=True), (1 + _WORTH_SAYING) * best.tokens_per_s
+    if not search.may_fit or search.most_tokens_per_s < enough:
+        return None
+    option = search.option
+    is_faster = option.is_safe and option.fits and option.tokens_per_s >= enough
+    return option if is_faster and option.request.replicas_sync_last else None
 
 
 def plain_option_in_16_bits(advice: Advice) -> Option | None:

@@ -570,6 +570,14 @@ def _alternative_notes(advice: Advice, best: Option, riskier: Option | None) -> 
     if riskier is not None:
         faster = f"{advise.speed_text(riskier, best)}, but its 90 % bound does not fit: {_named(riskier)}"
         yield "; ".join([faster, *advise.unchecked_needs(riskier)])
+    if (late := advise.option_of_late_replicas(advice)) is not None:
+        # Gradients of a replica group's ranks, where between micro-batches all of them would not fit.
+        plugin = f"GradientAccumulationPlugin(num_steps={late.request.accumulation}, sync_each_batch=True)"
+        yield (
+            f"{advise.speed_text(late, best)} in a custom loop: {_named(late)} with {plugin}, and"
+            " model.set_requires_all_reduce(is_last) before each backward pass: replicas add up gradients once a step;"
+            f" 90 % bound {rounded(device_bytes(late.memory, at_upper=True) / GIB)} GiB"
+        )
 
 
 def _program_notes(best: Option) -> Iterator[str]:

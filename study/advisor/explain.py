@@ -279,7 +279,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
             loads_16_bits=trainer_files.loads_for_engine(trainer) or None,
             freezes_fp32=trainer_files.freezes_fp32(trainer),
         )
-        keeps_16_bits = work.pure or trainer.trainer.keeps_16_bits
+        keeps_16_bits = bool(work.pure) or trainer.trainer.keeps_16_bits
         case = resolve(file, shape, options.world_size, work, box)
         case = with_releases(case, options.release, keeps_16_bits)
         case = with_trainer(case, trainer.trainer.name, trainer.trainer.newest_deepspeed, trainer.loop)

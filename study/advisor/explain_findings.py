@@ -43,7 +43,7 @@ from study.config.text import format_number, rounded
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
-from study.predictor.request import FP32_BYTES, Request
+from study.predictor.request import FP32_BYTES, MemoryUse, Request
 from study.predictor.state import engine_refusal, quantization_refusal, sub_groups
 from study.predictor.time import device_bytes, fits, usable_bytes
 from study.releases.causes import unsound_releases
@@ -208,7 +208,7 @@ def _loaded_weights(request: Request) -> Iterator[Finding]:
     in_16_bits = predict_memory(dataclasses.replace(request, precision="bf16-engine", pure=True, autocast=False))
     message = (
         "counted in fp32; transformers 5 loads a bf16 checkpoint in bf16 and trains it without fp32 masters, a peak of"
-        f" {rounded(device_bytes(in_16_bits) / GIB)} GiB"
+        f" {rounded(device_bytes(in_16_bits) / GIB)} GiB{_format_host(predict_memory(request), in_16_bits)}"
     )
     fix = "dtype=torch.float32 loads fp32"
     if strategy.is_fsdp:
@@ -225,17 +225,30 @@ def _frozen_in_fp32(request: Request) -> Iterator[Finding]:
     if wide < _WORTH_NOTING:
         return
     name = _TYPES[request.precision]
+    in_fp32, in_16_bits = map(predict_memory, (request, _in_usual_type(request)))
     message = f"frozen weights are loaded in fp32, {rounded(wide / GIB)} GiB a rank; {name} takes half"
+    message += _format_host(in_fp32, in_16_bits)
     yield Finding("noted", "weights", message, f"set dtype: {name}", rule="fp32-weights")
+
+
+def _in_usual_type(request: Request) -> Request:
+    """Return the request of a program that loads the weights next to adapters in the type of mixed precision."""
+    precision, is_pure = usual_weights(request.shape, request.strategy, request.precision)
+    return dataclasses.replace(request, precision=precision, pure=is_pure, autocast=False)
+
+
+def _format_host(in_fp32: MemoryUse, in_16_bits: MemoryUse) -> str:
+    """Return the host memory of weights in both types. Each process has its own fp32 weights, and those in the type of
+    their file are pages that all of them share (_materialize_copy in transformers' core_model_loading.py)."""
+    wide, narrow = in_fp32.host_peak.value, in_16_bits.host_peak.value
+    if wide - narrow < _WORTH_NOTING:
+        return ""
+    return f", and host memory of {rounded(narrow / GIB)} and not {rounded(wide / GIB)} GiB a node"
 
 
 def _computes_in_fp32(request: Request) -> Iterator[Finding]:
     """Yield the peaks of quantized weights whose other tensors are loaded in fp32, and in 16 bits."""
-    precision, is_pure = usual_weights(request.shape, request.strategy, request.precision)
-    wide, narrow = (
-        device_bytes(predict_memory(variant))
-        for variant in (request, dataclasses.replace(request, precision=precision, pure=is_pure, autocast=False))
-    )
+    wide, narrow = (device_bytes(predict_memory(variant)) for variant in (request, _in_usual_type(request)))
     if wide - narrow < _WORTH_NOTING:
         return
     name = _TYPES[request.precision]

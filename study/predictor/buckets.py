@@ -19,6 +19,7 @@ from study.predictor.state import (
     adapter_units,
     flat_elements,
     flat_units,
+    fsdp_shards,
     rank0_shards,
     reduced_bytes,
     shards_of_model,
@@ -144,6 +145,10 @@ def _arrivals(
 #     gradients of the layer                       #########    #######
 #     input of the reduction           ########    #########    #######    the layer's above, then its own
 #
+# FSDP2 pads all of these but the gradients to as many rows of each tensor as ranks, or a multiple: the output of the
+# gather, the weights that are copied out of it (init_all_gather_outputs in _fsdp_param.py), and the input of the
+# reduction (foreach_reduce in _fsdp_collectives.py). The 8 rows of a tensor of 8 experts are 64 on 64 ranks.
+#
 #     FSDP1                            gathered    gradients    concatenated    reduced
 #     root, or all that is kept        ########    #########    ############    #######
 #     weights of the layer             ########    #########    ############
@@ -215,11 +220,22 @@ def _find_neighbours(request: Request, sizes: Mapping[int, int], groups: range, 
 
 
 @dataclasses.dataclass(frozen=True)
+class _Gradients:
+    """Elements of a group's gradients under FSDP2: as they arrive, and with the padding of their reduction."""
+
+    elements: int = 0
+    padded: int = 0
+
+    def __add__(self, more: _Gradients) -> _Gradients:
+        return _Gradients(self.elements + more.elements, self.padded + more.padded)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Fsdp2Root:
     """Elements of the root of FSDP2 if embedding and head are in it: from its first use to its last gradient."""
 
     size: int
-    trained: int
+    trained: _Gradients
     # The head's gradient, which waits for those of the embedding.
     head: int
     # All of its gradients, for a tied embedding with the sum of both.
@@ -241,10 +257,13 @@ class _Fsdp2:
         # The place of the norm and the head.
         self.top = shape.layers
         self.arrivals = _arrivals(shape, lambda param: param.place)
-        self.trained = {place: arrived[-1][1] if arrived else 0 for place, arrived in self.arrivals.items()}
+        self.trained = dict.fromkeys(self.arrivals, _Gradients())
+        # Gathered, with padding.
         self.sizes = dict.fromkeys(self.arrivals, 0)
+        for param in shape.trained_params:
+            self.trained[param.place] += _Gradients(param.elements, param.gathered_by_rows(self.width.ranks))
         for param in request.stored.params:
-            self.sizes[param.place] += param.elements
+            self.sizes[param.place] += param.gathered_by_rows(self.width.ranks)
         has_root = shape.tied or request.fsdp_whole_root
         self.root = self._joined_root() if has_root else None
         self.groups = range(self.top) if has_root else range(BEFORE, self.top + 1)
@@ -254,12 +273,12 @@ class _Fsdp2:
     def _joined_root(self) -> _Fsdp2Root:
         shape = self.request.shape
         tied_head = shape.embedding.elements if has_tied_gradients(shape) else 0
-        head = tied_head if shape.tied else self.trained[self.top]
+        head = tied_head if shape.tied else self.trained[self.top].elements
         return _Fsdp2Root(
             size=self.sizes[self.top] + self.sizes[BEFORE],
             trained=self.trained[self.top] + self.trained[BEFORE],
             head=head,
-            gradients=self.trained[BEFORE] + (2 if shape.tied else 1) * head,
+            gradients=self.trained[BEFORE].elements + (2 if shape.tied else 1) * head,
         )
 
     def snapshots(self) -> Iterator[Snapshot]:
@@ -269,14 +288,17 @@ class _Fsdp2:
         yield from self._at_the_loss(grads)
         for place in reversed(self.groups):
             yield from self._arriving(place, grads, reducing)
-            reducing = float(self.width.sent * self.trained[place])
+            reducing = float(self.width.sent * self.trained[place].padded)
             yield self._reducing(place, grads, reducing)
             grads += self._shard_bytes(place) - self._freed_bytes(self.trained[place])
         if self.root is not None:
             yield from self._end_of_root(self.root, grads, reducing)
         yield from self._forward()
-        on_device = 0.0 if self.width.offloads else self.request.shape.trained_parameters / self.width.ranks
-        yield _torch_step(self.request, on_device, 0.0)
+        yield self._step()
+
+    def _step(self) -> Snapshot:
+        on_device = 0.0 if self.width.offloads else fsdp_shards(self.request).trained
+        return _torch_step(self.request, on_device, 0.0)
 
     def _at_the_loss(self, grads: float) -> Iterator[Snapshot]:
         """Yield the loss's gradient, and then the gather of the last layer."""
@@ -312,8 +334,8 @@ class _Fsdp2:
         """Yield the root's last gradient and its reduction."""
         weight = self.width.gathered
         yield Snapshot(BEFORE, grads, reducing + weight * (root.size + root.gradients))
-        reduced = self.width.sent * root.trained + self._copied_bytes(root.trained) + self._output_bytes(root.trained)
-        yield Snapshot(BEFORE, grads, float(reduced))
+        reduced = self.width.sent * root.trained.padded + self._copied_bytes(root.trained)
+        yield Snapshot(BEFORE, grads, reduced + self._output_bytes(root.trained))
 
     def _forward(self) -> Iterator[Snapshot]:
         """Yield the forward pass. It keeps the buffer of a gather, which it copies into the weights, until the next
@@ -328,25 +350,25 @@ class _Fsdp2:
             first_layer = (1 + self.width.copies) * self.sizes[0]
             yield Snapshot(BEFORE, earlier, float(weight * (2 * embedding + first_layer)))
 
-    def _copied_bytes(self, trained: int) -> float:
+    def _copied_bytes(self, trained: _Gradients) -> float:
         """Return the bytes of gradients while they are copied into the input of the reduction, or gloo's copy of it;
         those of earlier micro-batches are counted among the accumulated ones."""
-        copied = max(self.width.gathered, self.width.copies * self.width.sent)
-        return copied * trained - self._freed_bytes(trained)
+        copied = max(self.width.gathered * trained.elements, self.width.copies * self.width.sent * trained.padded)
+        return copied - self._freed_bytes(trained)
 
-    def _output_bytes(self, trained: int) -> float:
+    def _output_bytes(self, trained: _Gradients) -> float:
         """Return the bytes of a reduction's output, which is there before the copied gradients are freed, and of its
         copy in the shards' type."""
         is_cast = self.width.sent < self.width.shard
-        return (self.width.sent + self.width.shard * is_cast) * trained / self.width.ranks
+        return (self.width.sent + self.width.shard * is_cast) * trained.padded / self.width.ranks
 
-    def _freed_bytes(self, trained: int) -> float:
+    def _freed_bytes(self, trained: _Gradients) -> float:
         """Return the accumulated bytes that a reduction frees."""
-        return self.width.gathered * trained if self.width.accumulated else 0.0
+        return float(self.width.gathered * trained.elements) if self.width.accumulated else 0.0
 
     def _shard_bytes(self, place: int) -> float:
         """Return the bytes of a group's reduced gradients on the device."""
-        return self.width.shard_growth(self.trained[place])
+        return self.width.shard_growth(self.trained[place].padded)
 
 
 def _fsdp2(request: Request) -> Iterator[Snapshot]:
@@ -468,16 +490,16 @@ class _Fsdp2Unwrapped(_Fsdp2):
         reducing = 0.0
         if self.root is None:
             yield from self._tail(grads, float(weight * unsharded))
-            reducing = float(self.width.sent * self.trained[self.top])
+            reducing = float(self.width.sent * self.trained[self.top].padded)
             grads += self._shard_bytes(self.top) - self._freed_bytes(self.trained[self.top])
         else:
             yield Snapshot(self.top, grads, float(weight * (unsharded + embedding_group + self.waiting_head)))
         base = weight * (unsharded + embedding_group + self.waiting_head) + reducing
-        waiting = 0
+        waiting = _Gradients()
         for place in reversed(layers):
             for param, arrived in self.arrivals[place]:
                 # New gradients are added to those of earlier micro-batches one by one.
-                unreduced = param.elements if self.width.accumulated else waiting + arrived
+                unreduced = param.elements if self.width.accumulated else waiting.elements + arrived
                 yield Snapshot(place, grads, base + weight * unreduced, param=param)
             waiting += self.trained[place]
         yield from self._end(grads, reducing, unsharded, waiting)
@@ -492,8 +514,7 @@ class _Fsdp2Unwrapped(_Fsdp2):
         else:
             gathers = unsharded + (copies + sent) * embedding_group
         yield Snapshot(BEFORE, self.width.earlier, weight * gathers, between=True)
-        on_device = 0.0 if self.width.offloads else self.request.shape.trained_parameters / self.width.ranks
-        yield _torch_step(self.request, on_device, 0.0)
+        yield self._step()
 
     def _tail(self, grads: float, unsharded: float) -> Iterator[Snapshot]:
         """Yield the loss's gradient, before it the gather of norm and head, their gradients and reduction."""
@@ -504,22 +525,22 @@ class _Fsdp2Unwrapped(_Fsdp2):
             unreduced = param.elements if self.width.accumulated else arrived
             yield Snapshot(self.top, grads, unsharded + weight * (size + unreduced), param=param)
         trained = self.trained[self.top]
-        buffers = unsharded + self.width.sent * trained + self._copied_bytes(trained)
+        buffers = unsharded + self.width.sent * trained.padded + self._copied_bytes(trained)
         yield Snapshot(self.top - 1, grads, buffers, between=True)
 
-    def _end(self, grads: float, reducing: float, unsharded: int, waiting: int) -> Iterator[Snapshot]:
+    def _end(self, grads: float, reducing: float, unsharded: int, waiting: _Gradients) -> Iterator[Snapshot]:
         """Yield the embedding's gradient, and the reductions: the root's first (_root_post_backward_final_callback)."""
         weight = self.width.gathered
-        unreduced = 0 if self.width.accumulated else waiting
+        unreduced = 0 if self.width.accumulated else waiting.elements
         size = self.root.size if self.root else self.sizes[BEFORE]
         trained = self.root.trained if self.root else self.trained[BEFORE]
-        arrived = self.root.gradients if self.root else trained
+        arrived = self.root.gradients if self.root else trained.elements
         yield Snapshot(BEFORE, grads, reducing + weight * float(unsharded + size + unreduced + arrived))
-        reduced = float(self.width.sent * waiting)
-        embedding_group = weight * (size + (0 if self.width.accumulated else trained))
+        reduced = float(self.width.sent * waiting.padded)
+        embedding_group = weight * (size + (0 if self.width.accumulated else trained.elements))
         yield Snapshot(BEFORE, grads, reduced + self._copied_bytes(waiting) + embedding_group)
-        grads += self.width.shard_growth(waiting) - self._freed_bytes(waiting)
-        yield Snapshot(BEFORE, grads, reduced + self.width.sent * trained + self._copied_bytes(trained))
+        grads += self.width.shard_growth(waiting.padded) - self._freed_bytes(waiting)
+        yield Snapshot(BEFORE, grads, reduced + self.width.sent * trained.padded + self._copied_bytes(trained))
 
 
 def _fsdp1_adapters(request: Request) -> Iterator[Snapshot]:

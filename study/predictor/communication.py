@@ -14,7 +14,7 @@ from study.predictor.adapters import computes_adapters_in_fp32
 from study.predictor.hardware import Hardware
 from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import BEFORE
-from study.predictor.state import adapter_units, flat_elements, flat_units, persistent_params, shard_elements
+from study.predictor.state import flat_elements, flat_units, fsdp_shards, persistent_params, shard_elements
 from study.predictor.tensor_group import GroupAdapters, TensorGroup, group_adapters
 from study.predictor.zero3_gathers import reference_gathers, simulate_gathers
 
@@ -78,8 +78,9 @@ def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes:
 def network_notes(box: Hardware) -> Iterator[str]:
     """Yield the speed of the network between machines."""
     if box.nodes > 1:
-        line = f"{box.network_gb_per_s:g} GB/s of network bandwidth per GPU (--network_gb_per_s)"
-        yield f"{line}, {ASSUMED_OF_LINE}"
+        gpu, node = (float(f"{box.network_gb_per_s * gpus:.3g}") for gpus in (1, box.gpus_per_node))
+        per_node = f", {node:g} per node" * (box.gpus_per_node > 1)
+        yield f"{gpu:g} GB/s of network bandwidth per GPU{per_node} (--network_gb_per_s), {ASSUMED_OF_LINE}"
 
 
 def pcie_notes(request: Request) -> Iterator[str]:
@@ -90,6 +91,26 @@ def pcie_notes(request: Request) -> Iterator[str]:
     payload, machine = request.stored.parameters * request.weight_bytes, dataclasses.replace(box, nodes=1)
     rate = rounded(bus_bandwidth_gb_per_s(machine, "all_gather", payload))
     yield f"ranks are assumed to communicate at {rate} GB/s over PCIe (--bus_gb_per_s): without peer-to-peer less"
+
+
+# Gathered elements over those of the model, from which on the padding is named.
+_NOTED_PADDING = 1.1
+
+
+def padding_notes(request: Request) -> Iterator[str]:
+    """Yield the padding of FSDP2's collectives if large tensors have fewer rows than there are ranks: an expert is one,
+    in a tensor of experts."""
+    if not request.strategy.is_fsdp or request.fsdp_version == 1:
+        return
+    ranks, shape = request.fsdp_ranks, request.stored
+    times = fsdp_shards(request).stored * ranks / shape.parameters
+    if times < _NOTED_PADDING:
+        return
+    widest = max(shape.params, key=lambda param: param.gathered_by_rows(ranks) - param.elements)
+    yield (
+        f"FSDP2 pads the rows of each tensor to a multiple of {ranks} ranks: it gathers and reduces {rounded(times)}"
+        f" times the model's parameters ({widest.name} has {widest.rows} rows)"
+    )
 
 
 def _network_gb_per_s(line: float, ranks: int, collective: Collective, payload_bytes: float) -> float:
@@ -294,8 +315,11 @@ class _Sharding:
 
 def _sharding(request: Request) -> _Sharding:
     shape, width = request.stored, float(request.gathered_bytes)
-    weights = shape.parameters * width
-    grads = shape.trained_parameters * float(request.reduced_bytes_per_element)
+    stored, trained = shape.parameters, shape.trained_parameters
+    if request.strategy.is_fsdp:
+        stored, trained = (shard * request.fsdp_ranks for shard in fsdp_shards(request))
+    weights = stored * width
+    grads = trained * float(request.reduced_bytes_per_element)
     # A call for each layer, and one for the tensors outside.
     calls = shape.layers + 1
     box = data_box(request)
@@ -317,8 +341,7 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
     first_call = sharding.weights.call
     one_call = calls_s(sharding.forward, "all_gather", first_call, first_call)
     ahead = _overlap(_forward_gathers_s(request, sharding), times * forward * can_hide, one_call)
-    reductions = request.reductions if is_fsdp else times
-    sent = times * _backward_gathers_s(request, sharding) + reductions * _reduction_s(request, sharding)
+    sent = times * _backward_gathers_s(request, sharding) + _reductions_s(request, sharding)
     return ahead + _overlap(sent, times * backward * can_hide, one_call)
 
 
@@ -346,16 +369,18 @@ def _backward_gathers_s(request: Request, sharding: _Sharding) -> float:
     return calls_s(sharding.backward, "all_gather", regathered_bytes, weights.call)
 
 
-def _reduction_s(request: Request, sharding: _Sharding) -> float:
-    """Return seconds to reduce the gradients once, within a replica group and then over all of them."""
+def _reductions_s(request: Request, sharding: _Sharding) -> float:
+    """Return seconds of a step's reductions, within a replica group and then over all of them."""
     grads, group = sharding.grads, sharding.forward
     collective: Collective = "reduce_scatter" if request.strategy.is_fsdp else request.settings.gradients_by
-    reduced = calls_s(group, collective, grads.total, grads.call)
+    times = request.reductions if request.strategy.is_fsdp else request.accumulation
+    reduced = times * calls_s(group, collective, grads.total, grads.call)
     replicas = request.data_ranks // group.ranks
     if replicas == 1:
         return reduced
     across = _across(data_box(request), group.ranks)
-    return reduced + calls_s(across, "all_reduce", grads.total / group.ranks, grads.call / group.ranks)
+    once = calls_s(across, "all_reduce", grads.total / group.ranks, grads.call / group.ranks)
+    return reduced + request.replica_reductions * once
 
 
 def _across(box: Hardware, group: int) -> Hardware:
@@ -445,21 +470,16 @@ def _fsdp(request: Request) -> dict[str, float]:
     """Payload bytes of FSDP: each layer, and an untied embedding as its group, is gathered twice per micro-batch, or
     once if FSDP keeps it for the backward pass."""
     ranks = request.fsdp_ranks
-    padded = [(param, param.shard_by_rows(ranks) * ranks) for param in request.stored.params]
-    reduced = sum(size for param, size in padded if param.trained)
+    padded = [(param, param.gathered_by_rows(ranks)) for param in request.stored.params]
+    total, reduced = (shard * ranks for shard in fsdp_shards(request))
     # The root stays gathered, and an embedding that no group divides from it.
     kept_place = BEFORE if request.fsdp_whole_root else None
     once = request.shape.gathered_once(request.gradient_checkpointing)
     regathered = sum(
         size for param, size in padded if param.regathered and param.place != kept_place and param.index not in once
     )
-    total = sum(size for _, size in padded)
     if request.fsdp_version == 1:
-        sizes = {place: unit.size for place, unit in flat_units(request).items()}
-        adapters = sum(unit.size for unit in adapter_units(request).values())
-        total = sum(sizes.values()) + adapters
-        reduced = adapters or sum(unit.size for unit in flat_units(request).values() if unit.with_gradients)
-        regathered = total - sizes[BEFORE]
+        regathered = total - flat_units(request)[BEFORE].size
     elif request.fsdp_unwrapped:
         # The layers are the root's, which stays gathered.
         regathered = sum(size for param, size in padded if param.regathered and param.place == BEFORE)
@@ -472,7 +492,7 @@ def _fsdp(request: Request) -> dict[str, float]:
     }
     if ranks < request.data_ranks:
         # Replica groups all-reduce the shard of each rank.
-        payload["all_reduce"] = float(reduced / ranks * sent * request.reductions)
+        payload["all_reduce"] = float(reduced / ranks * sent * request.replica_reductions)
     return payload
 
 

@@ -26,7 +26,7 @@ from study.config.strategies import DEFAULT_RANKS_PER_NODE
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB, available_cores, host_memory, wsl_limit
 from study.predictor.hardware_names import HardwareName, device_words, split_name
-from study.predictor.units import Quantity, parse_quantity, parse_speed
+from study.predictor.units import NetworkSpeed, Quantity, parse_network_speed, parse_quantity, parse_speed
 
 # Visible fraction of the memory if no source gives it: that of A100 and V100.
 _SHOWN = 0.985
@@ -433,8 +433,10 @@ class HardwareFlags:
         type=_two_speeds,
         metavar="READ,WRITE",
     )
-    network_gb_per_s: float | None = flag(
-        "network bandwidth per GPU, one direction: 50 is 50 GB/s, as is 400Gb/s", type=parse_speed, metavar="X"
+    network_gb_per_s: NetworkSpeed | None = flag(
+        "network bandwidth per GPU, one direction: 50 is 50 GB/s, as is 400Gb/s; 100Gb/s/node is that of a node",
+        type=parse_network_speed,
+        metavar="X",
     )
     bus_gb_per_s: float = flag(
         "bus bandwidth within a node, as nccl-tests print it, such as with NCCL_P2P_DISABLE=1",
@@ -465,6 +467,7 @@ class HardwareFlags:
     def box(self) -> Hardware:
         """Return the hardware that is named; print notices if it is more often meant otherwise."""
         box = to_box(self.hardware)
+        network = self.network_gb_per_s
         read, write = self.nvme_gb_per_s or (box.nvme_read_gb_per_s, box.nvme_write_gb_per_s)
         box = dataclasses.replace(
             box,
@@ -473,7 +476,7 @@ class HardwareFlags:
             is_nvme_given=self.nvme_gb_per_s is not None,
             bus_gb_per_s=self.bus_gb_per_s,
             host_memory_gb_per_s=self.host_gb_per_s or box.host_memory_gb_per_s,
-            network_gb_per_s=self.network_gb_per_s or box.network_gb_per_s,
+            network_gb_per_s=network.per_gpu(box.gpus_per_node) if network else box.network_gb_per_s,
             host_gib_per_node=self.host_memory or box.host_gib_per_node,
         )
         for notice in box_notices(box):

@@ -281,6 +281,8 @@ class Request:
     # FSDP reduces gradients in each micro-batch, and not in a step's last one alone (sync_each_batch of Accelerate's
     # GradientAccumulationPlugin; a loop without no_sync or set_requires_gradient_sync).
     sync_each_batch: bool = False
+    # With it, replica groups add up these gradients in a step's last micro-batch alone (set_requires_all_reduce).
+    replicas_sync_last: bool = False
     # FSDP2's MixedPrecisionPolicy reduces in fp32, as torchtitan's does; Accelerate's reduces in the computing type
     # (set_mixed_precision of FullyShardedDataParallelPlugin).
     fsdp_reduces_fp32: bool = False
@@ -495,6 +497,11 @@ class Request:
     def reductions(self) -> int:
         """Number of reductions of FSDP's gradients in a step."""
         return self.accumulation if self.sync_each_batch else 1
+
+    @property
+    def replica_reductions(self) -> int:
+        """Number of reductions of FSDP's gradients over replica groups in a step."""
+        return 1 if self.replicas_sync_last else self.reductions
 
     @property
     def loads_on_host(self) -> bool:

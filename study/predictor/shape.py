@@ -48,6 +48,10 @@ class Parameter:
         """Return the elements of one rank's shard in FSDP2, with padding."""
         return math.ceil(self.rows / ranks) * (self.elements // self.rows)
 
+    def gathered_by_rows(self, ranks: int) -> int:
+        """Return the elements of a tensor that FSDP2 gathers, or reduces, with the padding of each rank's shard."""
+        return self.shard_by_rows(ranks) * ranks
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 from study.config.flags import Precision
 from study.config.precisions import in_engine
@@ -90,7 +90,7 @@ def reduced_bytes(request: Request) -> float:
     """Bytes of a rank's reduced gradients between micro-batches, if FSDP reduces them in each one."""
     if request.accumulation == 1 or not request.sync_each_batch or request.fsdp_offloads:
         return 0.0
-    return _fsdp_gradients(request) * request.weight_bytes / request.fsdp_ranks
+    return float(fsdp_shards(request).trained * request.weight_bytes)
 
 
 def undivided_gradient_elements(request: Request) -> int:
@@ -142,6 +142,38 @@ def flat_units(request: Request) -> dict[int, FlatUnit]:
     return {place: _flat_unit(request, params) for place, params in tensors.items()}
 
 
+class FsdpShards(NamedTuple):
+    """Elements of rank 0's shards under FSDP, with padding: of all weights, and of those that are trained.
+
+    The ranks' collectives carry as many elements of each rank.
+    """
+
+    stored: int
+    trained: int
+
+
+@cache_by_request
+def fsdp_shards(request: Request) -> FsdpShards:
+    """Return rank 0's shards: FSDP2 shards each tensor by rows (_init_sharded_param in torch's _fsdp_param.py), FSDP1
+    flat parameters."""
+    ranks = request.fsdp_ranks
+    if request.fsdp_version == 2:
+        return FsdpShards(*shards_by_rows(request.stored, ranks))
+    units = flat_units(request).values()
+    stored = sum(unit.size for unit in units) // ranks
+    adapters = sum(unit.size for unit in adapter_units(request).values()) // ranks
+    trained = sum(unit.size for unit in units if unit.with_gradients) // ranks
+    return FsdpShards(stored + adapters, adapters or trained)
+
+
+@functools.lru_cache(maxsize=64)
+def shards_by_rows(shape: ModelShape, ranks: int) -> tuple[int, int]:
+    """Return the elements of rank 0's shards in FSDP2, with padding: of all parameters, and of the trained ones."""
+    trained = sum(param.shard_by_rows(ranks) for param in shape.trained_params)
+    frozen = sum(param.shard_by_rows(ranks) for param in shape.params if not param.trained)
+    return frozen + trained, trained
+
+
 @cache_by_request
 def adapter_units(request: Request) -> dict[int, FlatUnit]:
     """Return FSDP1's flat parameters of adapters, by the index of their first tensor: peft's fsdp_auto_wrap_policy
@@ -173,28 +205,17 @@ def _flat_unit(request: Request, params: Sequence[Parameter]) -> FlatUnit:
 
 def _unsharded(request: Request, waiting: bool) -> State:
     """State of single, DDP, FSDP2 (each tensor sharded by rows) and DeepSpeed's stage 0."""
-    shape, weight, ranks = request.stored, request.weight_bytes, request.data_ranks
+    shape, weight = request.stored, request.weight_bytes
     stored, trained = shape.parameters, shape.trained_parameters
     if request.strategy.is_fsdp:
-        ranks = request.fsdp_ranks
-        stored, trained = (
-            sum(param.shard_by_rows(ranks) for param in params) for params in (shape.params, shape.trained_params)
-        )
+        stored, trained = fsdp_shards(request)
     master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
     adapted = request.adapter_bytes
     stepped, steps = trained, len(shape.trained_params)
     if request.strategy.is_fsdp and request.fsdp_version == 1:
         # The optimizer has the parts of tensors in rank 0's shards, without their padding (fsdp_use_orig_params).
-        units = list(flat_units(request).values())
-        stored = trained = sum(unit.size for unit in units) // ranks
-        if request.has_mixed_units:
-            units = [unit for unit in units if unit.with_gradients]
-            trained = sum(unit.size for unit in units) // ranks
-        elif shape.lora_rank is not None:
-            units = list(adapter_units(request).values())
-            trained = sum(unit.size for unit in units) // ranks
-            stored += trained
-        local = [size for unit in units for size in unit.local]
+        units = adapter_units(request) or flat_units(request)
+        local = [size for unit in units.values() if unit.with_gradients for size in unit.local]
         stepped, steps = sum(local), len(local)
     optimizer = stepped * (master + request.moments_bytes) + STEP_BYTES * steps
     unreduced = accumulated_bytes(request) if request.strategy.is_fsdp and waiting else 0.0
@@ -353,8 +374,12 @@ def frozen_bytes(request: Request) -> tuple[float, float]:
     on each rank, and a reference model, which TRL shards at stage 3 and under FSDP, with offloads."""
     shape, is_stage3 = request.shape, request.strategy.zero_stage == 3
     scales = _scales_bytes(request)
-    ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.data_ranks if is_stage3 else 1
-    size = float(request.weight_bytes * shape.parameters * request.has_reference_copy) / ranks
+    if request.strategy.is_fsdp and request.fsdp_version == 2:
+        shard = float(shards_by_rows(shape, request.fsdp_ranks)[0])
+    else:
+        ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.data_ranks if is_stage3 else 1
+        shard = shape.parameters / ranks
+    size = request.weight_bytes * shard * request.has_reference_copy
     offloads = request.fsdp_offloads or (is_stage3 and request.settings.parameters is not None)
     return (scales, size) if offloads else (scales + size, 0.0)
 

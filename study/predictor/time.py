@@ -13,13 +13,19 @@ from study.config.text import rounded, rounded_seconds
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.adapters import LAYER_OPERATORS, adapter_operators
-from study.predictor.communication import ASSUMED_OF_LINE, communication_time, falling_network, pcie_notes
+from study.predictor.communication import (
+    communication_time,
+    falling_network,
+    network_notes,
+    padding_notes,
+    pcie_notes,
+)
 from study.predictor.constants import FITTED, Constants
 from study.predictor.hardware import Device, Hardware, pair_notes
 from study.predictor.micro_batch import hardware_flops, model_flops
 from study.predictor.passes import MEASURED_OVER_PEAK, passes_s, unit_waits_s
 from study.predictor.request import BESIDE, Estimate, MemoryUse, Offload, Request, SetupCorrection, StepTime
-from study.predictor.state import adapter_units, bytes_per_parameter
+from study.predictor.state import adapter_units, bytes_per_parameter, fsdp_shards
 from study.predictor.tensor_group import ADAPTERS_ON_ROWS, UNDER_FSDP2, TensorGroup, group_adapters
 
 # Waits of this fraction of a step are named.
@@ -305,14 +311,13 @@ def _fraction_on_host(request: Request) -> float:
 
 
 def _device_optimizer_s(request: Request) -> float:
-    strategy, box = request.strategy, request.box
-    shards = 1
-    if strategy.is_fsdp:
-        shards = request.fsdp_ranks
-    elif strategy.zero_stage:
-        shards = request.data_ranks
-    moved = (1 - _fraction_on_host(request)) * _OPTIMIZER_BYTES * request.shape.trained_parameters
-    return moved / shards / (box.device.memory_bandwidth_gb_per_s * 1e9)
+    stepped = float(request.shape.trained_parameters)
+    if request.strategy.is_fsdp:
+        stepped = fsdp_shards(request).trained
+    elif request.strategy.zero_stage:
+        stepped /= request.data_ranks
+    moved = (1 - _fraction_on_host(request)) * _OPTIMIZER_BYTES * stepped
+    return moved / (request.box.device.memory_bandwidth_gb_per_s * 1e9)
 
 
 def _host_optimizer_s(request: Request, constants: Constants, factor: float) -> float:
@@ -323,6 +328,9 @@ def _host_optimizer_s(request: Request, constants: Constants, factor: float) -> 
 def _adam_s(request: Request, factor: float, gb_per_s: float) -> float:
     """Return seconds of Adam on a node's host, whose ranks share its bandwidth."""
     trained = factor * request.tensor_ranks * request.shape.trained_parameters / request.box.nodes
+    if request.fsdp_offloads:
+        # The first node, whose ranks have the most rows.
+        trained = factor * fsdp_shards(request).trained * request.box.gpus_per_node
     # torch's fused AdamW reads the gradient, and reads and writes the weight and two moments.
     fused = 3 * request.adapter_bytes + 2 * request.moments_bytes
     moved = fused if request.fsdp_offloads else CPU_ADAM_BYTES
@@ -352,12 +360,11 @@ def _fsdp_copies_s(request: Request) -> float:
     """Return seconds in which FSDP copies its shards from pinned host memory for both passes of a micro-batch, in the
     type in which they are stored (all_gather_inputs in torch's _fsdp_param.py), and gradients back when they are
     reduced (foreach_reduce in _fsdp_collectives.py)."""
-    device, shape = request.box.device, request.shape
+    device, shards = request.box.device, fsdp_shards(request)
     link = (device.pcie_gb_per_s or device.memory_bandwidth_gb_per_s) * 1e9
-    weights = 2 * request.stored.parameters * request.weight_bytes
-    gradients = shape.trained_parameters * request.adapter_bytes
-    copied = request.accumulation * weights + request.reductions * gradients
-    return copied / request.fsdp_ranks / link
+    weights = 2 * shards.stored * request.weight_bytes
+    gradients = shards.trained * request.adapter_bytes
+    return (request.accumulation * weights + request.reductions * gradients) / link
 
 
 def _optimizer_copy_bytes(request: Request) -> int:
@@ -467,8 +474,8 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
         notes.append(f"NVMe reads {request.box.nvme_read_gb_per_s} and writes {request.box.nvme_write_gb_per_s} GB/s")
     notes += pair_notes(request.box)
     notes += pcie_notes(request)
-    if request.box.nodes > 1:
-        notes.append(f"{request.box.network_gb_per_s:g} GB/s of network bandwidth per GPU, {ASSUMED_OF_LINE}")
+    notes += padding_notes(request)
+    notes += network_notes(request.box)
     if falling := falling_network(request.box.nodes):
         fraction, nodes = falling
         notes.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from typing import Literal
 
@@ -54,3 +55,23 @@ def parse_speed(text: str) -> float:
     if value is None or value >= 1e6:
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a bandwidth such as 50, 50GB/s or 400Gb/s")
     return value
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkSpeed:
+    """Bandwidth in GB/s to other nodes: of a GPU, or of a node whose GPUs share it."""
+
+    gb_per_s: float
+    is_of_node: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.gb_per_s:g}{'GB/s/node' if self.is_of_node else ''}"
+
+    def per_gpu(self, gpus_per_node: int) -> float:
+        return self.gb_per_s / gpus_per_node if self.is_of_node else self.gb_per_s
+
+
+def parse_network_speed(text: str) -> NetworkSpeed:
+    """Parse the bandwidth of a GPU to other nodes, or of a node, as an argparse type: 50, 400Gb/s, 100Gb/s/node."""
+    speed = text.strip().removesuffix("/node")
+    return NetworkSpeed(parse_speed(speed), is_of_node=speed != text.strip())

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from study.predictor.request import Request, cache_by_request
 from study.predictor.shape import BEFORE, Call, ModelShape, calls_without_gradient
-from study.predictor.state import flat_units, persistent_params, unshards
+from study.predictor.state import flat_units, persistent_params, shards_by_rows, unshards
 
 
 @functools.lru_cache(maxsize=64)
@@ -328,8 +328,7 @@ def reference_gathers(request: Request) -> GatherTrace:
         # Without a wrapping policy the root has all.
         live = root + (2 + request.box.gloo_copies_gathers) * max(units, default=0)
     else:
-        ranks = request.fsdp_ranks
-        root, units = 0, [sum(param.shard_by_rows(ranks) * ranks for param in request.shape.params)]
+        root, units = 0, [shards_by_rows(request.shape, request.fsdp_ranks)[0] * request.fsdp_ranks]
         live = 2 * units[0]
     if request.fsdp_keeps_gathered:
         return GatherTrace(live_at_end=root + sum(units))

@@ -21,9 +21,11 @@ from study.advisor.user_settings import ZERO, read_user_file
 from study.config.errors import UserError
 from study.config.strategies import read_strategy
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
+from study.predictor.live import live_shape
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import Request
+from study.predictor.shape import ModelShape
 from study.predictor.state import predict_state, sub_groups
 from study.predictor.table_shape import shape_of_architecture
 from study.predictor.zero3_gathers import simulate_gathers
@@ -43,11 +45,19 @@ class FsdpCase(NamedTuple):
     tied: bool
     is_unwrapped: bool
     syncs: bool = False
+    experts: int = 0
+
+    def shape(self) -> ModelShape:
+        if not self.experts:
+            sizes = {"vocab_size": self.vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
+            return shape_of_architecture("gpt2", "gpt2", sizes | {"tie_word_embeddings": self.tied})
+        sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+        sizes |= {"num_key_value_heads": 4, "num_local_experts": self.experts, "max_position_embeddings": 128}
+        return live_shape("mixtral", sizes | {"model_type": "mixtral", "vocab_size": self.vocabulary})
 
     def request(self) -> Request:
-        sizes = {"vocab_size": self.vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
         return Request(
-            shape_of_architecture("gpt2", "gpt2", sizes | {"tie_word_embeddings": self.tied}),
+            self.shape(),
             read_strategy("fsdp2"),
             box_of_ranks("4", ANY_DEVICE, 4),
             self.tokens,
@@ -106,8 +116,16 @@ _SYNCED = [
     (2, 200, 4, False, 3, False, True, True, False),
     (2, 200, 4, False, 2, True, False, True, True),
 ]
+# Two experts on four ranks: every tensor of experts has twice its elements in a gather and in a reduction. The last
+# case has as many experts as ranks.
+_EXPERTS = [
+    (2, 200, 4, False, 1, False, False, False, False, False, 2),
+    (2, 200, 4, False, 1, True, False, False, False, False, 2),
+    (2, 200, 4, False, 2, False, False, False, False, False, 2),
+    (2, 200, 4, False, 1, False, False, False, False, False, 4),
+]
 FSDP_CASES = [FsdpCase(*case, False) for case in _WRAPPED] + [FsdpCase(*case, True) for case in _UNWRAPPED]
-FSDP_CASES += [FsdpCase(*case, syncs=True) for case in _SYNCED]
+FSDP_CASES += [FsdpCase(*case, syncs=True) for case in _SYNCED] + [FsdpCase(*case) for case in _EXPERTS]
 
 
 def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:

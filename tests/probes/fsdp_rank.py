@@ -1,8 +1,8 @@
 """Print the bytes of rank 0 of 4 under FSDP, of each case.
 
 A case is [version, vocabulary, tokens, checkpoints, micro-batches, bf16, keeps weights gathered, tied, unwrapped,
-reduces in each micro-batch]. The rank is virtual and on a CPU: torch's fake process group, and FSDP as Accelerate sets
-it up. The model is a GPT-2.
+reduces in each micro-batch, experts of a layer]. The rank is virtual and on a CPU: torch's fake process group, and
+FSDP as Accelerate sets it up. The model is a GPT-2, or with experts a Mixtral.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ class Case(NamedTuple):
     tied: bool
     is_unwrapped: bool
     syncs: bool
+    experts: int
 
 
 def build_model(case: Case) -> Any:
@@ -52,6 +53,10 @@ def build_model(case: Case) -> Any:
         use_cache=False,
         tie_word_embeddings=case.tied,
     )
+    if case.experts:
+        sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+        sizes |= {"num_key_value_heads": 4, "num_local_experts": case.experts, "max_position_embeddings": 128}
+        config = transformers.MixtralConfig(**sizes, vocab_size=case.vocabulary, use_cache=False)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if case.checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -75,10 +80,12 @@ def wrap_in_version_1(case: Case, model: Any) -> Any:
 def wrap_in_version_2(case: Case, model: Any) -> Any:
     half = torch.bfloat16
     policy = fsdp.MixedPrecisionPolicy(half, half, half) if case.is_bf16 else fsdp.MixedPrecisionPolicy()
-    units = [] if case.is_unwrapped else list(model.transformer.h)
-    tail = [model.transformer.ln_f, model.lm_head]
+    inner = model.base_model
+    layers, norm = (inner.layers, inner.norm) if case.experts else (inner.h, inner.ln_f)
+    units = [] if case.is_unwrapped else list(layers)
+    tail = [norm, model.lm_head]
     # Tied weights are of one unit.
-    (tail if case.tied else units).append(model.transformer.wte)
+    (tail if case.tied else units).append(model.get_input_embeddings())
     for unit in units:
         fsdp.fully_shard(unit, reshard_after_forward=not case.keeps_gathered, mp_policy=policy)
     fsdp.fully_shard(tail, reshard_after_forward=False, mp_policy=policy)

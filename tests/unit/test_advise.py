@@ -1225,8 +1225,33 @@ def test_the_bus_of_cards_without_nvlink_is_an_assumption_that_is_named() -> Non
     assert "(--bus_gb_per_s)" not in print_page("llama-3.1-8b", "8xH100")
     # Of several machines it is still that of one, and the network is named next to it.
     page = print_page("llama-3.1-8b", "2x4x3090", "--network_gb_per_s", "2")
-    assert "2 GB/s of network bandwidth per GPU (--network_gb_per_s), of which 60% is assumed" in page
+    assert "2 GB/s of network bandwidth per GPU, 8 per node (--network_gb_per_s), of which 60% is assumed" in page
     assert "ranks are assumed to communicate at 19.8 GB/s over PCIe (--bus_gb_per_s)" in page
+
+
+def test_replicas_that_add_up_gradients_once_a_step_are_compared_on_a_slow_network() -> None:
+    """Gradients that are whole between micro-batches do not fit here, and replicas that add them up in each micro-batch
+    send them 32 times over the network."""
+    words = ("qwen2.5-14b", "2x8xA100", "--network_gb_per_s", "100Gb/s/node", "--gradient_checkpointing", "off")
+    advice = ask(*words, "--global_batch_size", "512")
+    late, best = rules.option_of_late_replicas(advice), advice.best
+    assert late is not None
+    assert best is not None
+    assert (best.name, late.name, late.request.accumulation) == ("zero3_hpz", "hsdp", 32)
+    assert late.tokens_per_s > 3 * best.tokens_per_s
+    in_each = dataclasses.replace(late.request, replicas_sync_last=False)
+    at_the_end = dataclasses.replace(in_each, sync_each_batch=False)
+    sent, once, unsharded = (predict_payload(request) for request in (in_each, late.request, at_the_end))
+    assert sent["all_reduce"] == 32 * once["all_reduce"] == 32 * unsharded["all_reduce"]
+    assert once["reduce_scatter"] == sent["reduce_scatter"] == 32 * unsharded["reduce_scatter"]
+    # A rank has its part of a replica's gradients.
+    assert late.is_safe
+    assert late.memory.peak_allocated == predict_memory(in_each).peak_allocated
+    assert not intervals.fits(predict_memory(at_the_end), late.request.box, at_upper=True)
+    page = print_page(*words, "--global_batch_size", "512")
+    assert "faster in a custom loop: hsdp (micro-batch 1 x accumulation 32" in page
+    # If unsharded gradients fit, they are as fast.
+    assert rules.option_of_late_replicas(ask("llama-3.1-8b", *words[1:4], "--global_batch_size", "512")) is None
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero2_cpu"])

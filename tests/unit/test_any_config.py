@@ -28,7 +28,14 @@ from study.config.flags import Precision, RunConfig
 from study.config.strategies import read_strategy
 from study.config.text import rounded
 from study.host.memory import GIB
-from study.predictor.communication import sent_bytes
+from study.predictor.buckets import gradient_snapshots
+from study.predictor.communication import (
+    collective_s,
+    communication_time,
+    padding_notes,
+    predict_payload,
+    sent_bytes,
+)
 from study.predictor.constants import FITTED
 from study.predictor.families import FAMILIES as TABLE
 from study.predictor.hardware import to_box
@@ -42,6 +49,7 @@ from study.predictor.request import Attention, Request
 from study.predictor.shape import FUSED_ATTENTIONS, ModelShape, in_4_bits, is_packed, resolve_length, with_adapters
 from study.predictor.state import predict_state
 from study.predictor.table_shape import shape_of_architecture
+from study.predictor.time import predict_time
 from study.predictor.traced_activations import trace
 from study.predictor.traced_request import trace_activations
 from study.predictor.zero3_gathers import module_call_order, simulate_gathers
@@ -271,6 +279,27 @@ def test_an_expert_s_gather_and_an_fsdp2_refusal_are_named(capsys, tmp_path) -> 
     # DeepSpeed's leaf: the router and all experts of a layer at once.
     experts = 4 * (2 * 128 * 64 + 64 * 128) + 4 * 64
     assert max(sum(param.elements for param in call.params) for call in forward) == experts
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_experts_that_are_fewer_than_ranks_are_padded_in_every_part_of_an_fsdp2_step(ranks: int) -> None:
+    """Four experts are four rows. tests/engine/test_explain.py has the bytes of a rank."""
+    shape = read_shape("mixtral", hidden_size=2048, intermediate_size=4096)
+    request = dataclasses.replace(make_request(shape, "fsdp2"), box=to_box(f"{ranks // 4}x4xH100"))
+    width, times = request.gathered_bytes, ranks // 4
+    experts = sum(param.elements for param in shape.params if ".experts." in param.name)
+    padded = shape.parameters + (times - 1) * experts
+    # A layer's gathered buffer and the weights that are copied out of it.
+    assert predict_memory(request).device_parts["buffers"] >= 2 * width * times * experts / shape.layers
+    assert sum(snapshot.grads for snapshot in gradient_snapshots(request)[-1:]) >= 4 * experts / 4
+    payload = predict_payload(request)
+    assert payload["reduce_scatter"] == pytest.approx(width * padded, rel=0.01)
+    least_s = sum(collective_s(request.box, name, payload[name]) for name in ("all_gather", "reduce_scatter"))
+    assert communication_time(request, 0.0, 0.0).exposed >= 0.95 * least_s
+    notes = [note for note in predict_time(request).notes if note.startswith("FSDP2 pads")]
+    assert bool(notes) == (ranks > 4)
+    # A group of four ranks in a node pads none.
+    assert not list(padding_notes(dataclasses.replace(request, strategy=read_strategy("hsdp"))))
 
 
 def test_files_are_read_as_they_are_published(tmp_path: Path) -> None:

@@ -570,14 +570,18 @@ def test_plain_training_counts_fp32_weights_and_says_what_a_bf16_checkpoint_need
     plain = {"distributed_type": "MULTI_GPU", "num_processes": 8}
     for model in ("qwen2.5-1.5b", "llama-3.1-8b"):
         main(["predict", model, "--strategy", "ddp", "--pure_bf16", "--hardware", "8xH100", "--details"])
-        peak = re.search(r"([0-9.]+) of 78.8 GiB", capsys.readouterr().out)
+        page = capsys.readouterr().out
+        peak = re.search(r"([0-9.]+) of 78.8 GiB", page)
+        host = re.search(r"host memory of one node +([0-9.]+) GiB", page)
         assert peak is not None
+        assert host is not None
         for document in (plain, plain | {"mixed_precision": "bf16"}):
             (tmp_path / "user.yaml").write_text(json.dumps(document))
             main(["explain", str(tmp_path / "user.yaml"), model, "--hardware", "8xH100"])
-            message = re.search(r"noted +weights: counted in fp32; .* a peak of ([0-9.]+) GiB", capsys.readouterr().out)
+            words = r"noted +weights: counted in fp32; .* a peak of ([0-9.]+) GiB, and host memory of ([0-9.]+) and not"
+            message = re.search(words, capsys.readouterr().out)
             assert message is not None
-            assert message[1] == peak[1]
+            assert (message[1], message[2]) == (peak[1], host[1])
     # DeepSpeed has its own type, adapters have frozen 16-bit weights, and fp16 needs fp32 weights.
     in_bf16 = zero(0, bf16={"enabled": True})
     for document in (in_bf16, plain | {"mixed_precision": "fp16"}, fsdp(fsdp_version=2)):
@@ -1445,7 +1449,7 @@ def test_a_first_line_does_not_call_emulated_bf16_fitting_and_no_more(capsys) ->
 
 def test_the_assumed_network_is_named_where_several_machines_train(capsys) -> None:
     file = str(ROOT / "accelerate_configs" / "zero3.yaml")
-    says = "25 GB/s of network bandwidth per GPU (--network_gb_per_s), of which 60% is assumed"
+    says = "25 GB/s of network bandwidth per GPU, 200 per node (--network_gb_per_s), of which 60% is assumed"
     for hardware, is_named in (("2x8xA100", True), ("16xA100", False)):
         main(["explain", file, LLAMA_8B, "--world_size", "16", "--hardware", hardware, *BF16])
         assert (says in " ".join(capsys.readouterr().out.split())) == is_named

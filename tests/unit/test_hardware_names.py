@@ -9,6 +9,7 @@ import pytest
 
 from study.cli import main
 from study.config.errors import UserError
+from study.config.strategies import STRATEGY_DIRECTORY
 from study.predictor.hardware import BOX_NAMES, Device, box_notices, to_box
 from study.predictor.units import parse_speed
 
@@ -95,6 +96,23 @@ def test_a_kind_of_infiniband_leads_to_the_rate_that_a_gpu_has(text: str, capsys
     assert f"{text} is a kind of InfiniBand: write the rate of a card, divided by" in capsys.readouterr().err
     # HDR has 200 Gb/s, which are 25 GB/s, for four GPUs.
     assert parse_speed("50Gb/s") == 25 / 4
+
+
+@pytest.mark.parametrize("command", ["predict", "advise", "explain"])
+def test_a_network_of_a_node_is_shared_by_its_gpus(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """100 GbE of a machine with eight GPUs is 1.56 GB/s of each, and not 12.5."""
+    words = {
+        "predict": ["predict", "gpt2", "--strategy", "zero3"],
+        "advise": ["advise", "gpt2"],
+        "explain": ["explain", str(STRATEGY_DIRECTORY / "zero3.yaml"), "gpt2", "--world_size", "16"],
+    }[command]
+    pages = []
+    for text in ("100Gb/s/node", "1.5625", "12.5GB/s/node"):
+        assert main([*words, "--hardware", "2x8xA100", "--network_gb_per_s", text]) == 0
+        pages.append(capsys.readouterr().out)
+    assert "1.56 GB/s of network bandwidth per GPU, 12.5 per node (--network_gb_per_s)" in " ".join(pages[0].split())
+    # Only the command that an answer prints has the flag's own words.
+    assert len({re.sub(r"--network_gb_per_s \S+", "", page) for page in pages}) == 1
 
 
 FIGURES = "memory=141GB,tflops=989,bandwidth=4.8TB/s"

@@ -421,7 +421,8 @@ def test_cards_of_any_line_rate_have_the_share_of_it_that_is_printed(box: str, p
     # A call takes 0.2 ms, however small it is.
     assert collective_s(hardware, "all_reduce", 8) == pytest.approx(2e-4, rel=0.01)
     notes = predict_time(make_request(strategy=read_strategy("zero3"), box=hardware)).notes
-    assert f"{per_gpu:g} GB/s of network bandwidth per GPU, of which 60% is assumed, and 0.2 ms a call" in notes
+    says = f"{per_gpu:g} GB/s of network bandwidth per GPU, {line:g} per node (--network_gb_per_s)"
+    assert f"{says}, of which 60% is assumed, and 0.2 ms a call" in notes
 
 
 @pytest.mark.parametrize(

@@ -986,6 +986,10 @@ def test_frozen_weights_have_the_type_that_the_file_sets(tmp_path: Path) -> None
         assert all("4.60 GiB a rank" in item.message and item.fix == "set dtype: bfloat16" for item in noted)
     assert parts[None] == parts["float32"]
     assert parts["auto"] == parts["bfloat16"]
+    in_fp32, in_bf16 = (read(write(tmp_path, adapters | {"dtype": dtype}), *BOX) for dtype in ("float32", "bfloat16"))
+    (message,) = (item.message for item in in_fp32.findings if item.rule == "fp32-weights")
+    narrow, wide = (rounded(case.memory.host_peak.value / GIB) for case in (in_bf16, in_fp32))
+    assert message.endswith(f"and host memory of {narrow} and not {wide} GiB a node")
     frozen = read(write(tmp_path, adapters), *BOX).shape.frozen_parameters
     assert parts["float32"] - parts["bfloat16"] == pytest.approx(2 * frozen, rel=0.01)
     in_fp16 = read(write(tmp_path, adapters | {"bf16": False, "fp16": True, "dtype": "float16"}), *BOX)
