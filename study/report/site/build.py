@@ -42,6 +42,8 @@ _STARTING = threading.Lock()
 # Its name among papermill's engines.
 _ENGINE = "zero-study"
 _ERROR_TAG = "papermill-error-cell-tag"
+# Rows of a table in a summary, which is tracked.
+_MAX_ROWS = 120
 
 
 class NotebookFailed(Exception):
@@ -343,9 +345,18 @@ def _card(question: Question, answer: Answer, drawn: Sequence[Picture], records:
 
 
 def _shorten_cards(questions: Iterable[Question], cards: Iterable[PageSection]) -> Iterator[PageSection]:
-    """Yield the sections without tables that are too long for the summary."""
+    """Yield the sections with the beginning of tables that are too long for the summary."""
     for question, card in zip(questions, cards, strict=True):
-        yield card if question.tables_in_summary else dataclasses.replace(card, tables={})
+        tables = dict(map(_shorten, card.tables.items())) if question.tables_in_summary else {}
+        yield dataclasses.replace(card, tables=tables)
+
+
+def _shorten(titled: tuple[str, pd.DataFrame]) -> tuple[str, pd.DataFrame]:
+    """Return the title and the rows of a table in the summary, whose page has all of them."""
+    title, table = titled
+    if len(table) <= _MAX_ROWS:
+        return titled
+    return f"{title.removesuffix(' in full')}, {_MAX_ROWS} of {len(table)} rows", table.head(_MAX_ROWS)
 
 
 def _details(
