@@ -471,8 +471,8 @@ def freeze(model: Any, names: Sequence[str]) -> None:
         inside = [weight for path, weight in model.named_parameters() if f".{name}." in f".{path}."]
         if not inside:
             modules = dict.fromkeys(part for path, _ in model.named_parameters() for part in path.split(".")[:-1])
-            known = [part for part in modules if not part.isdecimal()]
-            fix = f"{did_you_mean(name, known)}its modules are {', '.join(known)}"
+            parts = [part for part in modules if not part.isdecimal()]
+            fix = f"{did_you_mean(name, parts)}its modules are {', '.join(parts)}"
             raise UserError(f"{type(model).__name__} has no weights in a module {name!s:.40}", fix)
         for weight in inside:
             weight.requires_grad_(False)

@@ -75,14 +75,14 @@ def test_a_frozen_tower_has_a_backward_pass_where_transformers_recomputes(
 
 def test_frozen_weights_have_no_gradients_no_optimizer_and_no_activations(tmp_path: Path) -> None:
     folder = write_llava(tmp_path)
-    whole, frozen = predict(folder), predict(folder, "--freeze", "vision_tower")
+    trained_parts, frozen = predict(folder), predict(folder, "--freeze", "vision_tower")
     shape = model_shape(folder)
     tower = sum(param.elements for param in shape.params if ".vision_tower." in param.name)
     trained = with_frozen(shape, ("vision_tower",)).trained_parameters
     assert trained == shape.parameters - tower
-    assert frozen["optimizer"] == pytest.approx(whole["optimizer"] * trained / shape.parameters, rel=1e-3)
-    assert frozen["parameters"] == pytest.approx(whole["parameters"], rel=1e-3)
-    assert frozen["activations"] < whole["activations"]
+    assert frozen["optimizer"] == pytest.approx(trained_parts["optimizer"] * trained / shape.parameters, rel=1e-3)
+    assert frozen["parameters"] == pytest.approx(trained_parts["parameters"], rel=1e-3)
+    assert frozen["activations"] < trained_parts["activations"]
     # With transformers' gradient checkpointing the tower keeps the inputs of its layers.
     recomputed, stopped = (
         predict(folder, "--freeze", "vision_tower", "--gradient_checkpointing", "--micro_batch", "64", *flags)
@@ -114,14 +114,15 @@ def test_the_backward_pass_of_a_frozen_tower_is_said(tmp_path: Path, capsys: pyt
 def test_a_model_of_the_table_is_traced_with_frozen_layers() -> None:
     modules = ("embed_tokens", "model.layers.0", "model.layers.1")
     words = ["smollm2-135m", "--micro_batch", "8"]
-    whole, one, frozen = (predict(*words, "--freeze", ",".join(modules[:count])) for count in (1, 2, 3))
+    parts = [predict(*words, "--freeze", ",".join(modules[:count])) for count in (1, 2, 3)]
     shape = model_shape("smollm2-135m")
     trained = [with_frozen(shape, modules[:count]).trained_parameters for count in (1, 3)]
     # A frozen layer saves nothing: one of 30, and then two.
-    saved = [whole["activations"] - part["activations"] for part in (one, frozen)]
+    activations = [part["activations"] for part in parts]
+    saved = [activations[0] - size for size in activations[1:]]
     assert saved[1] == pytest.approx(2 * saved[0], rel=0.1)
-    assert saved[0] == pytest.approx(whole["activations"] / 30, rel=0.1)
-    assert frozen["optimizer"] / whole["optimizer"] == pytest.approx(trained[1] / trained[0], rel=0.001)
+    assert saved[0] == pytest.approx(activations[0] / 30, rel=0.1)
+    assert parts[2]["optimizer"] / parts[0]["optimizer"] == pytest.approx(trained[1] / trained[0], rel=0.001)
 
 
 @pytest.mark.parametrize(
