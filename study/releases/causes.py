@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from study.config.flags import Optimizer
 from study.config.yaml_sections import load_package_yaml
-from study.host.stacks import release_key
 
 if TYPE_CHECKING:
     from packaging.version import Version
@@ -51,6 +50,13 @@ class SourceLines:
     file: str
     lines: str
     says: str = ""
+
+
+def _is_older(version: str, release: str) -> bool:
+    """Whether a version is older than a release."""
+    from packaging.version import Version
+
+    return Version(version) < Version(release)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,7 +112,7 @@ class Cause:
     def is_in_loop(self, loop: Loop, versions: Mapping[str, str | None]) -> bool:
         """Whether a loop with these releases has it; an unknown release is taken as a newer one."""
         return loop in self.loops or any(
-            loop == "trainer" and (version := versions.get(package)) and release_key(version) < release_key(release)
+            loop == "trainer" and (version := versions.get(package)) and _is_older(version, release)
             for package, release in self.trainer_before.items()
         )
 

@@ -191,8 +191,8 @@ def test_the_findings_on_releases_match_the_records() -> None:
     muon = json.loads(read("study/releases/grid.json"))["muon"]
     assert [release for release in reversed(right) if muon[release] == "no fault"] == right[-1:]
     headline = (
-        f"**With accumulation DeepSpeed {earliest} to {struck[-1]} computes wrong gradients at one or more of"
-        f" stages 0 to 2. Use {right[-1]}.**"
+        f"**DeepSpeed {earliest} to {struck[-1]}: wrong gradients with accumulation in Accelerate's loop (a stage of"
+        f" 0 to 2). Use {right[-1]}.**"
     )
     # In one line of the first ten.
     assert headline in read("README.md").splitlines()[:10]

@@ -30,7 +30,7 @@ from study.advisor import explain_findings, explain_releases
 from study.advisor.explain import bucket_bytes, costs, find_answers
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, is_config
-from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT
+from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT, WRONG_TRAINING
 from study.advisor.explain_findings import findings
 from study.advisor.explain_releases import read_stack, with_releases
 from study.advisor.other_programs import OF_LIGHTNING
@@ -49,7 +49,7 @@ from study.predictor.time import predict_time
 from study.releases.causes import least_sound_release, unsound_releases
 
 KNOWN = known_settings()
-EXPERTS = {name for _, _, _, _, *names in (*KNOWN["rules"], *KNOWN["requests"]) for name in names}
+EXPERTS = {name for _, _, _, _, *names in (*KNOWN["rules"], *KNOWN["requests"]) for name in names} - {WRONG_TRAINING}
 PLAIN: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, ZERO: {"stage": 3}}
 CPU = {"device": "cpu"}
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"

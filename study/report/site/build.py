@@ -356,7 +356,7 @@ def _shorten(titled: tuple[str, pd.DataFrame]) -> tuple[str, pd.DataFrame]:
     title, table = titled
     if len(table) <= _MAX_ROWS:
         return titled
-    return f"{title.removesuffix(' in full')}, {_MAX_ROWS} of {len(table)} rows", table.head(_MAX_ROWS)
+    return f"{title}: here {_MAX_ROWS} of {len(table)} rows", table.head(_MAX_ROWS)
 
 
 def _details(
