@@ -30,7 +30,7 @@ from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
 from study.report.document import Answer, PageSection, Picture, Question, link_html, page_html, page_markdown
-from study.report.facts import ClaimRow
+from study.report.facts import ClaimRow, caption
 from study.report.questions import answers
 from study.report.site.publishing import FIGURES, IMAGES, LIST, new_report
 from study.report.site.reading import read_reading
@@ -347,16 +347,12 @@ def _card(question: Question, answer: Answer, drawn: Sequence[Picture], records:
 def _shorten_cards(questions: Iterable[Question], cards: Iterable[PageSection]) -> Iterator[PageSection]:
     """Yield the sections with the beginning of tables that are too long for the summary."""
     for question, card in zip(questions, cards, strict=True):
-        tables = dict(map(_shorten, card.tables.items())) if question.tables_in_summary else {}
-        yield dataclasses.replace(card, tables=tables)
-
-
-def _shorten(titled: tuple[str, pd.DataFrame]) -> tuple[str, pd.DataFrame]:
-    """Return the title and the rows of a table in the summary, whose page has all of them."""
-    title, table = titled
-    if len(table) <= _MAX_ROWS:
-        return titled
-    return f"{title}: here {_MAX_ROWS} of {len(table)} rows", table.head(_MAX_ROWS)
+        tables = card.tables if question.tables_in_summary else {}
+        notes = card.notes
+        if any(len(table) > _MAX_ROWS for table in tables.values()):
+            notes = (*notes, caption("runs", "shortened", count=_MAX_ROWS))
+        shortened = {title: table.head(_MAX_ROWS) for title, table in tables.items()}
+        yield dataclasses.replace(card, notes=notes, tables=shortened)
 
 
 def _details(
