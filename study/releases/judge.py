@@ -404,7 +404,7 @@ def shown_causes(
 def cause_line(letter: str, cause: Cause) -> str:
     """Return a fault with its precisions and its loops, and the release and the change that fixed it; the grid has its
     strategies."""
-    change = re.sub(r"https://github.com/([^/]+/[^/]+)/(?:pull|issues)/(\d+)", r" by \1#\2", cause.left.change)
+    change = re.sub(r"https://github.com/[^/]+/([^/]+)/(?:pull|issues)/(\d+)", r" by \1#\2", cause.left.change)
     fixed = f" (fixed in {cause.left.release}{change})" if cause.left.release else ""
     loops = f", {cause.loops_text}" if cause.loops_text else ""
     return f"{letter}: {cause.title}{_precisions(cause)}{loops}{fixed}"

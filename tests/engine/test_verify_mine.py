@@ -279,8 +279,10 @@ for number, row in enumerate(receipt.steps(torch.randn(4, 2, 8))):
 
 
 def test_a_script_is_launched_and_its_verdict_is_one_document(tmp_path: Path) -> None:
+    program = ROOT / PROGRAMS
     script = (
-        f"import sys; sys.argv = [sys.argv[0], 'own_loop']\nexec(open({str(ROOT / PROGRAMS)!r}).read())  # Receipt\n"
+        f"import sys; sys.argv = [sys.argv[0], 'own_loop']; sys.path.append({str(program.parent)!r})\n"
+        f"exec(open({str(program)!r}).read())  # Receipt\n"
     )
     (tmp_path / "train.py").write_text(script)
     words = ["verify", "--mine", "train.py --lr 1e-4", "--world_size", "2", "--steps", "2", "--json"]

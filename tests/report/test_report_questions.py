@@ -403,7 +403,8 @@ def test_every_caption_is_used_and_is_the_only_place_of_its_words() -> None:
     texts = {(question, name): text for question, by_name in captions().items() for name, text in by_name.items()}
     assert len({*texts.values()}) == len(texts)
     folder = REPOSITORY / "study" / "report"
-    code = "\n".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("questions/*.py")))
+    files = [*folder.glob("questions/*.py"), *folder.glob("site/*.py")]
+    code = "\n".join(file.read_text(encoding="utf-8") for file in files)
     unused = [place for place in texts if f'"{place[1]}"' not in code]
     assert not unused
     places = [*folder.rglob("*.j2"), *folder.glob("pages/*.py"), *REPOSITORY.glob("notebooks/*.ipynb")]
