@@ -779,7 +779,7 @@ def unchecked_needs(option: Option) -> Iterator[str]:
     if strategy.offloads and box.host_gib_per_node is None:
         yield f"its {needed} GiB of host memory are not checked (--host_memory GIB)"
     if box.host_gib_per_node is not None and needs_large_host(option) and not box.is_cpu_only:
-        yield f"its {needed} GiB of host memory leave little of the {rounded(box.host_gib_per_node)} that are given"
+        yield f"its {needed} GiB of host memory leave little of the {timing.host_limit(box)} that are given"
     if strategy.uses_nvme and not box.is_nvme_given:
         read, write = box.nvme_read_gb_per_s, box.nvme_write_gb_per_s
         yield f"NVMe is assumed to read {read:g} and write {write:g} GB/s (--nvme_gb_per_s){_slow_disk_text(option)}"

@@ -50,6 +50,7 @@ from study.predictor.time import (
     device_bytes,
     excess_bytes,
     host_adam_note,
+    host_limit,
     lora_note,
     max_offload_slowdown,
     unvalidated_notes,
@@ -470,7 +471,7 @@ def _left_out_lines(options: Sequence[Option], box: Hardware) -> Iterator[str]:
         elif (loading := option.memory.loading) > usable:
             limit, need = f"{a_rank} while weights are loaded", rounded(loading / GIB)
         elif box.host_gib_per_node and excess_bytes(option.memory, box) > 0 and unswapped_kind(option.request) is None:
-            limit = f"do not fit {round(box.host_gib_per_node, 1):,g} GiB of host memory a node"
+            limit = f"do not fit {host_limit(box)} GiB of host memory a node"
             need = f"{rounded(option.memory.host_peak.value / GIB)}, {advise.host_flag(option)}"
             if box.is_cpu_only:
                 # Its ranks are there, too.

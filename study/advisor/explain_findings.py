@@ -16,7 +16,13 @@ from study.advisor.explain_combinations import (
     known_causes,
     whole_number,
 )
-from study.advisor.explain_releases import REFUSE_1_BIT, judge_by_release, release_facts, release_faults
+from study.advisor.explain_releases import (
+    NO_MEMORY_OF_1_BIT,
+    REFUSE_1_BIT,
+    judge_by_release,
+    release_facts,
+    release_faults,
+)
 from study.advisor.fitted import usual_weights
 from study.advisor.request_notes import (
     choice_without_bf16,
@@ -301,8 +307,9 @@ def _removed_optimizer(case: ConfigCase, name: str, finding: Finding) -> Finding
     """Return the finding of a 1-bit optimizer, which no release has with ZeRO ("1bit-Adam is not compatible with ZeRO",
     _configure_basic_optimizer in engine.py before 0.19.7)."""
     if case.stage == 0:
-        return finding
-    message, fix = f"{finding.message}; earlier releases {REFUSE_1_BIT}", "set AdamW"
+        return dataclasses.replace(finding, message=f"{finding.message}; {NO_MEMORY_OF_1_BIT}")
+    message = f"{finding.message}; earlier releases {REFUSE_1_BIT}, and {NO_MEMORY_OF_1_BIT}"
+    fix = "set AdamW"
     if case.stage in section_entries(ZERO)["zero_quantized_gradients"]["stages"]:
         fix += ", with zero_quantized_gradients for less communication"
     elif name.lower() == "onebitlamb":

@@ -29,6 +29,7 @@ _DEFERS_REDUCTION = "1.11.0"
 _FREEZES_16_BITS = "1.13.0"
 # Of DeepSpeed's releases with 1-bit optimizers, at stages 1 to 3.
 REFUSE_1_BIT = "end with an AssertionError: no 1-bit optimizer runs with ZeRO"
+NO_MEMORY_OF_1_BIT = "it sends less and saves no memory"
 
 
 def parse_releases(text: str) -> dict[str, str]:
@@ -235,4 +236,6 @@ def judge_by_release(case: ConfigCase, finding: Finding) -> Finding:
     if finding.key == "optimizer.type" and case.stage:
         return dataclasses.replace(finding, message=f"releases before {release} {REFUSE_1_BIT}")
     message = f"DeepSpeed {stated} has it, and {release} and later end with an error; the figures are without it"
+    if finding.key == "optimizer.type":
+        message += f"; {NO_MEMORY_OF_1_BIT}"
     return dataclasses.replace(finding, kind="noted", message=message)

@@ -47,6 +47,7 @@ from study.predictor.time import (
     estimate,
     excess_on_host,
     fits,
+    host_limit,
     offload_range,
     predict_time,
     range_causes,
@@ -594,7 +595,7 @@ def host_text(request: Request, memory: MemoryUse) -> str:
         return ""
     if limit is None:
         return f"{needed} GiB of host memory (unchecked)"
-    return f"{needed} of {round(limit, 1):,g} GiB on the host"
+    return f"{needed} of {host_limit(request.box)} GiB on the host"
 
 
 def offload_range_text(request: Request, step_s: float) -> str:

@@ -86,7 +86,7 @@ def why(memory: MemoryUse, box: Hardware) -> str:
         return f"{free_fraction(memory, box):.0%} of the {'memory' if box.is_cpu_only else 'device'} is left{warning}"
     if box.is_cpu_only and box.host_gib_per_node is not None:
         needed = box.host_gib_per_node + excess_bytes(memory, box) / GIB
-        return f"needs {rounded(needed)} GiB of host memory for all ranks, of {_host_limit(box)}"
+        return f"needs {rounded(needed)} GiB of host memory for all ranks, of {host_limit(box)}"
     if memory.loading > usable >= peak:
         return f"loading needs {rounded(memory.loading / GIB)} of {rounded(usable / GIB)} GiB on each GPU"
     if peak > usable or box.host_gib_per_node is None:
@@ -105,7 +105,7 @@ def excess_on_host(memory: MemoryUse, box: Hardware) -> str:
     first = next((phase for phase, size in sizes.items() if size > limit), max(sizes, key=sizes.__getitem__))
     peak = max(sizes, key=sizes.__getitem__)
     later = f", and {rounded(sizes[peak] / GIB)} {_WHEN[peak]}" if sizes[peak] > sizes[first] else ""
-    return f"{rounded(sizes[first] / GIB)} GiB of host memory, of {_host_limit(box)}, {_WHEN[first]}{later}"
+    return f"{rounded(sizes[first] / GIB)} GiB of host memory, of {host_limit(box)}, {_WHEN[first]}{later}"
 
 
 def when(memory: MemoryUse) -> str:
@@ -113,9 +113,9 @@ def when(memory: MemoryUse) -> str:
     return _WHEN[max(_WHEN, key=memory.host_parts.__getitem__)]
 
 
-def _host_limit(box: Hardware) -> str:
-    """Return a node's host memory: a flag's as it was typed, and a measured one without digits that mean nothing."""
-    return f"{round(box.host_gib_per_node or 0.0, 2):,.6g}"
+def host_limit(box: Hardware) -> str:
+    """Return a node's host memory in GiB, with a tenth, as 128 GB are 119.2."""
+    return f"{round(box.host_gib_per_node or 0.0, 1):,g}"
 
 
 def _upper_or_value(figure: Estimate, upper: bool) -> float:

@@ -314,6 +314,7 @@ def test_a_1_bit_optimizer_has_a_remedy_that_its_stage_has_and_no_release_with_z
     (gone,) = [finding for finding in findings(case) if finding.key == "optimizer.type"]
     assert (gone.kind, gone.fix) == ("refused", fix)
     assert ("no 1-bit optimizer runs with ZeRO" in gone.message) == (stage > 0)
+    assert "saves no memory" in gone.message
     # A release with it ends with an error at stages 1 to 3.
     older = [it for it in findings(with_releases(case, {"deepspeed": "0.16.9"})) if it.key == "optimizer.type"]
     assert [finding.kind for finding in older] == ["refused" if stage else "noted"]
