@@ -370,15 +370,19 @@ def _fsdp_copies_s(request: Request) -> float:
 def _optimizer_copy_bytes(request: Request) -> int:
     """Return the bytes of copies that a weight takes in a step if its optimizer is on the host.
 
-    To accumulate, stages 1 and 2 copy a gradient there after each micro-batch and back before each but the first
+    To accumulate, stage 2 copies a gradient there after each micro-batch and back before each but the first
     (async_accumulate_grad_in_cpu_via_gpu in stage_1_and_2.py); stage 3 copies it both ways in each (partition_grads in
-    stage3.py). After the last it goes there once more, in the precision of the masters, and the weight comes back.
+    stage3.py). Stage 1 accumulates on the device, and reduces with the last micro-batch alone
+    (reduce_ready_partitions_and_remove_grads). After the last it goes there once more, in the precision of the masters,
+    and the weight comes back.
     """
     settings, width = request.settings, request.weight_bytes
     if settings.stage == 3:
         accumulating = 2 * request.accumulation
+    elif settings.stage == 2 and request.accumulation > 1:
+        accumulating = 2 * request.accumulation - 1
     else:
-        accumulating = 2 * request.accumulation - 1 if request.accumulation > 1 else 0
+        accumulating = 0
     weight = 0 if settings.parameters is not None else width
     return accumulating * width + settings.master_bytes + weight
 

@@ -294,6 +294,16 @@ def test_gradients_come_back_to_accumulate_and_go_to_the_host_once_more_in_fp32(
         assert seconds * link * box.ranks == pytest.approx(size * request.shape.parameters)
 
 
+def test_stage_1_accumulates_on_the_gpu_and_copies_a_gradient_once_a_step() -> None:
+    offload, box = _with("zero2_cpu", "zero_optimization.stage=1"), to_box("8xH100")
+    times = [
+        predict_time(make_request(strategy=offload, precision="bf16-engine", box=box, accumulation=many))
+        for many in (1, 2, 5)
+    ]
+    assert {time.parts["offload"] for time in times} == {times[0].parts["offload"]}
+    assert times[0].parts["offload"] > 0
+
+
 @pytest.mark.parametrize(("box", "times"), [("H100", 6.0), ("8xH100", 4.5)])
 @pytest.mark.parametrize("name", ["zero2_cpu", "zero3_cpu_optimizer"])
 def test_copies_of_memory_that_is_not_pinned_take_as_many_times_as_long_as_published(
