@@ -162,7 +162,7 @@ def _wrong_losses(file: TrainerFile, release: str) -> Iterator[Finding]:
 def with_release(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
     """Return the case of TRL's file with the errors and the memory that depend on the release and the engine."""
     errors = (*_unsharded_head(file, release, case.stage), *_scaled_adapters(file, release, case))
-    errors += (*_partial_groups(file, release, case.request),)
+    errors += (*_partial_groups(file, release, case.request), *_unplaced_model(file, release, case))
     findings = (*_fixed_for_adapters(file, release, case), *errors)
     return _with_vllm(file, release, dataclasses.replace(case, trl=release, findings=findings))
 
@@ -199,6 +199,26 @@ def _fixed_for_adapters(file: TrainerFile, release: str, case: ConfigCase) -> It
     for finding in case.findings:
         is_of_bf16 = finding.rule == NO_UNITS and finding.key in ("bf16", "mixed_precision")
         yield dataclasses.replace(finding, fix=f"set {_UNSCALED}") if is_refused and is_of_bf16 else finding
+
+
+# The first release whose DPO prepares the model before it precomputes with it under DeepSpeed.
+_PREPARED_SINCE = "1.9.0"
+
+
+def _unplaced_model(file: TrainerFile, release: str, case: ConfigCase) -> Iterator[Finding]:
+    """Yield a finding if DPO precomputes log-probabilities with a model that DeepSpeed does not have yet
+    (_precompute_ref_logps in trl/trainer/dpo_trainer.py, get_train_dataloader before 0.29).
+
+    A quantized model is on the GPU from its loading on.
+    """
+    is_quantized = case.request.quantized or case.request.in_8_bits
+    if case.file.deepspeed is None or is_quantized or is_kto(file) or trained_by(file) != "dpo":
+        return
+    if not _is_on(file, "precompute_ref_log_probs") or _is_since(release, _PREPARED_SINCE):
+        return
+    where = "in shards" if case.stage == 3 else "on the CPU"
+    message = f"TRL {release} ends with an error before the first step: the model's weights are {where} then"
+    yield file.refused("precompute_ref_log_probs", message, f"TRL {_PREPARED_SINCE} prepares the model first")
 
 
 # The first release whose completions of one generation may be those of several micro-batches: before it they are those

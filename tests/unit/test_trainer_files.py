@@ -1267,6 +1267,22 @@ def test_a_sharded_head_ends_a_run_of_older_trl(
         assert errors == [ends] * (is_sharded and ends is not None)
 
 
+@pytest.mark.parametrize(("stage", "where"), [(2, "on the CPU"), (3, "in shards")])
+def test_dpo_precomputes_before_deepspeed_has_the_model_until_trl_1_9(stage: int, where: str, tmp_path: Path) -> None:
+    document = ARGUMENTS | {"beta": 0.1, "precompute_ref_log_probs": True, "deepspeed": Z2 | {"zero_optimization": {"stage": stage}}}
+
+    def messages(document: dict[str, Any], release: str) -> list[str]:
+        case = read(write(tmp_path, document), "--release", f"trl={release}", *BOX)
+        return [item.message for item in case.findings if item.key == "precompute_ref_log_probs"]
+
+    (message,) = messages(document, "1.8.0")
+    assert message.endswith(f"weights are {where} then")
+    for without in ({"precompute_ref_log_probs": False}, {"deepspeed": None}, {"desirable_weight": 1.0}):
+        assert messages(document | without, "1.8.0") == []
+    assert messages(document, "1.9.0") == []
+    assert messages(document | {"use_peft": True, "load_in_4bit": True}, "1.8.0") == []
+
+
 @pytest.mark.parametrize(
     ("keys", "first"),
     [
