@@ -69,6 +69,8 @@ class Activations:
     weight_norm: float = 0.0
     # Layers of an encoder and a decoder, whose means or largest sizes are above; empty: all layers are equal.
     unequal_stacks: tuple[LayerStack, ...] = ()
+    # By layer, a name of those whose activations in the backward pass are linear in their place; empty: all of a stack.
+    layer_kinds: tuple[str, ...] = ()
 
     @functools.cached_property
     def stacks(self) -> tuple[LayerStack, ...]:

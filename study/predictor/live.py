@@ -99,6 +99,9 @@ class LiveShape(ModelShape):
     def part_of_backward(self, param: Parameter) -> str:
         return param.name
 
+    def part_of_any_layer(self, layer: int, part: str) -> str:
+        return part.removeprefix(f"{self.survey['units'][layer]}.")
+
     def find_layer(self, param: Parameter) -> int:
         # The place of a parameter between two layers is the first of them.
         layer = super().find_layer(param)

@@ -727,7 +727,8 @@ class _DeviceStep:
     def from_the_first_gradient_on(self) -> Iterator[DeviceMemory]:
         """Yield the backward pass and the optimizer step."""
         recomputes = self.is_stage3 and self.request.gradient_checkpointing
-        for snapshot in _decisive_snapshots(_gradient_request(self.request), recomputes=recomputes):
+        request, kinds = _gradient_request(self.request), self.saved.layer_kinds
+        for snapshot in _decisive_snapshots(request, recomputes=recomputes, kinds=kinds):
             parts = {
                 "gradients": snapshot.grads,
                 "buffers": snapshot.buffers,
@@ -821,9 +822,12 @@ def _gradient_strategy(strategy: Strategy, ranks: int) -> Strategy:
 
 
 @cache_by_request
-def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]:
+def _decisive_snapshots(request: Request, *, recomputes: bool, kinds: tuple[str, ...]) -> list[Snapshot]:
     """Return the snapshots that can be the peak, with all buffers: those with the most gradients, buffers, or both, per
-    part of a layer and for the optimizer step. All other memory is equal in the snapshots of a part, which are many."""
+    part of a layer and for the optimizer step. All other memory is equal in the snapshots of a part, which are many.
+
+    `kinds`: Activations.layer_kinds.
+    """
     standing, shape = _static_buffer_bytes(request), request.shape
     request = dataclasses.replace(request, gradient_checkpointing=recomputes)
     gathers = simulate_gathers(request) if request.strategy.zero_stage == 3 else GatherTrace()
@@ -847,7 +851,7 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
             grads = snapshot.grads - float(count * param.elements * request.weight_bytes)
             buffers += gathers.live_before[param.index] * request.weight_bytes
             _keep_largest(largest, snapshot, part, (grads, buffers))
-    decisive = _without_inner_layers(largest, shape)
+    decisive = _without_inner_layers(largest, shape, kinds)
     return [snapshot._replace(grads=grads, buffers=buffers) for (_, grads, buffers), snapshot in decisive]
 
 
@@ -871,16 +875,19 @@ def _keep_largest(
         rows[2] = ((total, grads, buffers), snapshot)
 
 
-def _without_inner_layers(largest: Mapping[_Part, Sequence[_Candidate]], shape: ModelShape) -> list[_Candidate]:
+def _without_inner_layers(
+    largest: Mapping[_Part, Sequence[_Candidate]], shape: ModelShape, kinds: tuple[str, ...]
+) -> list[_Candidate]:
     """Return the candidates without those of layers that cannot be the peak, whatever grows or falls by layer."""
     stacks = shape.stack_numbers
     chosen = [(part, criterion, row) for part, rows in largest.items() for criterion, row in enumerate(rows)]
-    # The same part of all layers of a stack.
-    by_part = defaultdict[tuple[int, bool, str, int], list[tuple[int, float, int]]](list)
+    # The same part of all layers of a stack and a kind.
+    by_part = defaultdict[tuple[int, str, bool, str, int], list[tuple[int, float, int]]](list)
     decisive_indexes = set[int]()
     for index, ((place, between, name), criterion, row) in enumerate(chosen):
         if place is not None and 0 <= place < shape.layers:
-            by_part[stacks[place], between, name, criterion].append((place, row[0][criterion], index))
+            kind, part = kinds[place] if kinds else "", shape.part_of_any_layer(place, name)
+            by_part[stacks[place], kind, between, part, criterion].append((place, row[0][criterion], index))
         else:
             decisive_indexes.add(index)
     for points in by_part.values():

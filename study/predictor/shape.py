@@ -213,6 +213,10 @@ class ModelShape(abc.ABC):
     def part_of_backward(self, param: Parameter) -> str:
         """Return the part of its layer's backward pass that begins when a parameter's gradient has arrived."""
 
+    def part_of_any_layer(self, layer: int, part: str) -> str:
+        """Return the name that a part of a layer's backward pass has in each layer."""
+        return part
+
     @abc.abstractmethod
     def module_path(self, param: Parameter) -> str:
         """Return the full name of a parameter's module in transformers' model."""

@@ -89,6 +89,7 @@ def _traced(request: Request, has_casts: bool) -> Trace:
         freed=layers.freed,
         weight_norm=dora_temporaries(request),
         unequal_stacks=(*lower, last),
+        layer_kinds=layers.linear_kinds,
         cast_layer=layers.casts,
         logits=logits.saved,
         logits_forward=logits.forward,
@@ -176,6 +177,12 @@ class _TracedLayers:
         """Return the mean of a figure over all layers."""
         total = sum(stack.layers * float(getattr(stack, figure)) for stack in self.stacks)
         return total / self.request.shape.layers
+
+    @property
+    def linear_kinds(self) -> tuple[str, ...]:
+        """By layer, the one that was traced in its place; no layer above the last one of a stack has left gradients."""
+        last = {end - 1 for end in itertools.accumulate(self.request.shape.stack_sizes)}
+        return tuple(f"{kind}{' (last)' * (place in last)}" for place, kind in enumerate(self.kinds.values()))
 
     @property
     def freed(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import time
@@ -41,7 +42,7 @@ from study.predictor.families import FAMILIES as TABLE
 from study.predictor.hardware import to_box
 from study.predictor.live import LiveShape, live_shape
 from study.predictor.live_trace import quiet
-from study.predictor.memory import predict_memory
+from study.predictor.memory import _DeviceStep, predict_memory
 from study.predictor.micro_batch import predict_activations
 from study.predictor.models import model_shape, shape_of_document
 from study.predictor.passes import _device_rates, _elementwise_s, passes_s
@@ -73,6 +74,22 @@ def make_request(shape: ModelShape, strategy: str, *, ranks: int = 4, checkpoint
     return Request(
         shape, read_strategy(strategy), to_box(f"{ranks}xH100"), length, 4, 1, precision, checkpointing, "sdpa"
     )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers"),
+    [("deepseek_v3", "num_hidden_layers"), ("modernbert", "num_hidden_layers"), ("t5", "num_layers")],
+)
+def test_moments_of_layers_that_are_left_out_are_never_the_peak(model_type: str, layers: str) -> None:
+    shape = read_shape(model_type, **{layers: 9})
+    for name, recomputed, batch in itertools.product(("zero2", "zero3", "fsdp2"), (False, True), (1, 7)):
+        request = dataclasses.replace(make_request(shape, name, checkpointing=recomputed), micro_batch=batch)
+        step, every = _DeviceStep(request), _DeviceStep(request)
+        # Each layer is of its own kind, so that none is left out.
+        every.saved = dataclasses.replace(every.saved, layer_kinds=tuple(map(str, range(shape.layers))))
+        points, all_points = (list(it.from_the_first_gradient_on()) for it in (step, every))
+        assert len(points) < len(all_points)
+        assert max(point.total for point in points) == max(point.total for point in all_points)
 
 
 def build_without_data(model_type: str) -> torch.nn.Module:

@@ -1269,7 +1269,11 @@ def test_a_sharded_head_ends_a_run_of_older_trl(
 
 @pytest.mark.parametrize(("stage", "where"), [(2, "on the CPU"), (3, "in shards")])
 def test_dpo_precomputes_before_deepspeed_has_the_model_until_trl_1_9(stage: int, where: str, tmp_path: Path) -> None:
-    document = ARGUMENTS | {"beta": 0.1, "precompute_ref_log_probs": True, "deepspeed": Z2 | {"zero_optimization": {"stage": stage}}}
+    document = ARGUMENTS | {
+        "beta": 0.1,
+        "precompute_ref_log_probs": True,
+        "deepspeed": Z2 | {"zero_optimization": {"stage": stage}},
+    }
 
     def messages(document: dict[str, Any], release: str) -> list[str]:
         case = read(write(tmp_path, document), "--release", f"trl={release}", *BOX)
