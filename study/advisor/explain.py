@@ -290,7 +290,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         case = trl_files.with_release(trainer, trl, case)
     return dataclasses.replace(
         case,
-        generated_tokens=options.generated_tokens,
+        generated_tokens=options.generated_tokens or case.generated_tokens,
         read_from=(*trainer_files.workload_lines(trainer, name, options, replaced), *engine.lines),
     )
 
@@ -867,6 +867,9 @@ def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:
     if case.vllm is not None:
         where = "these GPUs" if case.vllm == "colocate" else "its server"
         short = f"vLLM generates on {where}, with its own weights: {gib(weights)} leave the training after each step"
+        if case.stage == 3 and not shape.lora_rank:
+            largest = gib(max(param.elements for param in shape.params) * float(case.weight))
+            short += f", gathered one parameter after another, at most {largest} at once"
     elif case.stage == 3 or case.request.strategy.is_fsdp:
         short = f"each token gathers {gib(weights)}; if that is gathered once (TRL's default), as much more and {short}"
         if box.device is not ANY_DEVICE:
@@ -882,7 +885,7 @@ def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:
         " ZeRO does not shard; vllm_enable_sleep_mode, since 0.23.0, moves it to the host during a step",
     )
     if case.stage == 3 and shape.lora_rank:
-        # sync_weights in trl/generation/vllm_generation.py; without adapters it gathers one parameter after another.
+        # sync_weights in trl/generation/vllm_generation.py.
         gathered = f"all weights gathered on each rank, {gib(weights)} next to the rest"
         parts = "ms-swift does it in parts with --move_model_batches"
         because = (*because, f"with LoRA TRL merges adapters for it with {gathered}; {parts}")

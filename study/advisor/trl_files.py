@@ -164,7 +164,17 @@ def with_release(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCas
     errors = (*_unsharded_head(file, release, case.stage), *_scaled_adapters(file, release, case))
     errors += (*_partial_groups(file, release, case.request), *_unplaced_model(file, release, case))
     findings = (*_fixed_for_adapters(file, release, case), *errors)
-    return _with_vllm(file, release, dataclasses.replace(case, trl=release, findings=findings))
+    case = dataclasses.replace(case, trl=release, findings=findings, generated_tokens=_generated_tokens(file, release))
+    return _with_vllm(file, release, case)
+
+
+def _generated_tokens(file: TrainerFile, release: str) -> int | None:
+    """Return the tokens of a completion that GRPO generates; None for other trainers."""
+    if not is_grpo(file):
+        return None
+    if file.document.get("max_completion_length") is None:
+        return completion_length(release)
+    return int(converted(file, "max_completion_length", to_count))
 
 
 def casts_adapters(file: TrainerFile, release: str, request: Request) -> bool:

@@ -1452,6 +1452,17 @@ def test_a_completion_of_grpo_is_longer_since_trl_1_10(tmp_path: Path) -> None:
         assert f"max_completion_length {tokens}" in case.read_from[0]
 
 
+def test_grpo_generates_the_completions_of_its_file(tmp_path: Path) -> None:
+    for keys, words, tokens in (({}, (), 512), ({"max_completion_length": 64}, (), 64), ({}, ("4096",), 4096)):
+        flags = ("--generated_tokens", *words) if words else ()
+        assert read(write(tmp_path, GRPO | keys), *BOX, *flags).generated_tokens == tokens
+    case = read(write(tmp_path, GRPO), *BOX)
+    (answer,) = (item for item in explain.find_answers(case) if "generating 512 tokens" in item.question)
+    # The embedding of qwen2.5-7b in 16 bits.
+    assert answer.short.endswith("at most 1.02 GiB at once")
+    assert read(write(tmp_path, SFT), *BOX).generated_tokens is None
+
+
 def test_assumed_tokens_of_grpo_are_named(tmp_path: Path) -> None:
     for keys, names in (({}, "max_prompt_length 512, max_completion_length 512"), ({"max_prompt_length": 9}, "")):
         line = read(write(tmp_path, GRPO | keys), *BOX).read_from[0]
