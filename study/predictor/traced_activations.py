@@ -180,7 +180,7 @@ class _TracedLayers:
 
     @property
     def linear_kinds(self) -> tuple[str, ...]:
-        """By layer, the one that was traced in its place; no layer above the last one of a stack has left gradients."""
+        """Names of the layers that were traced, by layer; above the last one of a stack no layer has left gradients."""
         last = {end - 1 for end in itertools.accumulate(self.request.shape.stack_sizes)}
         return tuple(f"{kind}{' (last)' * (place in last)}" for place, kind in enumerate(self.kinds.values()))
 

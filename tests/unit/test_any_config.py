@@ -84,10 +84,10 @@ def test_moments_of_layers_that_are_left_out_are_never_the_peak(model_type: str,
     shape = read_shape(model_type, **{layers: 9})
     for name, recomputed, batch in itertools.product(("zero2", "zero3", "fsdp2"), (False, True), (1, 7)):
         request = dataclasses.replace(make_request(shape, name, checkpointing=recomputed), micro_batch=batch)
-        step, every = _DeviceStep(request), _DeviceStep(request)
-        # Each layer is of its own kind, so that none is left out.
-        every.saved = dataclasses.replace(every.saved, layer_kinds=tuple(map(str, range(shape.layers))))
-        points, all_points = (list(it.from_the_first_gradient_on()) for it in (step, every))
+        step, whole_step = _DeviceStep(request), _DeviceStep(request)
+        # No two layers are of one kind, so that none is left out.
+        whole_step.saved = dataclasses.replace(whole_step.saved, layer_kinds=tuple(map(str, range(shape.layers))))
+        points, all_points = (list(it.from_the_first_gradient_on()) for it in (step, whole_step))
         assert len(points) < len(all_points)
         assert max(point.total for point in points) == max(point.total for point in all_points)
 
