@@ -65,6 +65,7 @@ from study.receipt.mine_record import is_recording
 from study.receipt.page import receipt_lines
 from study.receipt.peak import GuardedState, GuardedTraffic, PeakWatch
 from study.receipt.timing import PartTimer
+from study.receipt.unexplained import explain_attribution
 from study.receipt.wrong_uses import (
     AFTER_CLOSE,
     NESTED,
@@ -706,6 +707,9 @@ class Receipt:
             received = sorted(self._exchange.received.items())
             update["ranks"] = tuple(RankFacts.model_validate(document) for _, document in received)
         receipt = receipt.model_copy(update=update)
+        if receipt.memory is not None:
+            memory = receipt.memory.model_copy(update={"low_attribution": explain_attribution(receipt)})
+            receipt = receipt.model_copy(update={"memory": memory})
         receipt = receipt.model_copy(update={"unavailable": tuple(self._unavailable(receipt))})
         if judges and self._state_of_run == "complete":
             receipt = receipt.model_copy(update={"forecast": self._forecast(receipt)})
