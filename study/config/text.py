@@ -70,6 +70,14 @@ def format_bytes(size: float | None) -> str:
     return f"{value:.0f} {name}" if unit == 1 or value >= 1e4 else f"{value:#.4g} {name}".replace(". ", " ")
 
 
+def binary_size(count: float) -> str:
+    """Return a number of bytes in the largest binary unit that leaves a digit before the point: 13.86 MiB."""
+    for unit, bytes_of_unit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= bytes_of_unit:
+            return f"{count / bytes_of_unit:,.2f} {unit}"
+    return f"{count:,.0f} B"
+
+
 def format_duration(seconds: float) -> str:
     """Return seconds as `1h05m`, `3m20s` or `45s`."""
     minutes, rest = divmod(round(seconds), 60)

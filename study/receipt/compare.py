@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from study.config.errors import UserError
 from study.config.printing import TextTable
-from study.config.text import rounded_seconds
+from study.config.text import binary_size, rounded_seconds
 from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ReceiptDocument
-from study.receipt.page import describe, size
+from study.receipt.page import describe
 
 
 def comparison_page(
@@ -72,7 +72,7 @@ def _rows(first: ReceiptDocument, second: ReceiptDocument) -> Iterator[tuple[str
     for part in ("peak", *MEMORY_PARTS):
         values = _memory(first, part), _memory(second, part)
         if any(values):
-            yield (f"memory: {part.replace('_', ' ')}", *map(size, values), _ratio(*values))
+            yield (f"memory: {part.replace('_', ' ')}", *map(binary_size, values), _ratio(*values))
     for part in ("step", *TIME_PARTS):
         seconds = _seconds(first, part), _seconds(second, part)
         if any(seconds):
@@ -81,7 +81,7 @@ def _rows(first: ReceiptDocument, second: ReceiptDocument) -> Iterator[tuple[str
     for kind in kinds:
         sent = _ring_bytes(first, kind), _ring_bytes(second, kind)
         if any(sent):
-            yield (f"ring bytes: {kind}", *map(size, sent), _ratio(*sent))
+            yield (f"ring bytes: {kind}", *map(binary_size, sent), _ratio(*sent))
     speeds = first.speed.tokens_per_s or 0.0, second.speed.tokens_per_s or 0.0
     if any(speeds):
         yield ("tokens/s", *(f"{speed:,.0f}" for speed in speeds), _ratio(*speeds))

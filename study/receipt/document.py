@@ -141,6 +141,8 @@ class PeakFacts(Part):
     allocator_peak_bytes: int | None = None
     # Outputs of the model that the program keeps through the backward pass; None: a receipt from before it was read.
     kept_output_bytes: int | None = None
+    # Why less than 95 % of the bytes are attributed; None: more are, nothing counts them, or an earlier receipt.
+    low_attribution: str | None = None
 
     @property
     def attributed(self) -> float:
@@ -247,6 +249,8 @@ class ForecastRow(Part):
     low: float | None = None
     high: float | None = None
     measured: float
+    # Why the measured figure is more than twice the predicted one; None: it is not, or an earlier receipt.
+    cause: str | None = None
 
     @property
     def is_outside(self) -> bool:

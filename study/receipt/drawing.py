@@ -7,9 +7,9 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from study.config.text import rounded_seconds
+from study.config.text import binary_size, rounded_seconds
 from study.receipt.document import MemoryTimeline, Phase, PhaseSpan, ReceiptDocument
-from study.receipt.page import NAMES, SHOWN_FRACTION, describe, size
+from study.receipt.page import NAMES, SHOWN_FRACTION, describe
 
 UNATTRIBUTED = "not attributed"
 # From the bottom up; parts that are the same during the whole step are below.
@@ -75,7 +75,8 @@ def draw_timeline(receipt: ReceiptDocument, timeline: MemoryTimeline) -> str:
         *_peak(timeline, peak, scale),
         *_legend(bands, peak, legend_top),
     ]
-    label = html.escape(f"{heading}, {size(timeline.total_bytes[peak])} at its peak: {describe(receipt)}", quote=True)
+    size = binary_size(timeline.total_bytes[peak])
+    label = html.escape(f"{heading}, {size} at its peak: {describe(receipt)}", quote=True)
     # A page scales it, and a window that shows it alone.
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
@@ -190,7 +191,7 @@ def _phases(spans: Sequence[PhaseSpan], scale: _Scale) -> Iterator[str]:
 
 def _peak(timeline: MemoryTimeline, peak: int, scale: _Scale) -> Iterator[str]:
     x, y = scale.x(timeline.at_s[peak]), scale.y(timeline.total_bytes[peak])
-    text = f"peak {size(timeline.total_bytes[peak])}"
+    text = f"peak {binary_size(timeline.total_bytes[peak])}"
     half = _LETTER * len(text) / 2
     middle = min(max(x, _LEFT + half), _WIDTH - _RIGHT - half)
     yield f'<line x1="{x:g}" x2="{x:g}" y1="{scale.top - 4:g}" y2="{scale.bottom:g}" class="peak"/>'
@@ -207,7 +208,7 @@ def _legend(bands: Sequence[tuple[str, Sequence[int]]], peak: int, top: float) -
         x, y = 12 + column_width * (place // rows), top + _LINE * (place % rows)
         yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" class="{name.replace(" ", "_")}"/>'
         yield _text(x + 18, y + 11, NAMES.get(name, name))
-        yield _text(x + column_width - 16, y + 11, size(values[peak]), "end")
+        yield _text(x + column_width - 16, y + 11, binary_size(values[peak]), "end")
 
 
 def _unit(count: float) -> tuple[str, int]:

@@ -31,6 +31,7 @@ from study.receipt.document import (
     ReceiptDocument,
     read_receipt,
 )
+from study.receipt.unexplained import FAR_FACTOR, explain_peak
 
 # State and traffic are counted exactly: only buffers of a few bytes may be missing.
 _EXACT = 0.01
@@ -237,9 +238,11 @@ def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow
     if receipt.memory is not None and not _measures_other_bytes(request):
         total, other_bytes = receipt.memory.total_bytes, receipt.memory.parts.get("other_tensors", 0)
         if other_bytes < _OTHER_FRACTION * total:
-            yield _compared("peak of tensors", "bytes", memory.peak_allocated, total)
+            row = _compared("peak of tensors", "bytes", memory.peak_allocated, total)
         else:
-            yield _compared("peak without others", "bytes", memory.peak_allocated, total - other_bytes)
+            row = _compared("peak without others", "bytes", memory.peak_allocated, total - other_bytes)
+        is_far = row.measured > FAR_FACTOR * row.predicted
+        yield row.model_copy(update={"cause": explain_peak(receipt, memory.device_parts)}) if is_far else row
     if receipt.time.step_s is not None and not request.box.is_cpu_only:
         yield _compared("step", "s", predict_time(request, memory).step_s, receipt.time.step_s)
 

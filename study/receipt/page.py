@@ -5,11 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from study.config.text import rounded_seconds
+from study.config.text import binary_size, rounded_seconds
 from study.receipt.changes import change_lines
 from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ForecastRow, ReceiptDocument
 from study.receipt.failures import WRONG_USE
 from study.receipt.host_optimizer import read_host_optimizer
+from study.receipt.unexplained import explain_attribution
 
 WIDTH, HEIGHT = 100, 40
 _BAR = 30
@@ -104,12 +105,12 @@ def _memory(receipt: ReceiptDocument) -> Iterator[str]:
     if memory is None:
         return
     attributed = f", {memory.attributed:.1%} attributed" if receipt.counts_bytes_in_use else ""
-    yield f"peak memory of rank 0, {memory.moment}: {size(memory.total_bytes)} of tensors{attributed}"
+    yield f"peak memory of rank 0, {memory.moment}: {binary_size(memory.total_bytes)} of tensors{attributed}"
     largest = max(memory.parts.values(), default=0)
     for part in MEMORY_PARTS:
         count, on_host = memory.parts.get(part, 0), memory.offloaded_bytes(part)
         if on_host or count >= SHOWN_FRACTION * memory.total_bytes:
-            host = f"  ({size(on_host)} offloaded)" if on_host else ""
+            host = f"  ({binary_size(on_host)} offloaded)" if on_host else ""
             prediction = _prediction_text(receipt, f"memory: {part}")
             if part == "gathered" and not prediction:
                 # Two parts may have one prediction.
@@ -117,17 +118,19 @@ def _memory(receipt: ReceiptDocument) -> Iterator[str]:
             bar = _bar(count, largest) if count else ""
             if prediction:
                 bar = f"{bar:<{_BAR}}{prediction}"
-            yield f"  {NAMES.get(part, part):<16}{size(count):>12}  {bar}{host}"
+            yield f"  {NAMES.get(part, part):<16}{binary_size(count):>12}  {bar}{host}"
     where = "" if receipt.engine.device == "cpu" else " of host memory"
-    details = [f"process {size(memory.process_peak_bytes)}{where} at its peak"]
+    details = [f"process {binary_size(memory.process_peak_bytes)}{where} at its peak"]
     if memory.allocator_peak_bytes is not None:
-        details.append(f"torch's peak of the run {size(memory.allocator_peak_bytes)}")
+        details.append(f"torch's peak of the run {binary_size(memory.allocator_peak_bytes)}")
     if memory.allocator_slack_bytes is not None:
-        details.append(f"allocator's slack {size(memory.allocator_slack_bytes)}")
+        details.append(f"allocator's slack {binary_size(memory.allocator_slack_bytes)}")
     if memory.outside_torch_bytes is not None:
         what = "outside of torch" if receipt.engine.device != "cpu" else "heap without tensors"
-        details.append(f"{what} {size(memory.outside_torch_bytes)}")
+        details.append(f"{what} {binary_size(memory.outside_torch_bytes)}")
     yield f"  in addition: {', '.join(details)}"
+    if (cause := explain_attribution(receipt)) is not None:
+        yield f"  {cause}"
 
 
 def _time(receipt: ReceiptDocument) -> Iterator[str]:
@@ -157,12 +160,12 @@ def _traffic(receipt: ReceiptDocument) -> Iterator[str]:
     if receipt.traffic is None:
         return
     rows = [
-        f"{kind} {size(row.ring_bytes)} in {row.calls}{_prediction_text(receipt, f'ring bytes: {kind}')}"
+        f"{kind} {binary_size(row.ring_bytes)} in {row.calls}{_prediction_text(receipt, f'ring bytes: {kind}')}"
         for kind, row in sorted(receipt.traffic.items(), key=lambda item: -item[1].ring_bytes)
         if row.payload_bytes
     ]
     total = sum(row.ring_bytes for row in receipt.traffic.values())
-    yield f"ring bytes of a rank a step: {size(total)}; {', '.join(rows) or 'none'}"
+    yield f"ring bytes of a rank a step: {binary_size(total)}; {', '.join(rows) or 'none'}"
 
 
 def _speed(receipt: ReceiptDocument) -> Iterator[str]:
@@ -196,7 +199,8 @@ def _ranks(receipt: ReceiptDocument) -> Iterator[str]:
     peaks = {row.rank: row.peak_bytes for row in receipt.ranks if row.peak_bytes is not None}
     if peaks:
         fullest, emptiest = max(peaks, key=peaks.__getitem__), min(peaks, key=peaks.__getitem__)
-        parts.append(f"rank {fullest} is the fullest, {size(peaks[fullest])} (rank {emptiest} {size(peaks[emptiest])})")
+        most, least = binary_size(peaks[fullest]), binary_size(peaks[emptiest])
+        parts.append(f"rank {fullest} is the fullest, {most} (rank {emptiest} {least})")
     yield f"ranks: {'; '.join(parts)}"
 
 
@@ -219,23 +223,24 @@ def _prediction_text(receipt: ReceiptDocument, figure: str, detail: str = "") ->
 
 def _judged(row: ForecastRow) -> str:
     ratio = row.measured / row.predicted if row.predicted else 0.0
+    cause = f": {row.cause}" if row.cause is not None else ""
     if row.low is None or row.high is None:
-        return f"measured is {ratio:.3g} times the prediction, which states no error here"
+        return f"measured is {ratio:.3g} times the prediction, which states no error here{cause}"
     if row.is_outside:
-        return f"OUTSIDE of its stated error: measured is {ratio:.3g} times the prediction"
+        return f"OUTSIDE of its stated error: measured is {ratio:.3g} times the prediction{cause}"
     return "within its stated error"
 
 
 def _figure(row: ForecastRow, value: float) -> str:
     if row.unit == "tokens/s":
         return f"{value:,.0f}"
-    return rounded_seconds(value) if row.unit == "s" else size(value)
+    return rounded_seconds(value) if row.unit == "s" else binary_size(value)
 
 
 def _host_optimizer(receipt: ReceiptDocument) -> Iterator[str]:
     host = read_host_optimizer(receipt)
     if host is not None:
-        rate = f"{size(host.moved_bytes)} in {rounded_seconds(host.step_s)}, {host.gb_per_s:.3g} GB/s"
+        rate = f"{binary_size(host.moved_bytes)} in {rounded_seconds(host.step_s)}, {host.gb_per_s:.3g} GB/s"
         yield f"Adam on the host: {rate}; this machine has {host.cores} cores for {host.ranks} ranks"
 
 
@@ -245,14 +250,6 @@ def _cost(receipt: ReceiptDocument) -> Iterator[str]:
     added = f"the receipt added {rounded_seconds(cost.added_s)} to the program; " if cost.added_s is not None else ""
     whose = "its" if added else "the receipt's"
     yield f"{added}{whose} functions took {rounded_seconds(cost.measured_s)} in the measured steps{later}"
-
-
-def size(count: float) -> str:
-    """Return a number of bytes in the largest unit that leaves a digit before the point."""
-    for unit, bytes_of_unit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= bytes_of_unit:
-            return f"{count / bytes_of_unit:,.2f} {unit}"
-    return f"{count:,.0f} B"
 
 
 def _bar(value: float, largest: float) -> str:

@@ -60,20 +60,26 @@ from study.receipt.failures import Failures, WrongUse, print_notice
 from study.receipt.faults import find_combination, find_faults, matrix_gap
 from study.receipt.figures import list_figures, log_figures
 from study.receipt.forecast import make_forecast
+from study.receipt.loop import StepBlock, Steps
 from study.receipt.mine_record import is_recording
 from study.receipt.page import receipt_lines
 from study.receipt.peak import GuardedState, GuardedTraffic, PeakWatch
 from study.receipt.timing import PartTimer
+from study.receipt.unexplained import explain_attribution
 from study.receipt.wrong_uses import (
+    AFTER_CLOSE,
     NESTED,
     TWICE,
     ModuleWatch,
+    UseWatch,
     check_engine,
     check_optimizer,
     check_options,
     describe_error,
     error_of_the_program,
     has_receipt,
+    is_ending_by_error,
+    is_path,
     register_receipt,
     unregister_receipt,
 )
@@ -81,6 +87,7 @@ from study.records.directory import utc_now
 
 T = TypeVar("T")
 
+DEFAULT_PATH = "receipt.json"
 MIN_STEPS = 3
 # Steps between two flushes of the clock, which wait for the device once.
 _FLUSH_EVERY = 256
@@ -109,7 +116,7 @@ class Receipt:
         model: Any = None,
         optimizer: Any = None,
         *arguments: object,
-        path: str | Path = "receipt.json",
+        path: str | Path = DEFAULT_PATH,
         after: int = 5,
         steps: int = 5,
         quiet: bool = False,
@@ -117,6 +124,7 @@ class Receipt:
         **unknown: object,
     ) -> None:
         self._failures = Failures()
+        self._uses = UseWatch(self._failures)
         # A TypeError of Python would end the program.
         self._wrong_options = (*map(repr, arguments), *unknown)
         self._log = log
@@ -125,14 +133,13 @@ class Receipt:
         self._is_off = is_recording()
         self._path, self._quiet = path, quiet
         self._after, self._measured = after, steps
-        # Completed optimizer steps.
-        self._step = 0
-        self._optimizer_steps = 0
+        # Completed steps, and those of the optimizer since the last of them.
+        self._step = self._optimizer_steps = 0
         self._is_disturbed = False
         self._is_closed = False
         # Of steps that have begun: more than one are inside of each other.
         self._depth = 0
-        self._was_left = False
+        self._was_left = self._is_left_whole = False
         self._left_by: str | None = None
         self._modules: ModuleWatch | None = None
         self._timer: PartTimer | None = None
@@ -148,18 +155,18 @@ class Receipt:
         self._reduced: list[int] = []
         self._facts: tuple[EngineFacts, ModelFacts] | None = None
         self._measured_cost_s = self._later_cost_s = self._finish_s = 0.0
-        self._later_steps = 0
+        self._later_steps = self._extra_steps = 0
         self._exchange: Exchange | None = None
         self._clock: StepClock | None = None
         self._model: Any = None
         self._given: Any = None
+        self._optimizer: Any = None
         self._doing: str | None = None
-        self._extra_steps = 0
         self._state_of_run = "too_short"
         self._has_begun = False
         self._counter: Any = None
         if self._is_off:
-            self._is_closed = True
+            self._is_closed = self._uses.is_off = True
             # Imported here: a receipt that measures needs none of it.
             from study.receipt.recorder import start_recording
 
@@ -167,7 +174,7 @@ class Receipt:
             return
         if has_receipt(model):
             # It writes nothing: both may have the same path.
-            self._is_off = self._is_closed = True
+            self._is_off = self._is_closed = self._uses.is_off = True
             print_notice(f"wrong use: {TWICE}; training goes on")
             return
         try:
@@ -179,6 +186,9 @@ class Receipt:
     def _prepare(self, model: Any, optimizer: Any) -> None:
         # First, since rank 0 alone writes, wrong uses included.
         self._exchange = Exchange()
+        if not is_path(self._path):
+            self._uses.note(f"path is {self._path!r}, so the file is {DEFAULT_PATH}: give it a file's name")
+            self._path = DEFAULT_PATH
         check_options(self._wrong_options)
         if self._log is not None and not callable(self._log):
             raise WrongUse(f"log is {self._log!r}; give it a function, such as accelerator.log")
@@ -220,15 +230,20 @@ class Receipt:
 
     # --- The loop.
 
-    def steps(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a loader; a step may have several of them."""
-        iterator = iter(loader)
+    def steps(self, loader: Iterable[T], *arguments: object, **unknown: object) -> Steps[T]:
+        """Return the batches of a loader, for any number of passes; a step may have several batches."""
+        self._uses.check_arguments("steps", arguments, unknown)
+        return Steps(loader, self._enclose)
+
+    def _enclose(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the batches of one pass over a loader."""
+        self._check_open()
         while True:
             timer = self._timer
             if timer is not None:
                 timer.begin_data()
             try:
-                batch = next(iterator)
+                batch = next(batches)
             except StopIteration:
                 return
             finally:
@@ -239,34 +254,57 @@ class Receipt:
                 yield batch
             except GeneratorExit:
                 # The loop was left before its end: by `break`, or by an error.
-                self._leave_step()
+                self._leave_pass()
                 raise
             self._exit_step()
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Enclose a step, or a micro-batch of one."""
+    @property
+    def step(self) -> StepBlock:
+        """Block that encloses a step, or a micro-batch of one."""
+        return StepBlock(self._uses, self._enter_block, self._leave_block)
+
+    def _enter_block(self) -> None:
+        self._check_open()
         self._enter_step()
-        try:
-            yield
-        except BaseException as error:
+
+    def _leave_block(self, error: BaseException | None) -> None:
+        if error is not None:
             self._leave_step(error)
-            raise
-        self._exit_step()
+        else:
+            self._exit_step()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            self._uses.note(AFTER_CLOSE)
 
     def _enter_step(self) -> None:
         self._depth += 1
-        is_nested = self._depth > 1 and not self._is_off and not self._is_closed
-        if is_nested and self._failures.note("using the receipt", WrongUse(NESTED)):
-            print_notice(f"{self._failures.texts[-1]}; training goes on")
-        self.begin_step()
+        if self._depth > 1 and not self._is_closed:
+            self._uses.note(NESTED)
+        self._begin()
 
     def _exit_step(self) -> None:
         self._depth = max(0, self._depth - 1)
-        self.end_step(is_certain=False)
+        self._end(is_certain=False)
 
-    def begin_step(self) -> None:
+    def begin_step(self, *arguments: object, **unknown: object) -> None:
         """Begin a step or, after a micro-batch without an optimizer step, continue it."""
+        self._uses.check_arguments("begin_step", arguments, unknown)
+        self._check_open()
+        if not (self._is_off or self._is_closed):
+            self._uses.begin(self._counts_steps and self._is_stepped)
+        self._begin()
+
+    def end_step(self, is_certain: bool = True, *arguments: object, **unknown: object) -> None:
+        """End a step. If that is not certain, it has ended only if the optimizer has stepped meanwhile."""
+        self._uses.check_arguments("end_step", arguments, unknown)
+        self._check_open()
+        if not (self._is_off or self._is_closed) and self._uses.end(is_inside=self._depth > 0):
+            self._end(is_certain)
+
+    def _begin(self) -> None:
+        self._uses.begun += 1
+        self._is_left_whole = False
         if self._is_off or self._is_closed:
             return
         began = time.perf_counter()
@@ -280,8 +318,7 @@ class Receipt:
             self._turn_off("beginning a step", error)
         self._count_cost(began)
 
-    def end_step(self, is_certain: bool = True) -> None:
-        """End a step. If that is not certain, it has ended only if the optimizer has stepped meanwhile."""
+    def _end(self, is_certain: bool) -> None:
         if self._is_off or self._is_closed:
             return
         began = time.perf_counter()
@@ -296,15 +333,25 @@ class Receipt:
         """Note that something else ran, such as an evaluation: this step is measured again at the next one."""
         self._is_disturbed = True
 
-    def _has_stepped(self) -> bool:
+    @property
+    def _is_stepped(self) -> bool:
+        """Whether the optimizer has stepped since the end of the last step."""
         if self._counts_engine_steps:
-            steps = int(self._model.global_steps)
-            has_stepped, self._engine_steps = steps != self._engine_steps, steps
-            return has_stepped
+            return int(self._model.global_steps) != self._engine_steps
+        return self._optimizer_steps > 0
+
+    def _has_stepped(self) -> bool:
+        """Return whether a step has ended: without a counted optimizer each does."""
         if not self._counts_steps:
             return True
-        has_stepped, self._optimizer_steps = self._optimizer_steps > 0, 0
-        return has_stepped
+        is_stepped = self._is_stepped
+        self._reset_steps()
+        return is_stepped
+
+    def _reset_steps(self) -> None:
+        if self._counts_engine_steps:
+            self._engine_steps = int(self._model.global_steps)
+        self._optimizer_steps = 0
 
     def _count_step(self, *_: Any) -> None:
         self._optimizer_steps += 1
@@ -320,7 +367,7 @@ class Receipt:
         clock = self._clock
         assert clock is not None
         self._step += 1
-        self._optimizer_steps = 0
+        self._reset_steps()
         if self._was_left and self._step > self._after and self._extra_steps < _MAX_EXTRA_STEPS:
             # An error has ended the measurement, and the program has caught it: measured again.
             self._extra_steps += 1
@@ -416,6 +463,15 @@ class Receipt:
         elif doing == "profile":
             self._profiled = timer
 
+    def _leave_pass(self) -> None:
+        """End the last step of a pass if its optimizer has stepped, as at a `break` behind it; else leave it."""
+        is_on = not (self._is_off or self._is_closed)
+        self._is_left_whole = is_on and self._counts_steps and self._is_stepped
+        if self._is_left_whole:
+            self._exit_step()
+        else:
+            self._leave_step()
+
     def _leave_step(self, error: BaseException | None = None) -> None:
         """Leave a step that has begun and does not end."""
         if isinstance(error, Exception) and not self._is_closed:
@@ -444,7 +500,7 @@ class Receipt:
     def _turn_off(self, doing: str, error: BaseException) -> None:
         """Note a failure after which nothing more is measured."""
         self._failures.note(doing, error)
-        self._is_off = True
+        self._is_off = self._uses.is_off = True
         self._abandon_step()
         print_notice(f"{self._failures.texts[-1]}; training goes on, and nothing more is measured")
 
@@ -651,6 +707,9 @@ class Receipt:
             received = sorted(self._exchange.received.items())
             update["ranks"] = tuple(RankFacts.model_validate(document) for _, document in received)
         receipt = receipt.model_copy(update=update)
+        if receipt.memory is not None:
+            memory = receipt.memory.model_copy(update={"low_attribution": explain_attribution(receipt)})
+            receipt = receipt.model_copy(update={"memory": memory})
         receipt = receipt.model_copy(update={"unavailable": tuple(self._unavailable(receipt))})
         if judges and self._state_of_run == "complete":
             receipt = receipt.model_copy(update={"forecast": self._forecast(receipt)})
@@ -689,7 +748,8 @@ class Receipt:
         if self._is_off:
             return f"the receipt has measured nothing after step {self._step}"
         if self._left_by is not None:
-            return f"step {self._step + 1} was left by {self._left_by}"
+            step = self._step if self._is_left_whole else self._step + 1
+            return f"step {step} was left by {self._left_by}"
         first, last = self._after + 1, self._after + self._measured + self._extra_steps
         return (
             f"the run ended after {self._step} steps, and the receipt measures steps {first} to {last}:"
@@ -736,6 +796,8 @@ class Receipt:
         if isinstance(error := sys.exc_info()[1], Exception) and self._left_by is None:
             # In a program's `finally`.
             self._left_by = describe_error(error)
+        if not self._step and self._left_by is None and not is_ending_by_error():
+            self._uses.check_at_end(self._optimizer)
         with self._failures.caught("keeping the figures"):
             self._last_figures = list_figures(self.document(judges=False))
         self._is_closed = True

@@ -34,6 +34,7 @@ from study.receipt.figures import list_figures
 from study.receipt.page import HEIGHT, WIDTH, receipt_lines
 from study.receipt.peak import PeakWatch, find_vocabulary
 from study.receipt.timing import PartTimer
+from study.receipt.unexplained import explain_attribution
 
 CPU = torch.device("cpu")
 
@@ -423,6 +424,11 @@ def test_a_peak_that_is_the_sum_of_its_parts_is_not_called_attributed(
         train_in_process(tmp_path / "counted.json")
         counted = read_receipt(str(tmp_path / "counted.json"))
         assert "% attributed" in "\n".join(receipt_lines(counted, "r"))
+        # 577 weights: Python's objects have more bytes.
+        assert counted.memory is not None
+        assert counted.memory.attributed < 0.95
+        assert counted.memory.low_attribution == explain_attribution(counted) is not None
+        assert "and usually at least 95%" in "\n".join(receipt_lines(counted, "r"))
         assert not any(line.startswith(cause) for line in counted.unavailable)
     monkeypatch.delattr(psutil, "heap_info", raising=False)
     train_in_process(tmp_path / "summed.json")
@@ -431,6 +437,7 @@ def test_a_peak_that_is_the_sum_of_its_parts_is_not_called_attributed(
     assert summed.memory.total_bytes == sum(summed.memory.parts.values())
     assert any(line.startswith(cause) for line in summed.unavailable)
     assert "% attributed" not in "\n".join(receipt_lines(summed, "r"))
+    assert summed.memory.low_attribution is None
     assert "memory/attributed(%)" not in list_figures(summed)
 
 

@@ -33,10 +33,23 @@ NOTICES = {
     "before_deepspeed": TOO_EARLY + STOPS,
     "nested_steps": "step() is inside of steps() or of another step(): the inner one counts; remove the other;"
     " training goes on",
+    "step_without_with": "step() stands without with: write `with receipt.step():` around each step; training goes on",
+    "begin_without_end": "begin_step() comes without end_step(): call end_step() after the optimizer's step;"
+    " training goes on",
+    "end_without_begin": "end_step() comes without begin_step(): call begin_step() before the forward pass of each"
+    " step; training goes on",
+    "never_used": "the receipt was made, and no step has begun: write `for batch in receipt.steps(loader):`,"
+    " or `with receipt.step():` around each step; training goes on",
+    "used_after_close": "close() has ended this receipt, and these steps are not measured: call it after the last step;"
+    " training goes on",
+    "optimizer_that_does_not_step": "SGD has not stepped in 14 micro-batches: give Receipt the optimizer whose step()"
+    " the loop calls; training goes on",
+    "path_of_none": "path is None, so the file is receipt.json: give it a file's name; training goes on",
+    "unknown_argument_of_steps": "steps() has no argument total: leave it out; training goes on",
     "replaced_module": "the model changes while it is measured, at module.1: make the receipt after the change" + STOPS,
 }
 # Named in the receipt: no figure is missing, or the run is over.
-OTHERS = ("loader_that_ends_early", "caught_error", "error_that_ends_training")
+OTHERS = ("step_without_parentheses", "loader_that_ends_early", "caught_error", "error_that_ends_training")
 
 
 @functools.cache
@@ -112,6 +125,26 @@ def test_an_option_of_lightnings_callback_ends_in_one_line(
         callback.on_train_end(trainer, layer)
 
 
+@pytest.mark.parametrize(
+    "use", ["step_without_with", "begin_without_end", "end_without_begin", "never_used", "optimizer_that_does_not_step"]
+)
+def test_a_receipt_in_which_no_step_ends_has_the_cause(use: str) -> None:
+    receipt = read_use(use)
+    assert (receipt.state, receipt.work.steps) == ("too_short", 0)
+    assert receipt.failures == (f"wrong use: {NOTICES[use].removesuffix('; training goes on')}",)
+    assert receipt.failures[0] in " ".join(" ".join(receipt_lines(receipt, "receipt.json")).split())
+
+
+@pytest.mark.parametrize(
+    "use", ["path_of_none", "unknown_argument_of_steps", "step_without_parentheses", "used_after_close"]
+)
+def test_what_a_wrong_use_does_not_prevent_is_measured(use: str) -> None:
+    receipt = read_use(use)
+    assert (receipt.state, receipt.work.steps) == ("complete", 14)
+    assert receipt.memory is not None
+    assert [rank[use]["files"] for rank in uses()] == [["receipt.json"], []]
+
+
 def test_nested_steps_count_once() -> None:
     receipt = read_use("nested_steps")
     assert (receipt.state, receipt.work.steps, receipt.work.measured_steps) == ("complete", 14, (6, 7, 8, 9, 10))
@@ -139,7 +172,8 @@ def test_a_step_that_an_error_has_left_is_measured_again() -> None:
 
 def test_an_error_that_ends_training_is_named() -> None:
     receipt = read_use("error_that_ends_training")
-    assert (receipt.state, receipt.work.steps) == ("interrupted", 6)
+    # The optimizer of step 7 has stepped.
+    assert (receipt.state, receipt.work.steps) == ("interrupted", 7)
     assert receipt.unavailable == (
         "memory, communication and parts of time: step 7 was left by ValueError: no more data",
     )

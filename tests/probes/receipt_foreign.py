@@ -6,8 +6,9 @@
 COPIES has the files as PROGRAMS below names them. Each program gets a folder in FOLDER with its changed copy, small
 data under the names that it asks for, and a tiny model. Nothing is downloaded. With --store the receipts that they
 print are kept in tests/data/receipts/programs. With --document the marked block there gets those that are kept.
-With --compare each program with the callback also runs without it, and the losses that both print and the weights that
-both save have to be equal.
+With --compare each program also runs without its receipt, with the same edits for CPU ranks. With the callback the
+losses that both print and the weights that both save have to be equal; in the other loops the loss of each rank and
+micro-batch to the last bit, and a checksum of the weights, and with --store the number of equal ones is kept, too.
 """
 
 from __future__ import annotations
@@ -35,6 +36,23 @@ BEGIN, END = "<!-- foreign programs -->", "<!-- /foreign programs -->"
 WORDS = [f"w{number}" for number in range(200)]
 LENGTH = 24
 STORE = ROOT / "tests" / "data" / "receipts" / "programs"
+EQUAL_LOSSES = STORE / "equal_losses.json"
+# Of a module in a program's folder: a line for each micro-batch, in one file a rank: its loss to the last bit, and a
+# checksum of the weights.
+RECORDER = """
+import hashlib
+import os
+
+import torch
+
+
+def record(loss, model):
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    with open(f"losses_{os.environ['RANK']}.txt", "a") as file:
+        file.write(f"{float(loss.detach()).hex()}_{digest.hexdigest()[:16]}\\n")
+"""
 
 
 class Program(NamedTuple):
@@ -42,10 +60,14 @@ class Program(NamedTuple):
 
     source: str
     files: tuple[str, ...]
-    # Text of the file, and what stands there instead.
+    # The receipt's: text of the file, and what stands there instead.
     lines: tuple[tuple[str, str], ...]
     arguments: str
     make_data: Callable[[Path], None]
+    # For CPU ranks, with and without a receipt.
+    cpu_lines: tuple[tuple[str, str], ...] = ()
+    # Behind which the micro-batch has its loss, in a loop of its own.
+    line_of_loss: str | None = None
 
 
 def sentences(count: int) -> list[str]:
@@ -131,10 +153,13 @@ class Glue(evaluate.Metric):
 
 
 def sentence_pairs(folder: Path) -> None:
+    import torch
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = BertConfig(**sizes, vocab_size=256, max_position_embeddings=64, pad_token_id=1)
+    # The same weights with and without a receipt.
+    torch.manual_seed(7)
     BertForSequenceClassification(config).save_pretrained(folder / "bert-base-cased")
     write_tokenizer(folder / "bert-base-cased")
     glue = folder / "nyu-mll" / "glue"
@@ -225,15 +250,13 @@ PROGRAMS = {
         ),
         "--cpu",
         sentence_pairs,
+        line_of_loss="            loss = loss / gradient_accumulation_steps\n",
     ),
     "nanogpt": Program(
         "nanoGPT, train.py under DDP",
         ("nanoGPT/train.py", "nanoGPT/model.py", "nanoGPT/configurator.py"),
         (
             ("import numpy as np\n", f"import numpy as np\n{IMPORT}"),
-            # For CPU ranks.
-            ("    device = f'cuda:{ddp_local_rank}'\n    torch.cuda.set_device(device)\n", ""),
-            ("DDP(model, device_ids=[ddp_local_rank])", "DDP(model)"),
             ("local_iter_num = 0 # ", "receipt = Receipt(model, optimizer)\nlocal_iter_num = 0 # "),
             ("    for micro_step in", "    receipt.begin_step()\n    for micro_step in"),
             ("    # timing and logging\n", "    receipt.end_step()\n    # timing and logging\n"),
@@ -244,6 +267,12 @@ PROGRAMS = {
             " --eval_interval=7 --gradient_accumulation_steps=4"
         ),
         tokens_of_nanogpt,
+        cpu_lines=(
+            ("    device = f'cuda:{ddp_local_rank}'\n    torch.cuda.set_device(device)\n", ""),
+            ("DDP(model, device_ids=[ddp_local_rank])", "DDP(model)"),
+        ),
+        line_of_loss="            loss = loss / gradient_accumulation_steps #"
+        " scale the loss to account for gradient accumulation\n",
     ),
     "hello_deepspeed": Program(
         "DeepSpeedExamples, training/HelloDeepSpeed/train_bert_ds.py",
@@ -258,17 +287,24 @@ PROGRAMS = {
             " --max_seq_length=64 --num_iterations=15 --batch_size=4"
         ),
         wikitext,
+        line_of_loss="        loss = model(**batch)\n",
     ),
 }
 
 
-def change(program: Program, copies: Path, folder: Path, has_receipt: bool) -> str:
-    """Copy a program's files, with its lines changed if it has a receipt, and return the name of the first one."""
+def change(program: Program, copies: Path, folder: Path, has_receipt: bool, records_losses: bool) -> str:
+    """Copy a program's files, with its lines changed, and return the name of the first one."""
     for name in program.files:
         shutil.copy(copies / name, folder)
     file = folder / Path(program.files[0]).name
     text = file.read_text()
-    for old, new in program.lines if has_receipt else ():
+    lines = [*program.cpu_lines, *(program.lines if has_receipt else ())]
+    if records_losses and program.line_of_loss is not None:
+        (folder / "recorder.py").write_text(RECORDER)
+        indent = " " * (len(program.line_of_loss) - len(program.line_of_loss.lstrip()))
+        record = f"{indent}__import__('recorder').record(loss, model)\n"
+        lines.append((program.line_of_loss, program.line_of_loss + record))
+    for old, new in lines:
         if text.count(old) != 1:
             sys.exit(f"{copies / program.files[0]} has {old.strip()!r} {text.count(old)} times: take another version")
         text = text.replace(old, new)
@@ -276,12 +312,12 @@ def change(program: Program, copies: Path, folder: Path, has_receipt: bool) -> s
     return file.name
 
 
-def run(name: str, copies: Path, parent: Path, has_receipt: bool = True) -> None:
+def run(name: str, copies: Path, parent: Path, has_receipt: bool = True, records_losses: bool = False) -> None:
     """Run a program with or without its receipt; its output is kept in its folder."""
     program, folder = PROGRAMS[name], parent / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    script = change(program, copies, folder, has_receipt)
+    script = change(program, copies, folder, has_receipt, records_losses)
     program.make_data(folder)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
@@ -302,9 +338,7 @@ def run(name: str, copies: Path, parent: Path, has_receipt: bool = True) -> None
 
 
 def compare_weights(name: str, copies: Path, parent: Path) -> None:
-    """Run a program without its receipt, too; exit unless it prints the same losses and saves the same weights."""
-    if {new for _, new in PROGRAMS[name].lines} != {CALLBACK}:
-        sys.exit(f"{name} does not run unchanged on CPU ranks, or its loop is changed, and has no --compare")
+    """Run a program without its callback, too; exit unless it prints the same losses and saves the same weights."""
     run(name, copies, parent / "without", has_receipt=False)
     folders_of_weights = (parent / name / "out", parent / "without" / name / "out")
     contents = [[file.read_bytes() for file in sorted(out.glob("*.safetensors"))] for out in folders_of_weights]
@@ -314,6 +348,35 @@ def compare_weights(name: str, copies: Path, parent: Path) -> None:
     if not losses or losses != without:
         sys.exit(f"{name} prints no losses, or others with a receipt: {losses} and {without}")
     print(f"{name} has the same losses {losses} and saves the same weights with and without a receipt", flush=True)
+
+
+def compare_losses(name: str, copies: Path, parent: Path) -> dict[str, Any]:
+    """Run a program with and without its receipt, and return the number of its losses; exit if one differs in its last
+    bit, or if weights differ."""
+    folders_of_losses = (parent / "recorded" / "with", parent / "recorded" / "without")
+    for folder in folders_of_losses:
+        run(name, copies, folder, has_receipt=folder.name == "with", records_losses=True)
+    receipt = read_receipt(str(folders_of_losses[0] / name))
+    if receipt.state != "complete" or (folders_of_losses[1] / name / "receipt.json").exists():
+        sys.exit(f"{name} has no whole receipt, or one in the run without it")
+    losses, without = [read_losses(folder / name) for folder in folders_of_losses]
+    for rank, (ours, theirs) in enumerate(zip(losses, without, strict=True)):
+        # The weights change in each step.
+        if len(set(ours)) < receipt.work.steps or ours != theirs:
+            sys.exit(f"{name} has too few losses on rank {rank}, or other ones with a receipt: {ours} and {theirs}")
+    row = {"steps": receipt.work.steps, "losses_of_a_rank": len(losses[0]), "ranks": len(losses)}
+    print(f"{name} has the same losses and weights with and without a receipt to the last bit: {row}", flush=True)
+    return row
+
+
+def read_losses(folder: Path) -> list[list[str]]:
+    """Return the losses of each rank in a program's folder."""
+    return [file.read_text().split() for file in sorted(folder.glob("losses_*.txt"))]
+
+
+def keep_equal_losses(name: str, row: dict[str, Any]) -> None:
+    rows = json.loads(EQUAL_LOSSES.read_text()) if EQUAL_LOSSES.exists() else {}
+    EQUAL_LOSSES.write_text(json.dumps({**rows, name: row}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read_outputs(name: str, parent: Path) -> tuple[str, str]:
@@ -329,6 +392,18 @@ def read_screen(name: str, parent: Path) -> str:
     if screen not in (parent / name / "output.txt").read_text():
         sys.exit(f"{name} has not printed the receipt that it has written")
     return screen
+
+
+def equality_table() -> str:
+    """Return a table of the programs whose losses were compared to the last bit."""
+    rows = [
+        "| program | steps | losses of each rank | losses and weights with and without a receipt |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, row in json.loads(EQUAL_LOSSES.read_text(encoding="utf-8")).items():
+        losses = f"{row['losses_of_a_rank']}, {row['ranks']} ranks"
+        rows.append(f"| {PROGRAMS[name].source} | {row['steps']} | {losses} | equal to the last bit |")
+    return "\n".join(rows) + "\n"
 
 
 def fold_screens() -> str:
@@ -364,7 +439,9 @@ def main() -> None:
     if options.document is not None:
         before, _, rest = options.document.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
         _, _, after = rest.partition(END)
-        options.document.write_text(f"{before}{BEGIN}\n{fold_screens()}{END}{after}", encoding="utf-8")
+        options.document.write_text(
+            f"{before}{BEGIN}\n{equality_table()}\n{fold_screens()}{END}{after}", encoding="utf-8"
+        )
 
 
 def run_and_read(name: str, options: argparse.Namespace) -> None:
@@ -377,7 +454,17 @@ def run_and_read(name: str, options: argparse.Namespace) -> None:
         STORE.mkdir(exist_ok=True)
         (STORE / f"{name}.txt").write_text(screen, encoding="utf-8")
     if options.compare:
+        compare(name, copies, folder, options.store)
+
+
+def compare(name: str, copies: Path, folder: Path, stores: bool) -> None:
+    """Run a program without its receipt, too, and compare what it trains; exit if that differs."""
+    if PROGRAMS[name].line_of_loss is None:
         compare_weights(name, copies, folder)
+        return
+    row = compare_losses(name, copies, folder)
+    if stores:
+        keep_equal_losses(name, row)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import io
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ class Loop:
 
     def add_receipt(self, model: Any, optimizer: Any, **options: Any) -> None:
         if self.path is not None:
-            self.receipts.append(Receipt(model, optimizer, path=self.path, **options))
+            self.receipts.append(Receipt(model, optimizer, **{"path": self.path, **options}))
 
     def batches(self, count: int = STEPS) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -230,17 +231,104 @@ def error_that_ends_training(path: Path | None) -> tuple[Loop, list[str]]:
     return loop, losses
 
 
+def train_with(loop_path: Path | None, begin: str, end: str, **options: Any) -> tuple[Loop, list[str]]:
+    """Train with a call of the receipt before and after each step; an empty name is none."""
+    loop = Loop(loop_path)
+    loop.add_receipt(loop.model, loop.optimizer, **options)
+    losses = []
+    for rows in loop.batches():
+        for receipt in loop.receipts if begin else ():
+            getattr(receipt, begin)()
+        losses.append(loop.train_step(rows))
+        for receipt in loop.receipts if end else ():
+            getattr(receipt, end)()
+    return loop, losses
+
+
+def step_without_with(path: Path | None) -> tuple[Loop, list[str]]:
+    return train_with(path, "step", "")
+
+
+def begin_without_end(path: Path | None) -> tuple[Loop, list[str]]:
+    return train_with(path, "begin_step", "")
+
+
+def end_without_begin(path: Path | None) -> tuple[Loop, list[str]]:
+    return train_with(path, "", "end_step")
+
+
+def never_used(path: Path | None) -> tuple[Loop, list[str]]:
+    return train_with(path, "", "")
+
+
+def path_of_none(path: Path | None) -> tuple[Loop, list[str]]:
+    return train_with(path, "begin_step", "end_step", path=None)
+
+
+def used_after_close(path: Path | None) -> tuple[Loop, list[str]]:
+    """A program of two epochs that closes its receipt after the first one."""
+    loop = Loop(path)
+    loop.add_receipt(loop.model, loop.optimizer)
+    losses = []
+    for _ in range(2):
+        losses += [loop.train_step(rows) for rows in loop.steps(loop.batches())]
+        for receipt in loop.receipts:
+            receipt.close()
+    return loop, losses
+
+
+def optimizer_that_does_not_step(path: Path | None) -> tuple[Loop, list[str]]:
+    loop = Loop(path)
+    loop.add_receipt(loop.model, torch.optim.SGD(loop.model.parameters(), lr=0.1))
+    losses = []
+    for rows in loop.batches():
+        with loop.step():
+            losses.append(loop.train_step(rows))
+    return loop, losses
+
+
+def unknown_argument_of_steps(path: Path | None) -> tuple[Loop, list[str]]:
+    loop = Loop(path)
+    loop.add_receipt(loop.model, loop.optimizer)
+    batches: Any = loop.batches()
+    for receipt in loop.receipts:
+        batches = receipt.steps(batches, total=STEPS)
+    return loop, [loop.train_step(rows) for rows in batches]
+
+
+def step_without_parentheses(path: Path | None) -> tuple[Loop, list[str]]:
+    loop = Loop(path)
+    loop.add_receipt(loop.model, loop.optimizer)
+    losses = []
+    for rows in loop.batches():
+        with loop.receipts[0].step if loop.receipts else contextlib.nullcontext():
+            losses.append(loop.train_step(rows))
+    return loop, losses
+
+
+@contextlib.contextmanager
+def working_directory(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def run(use: str) -> dict[str, Any]:
     train = globals()[use]
     _, losses_without = train(None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "receipt.json"
         errors, printed = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(printed):
+        redirected = contextlib.redirect_stderr(errors), contextlib.redirect_stdout(printed)
+        with redirected[0], redirected[1], working_directory(path.parent):
             loop, losses = train(path)
             for receipt in loop.receipts:
                 receipt.close()
         document = json.loads(path.read_text()) if path.exists() else None
+        files = sorted(file.name for file in path.parent.iterdir())
     notices = [line for line in errors.getvalue().splitlines() if line.startswith("receipt: ")]
     dist.barrier()
     return {
@@ -249,6 +337,7 @@ def run(use: str) -> dict[str, Any]:
         "notices": notices,
         "screen": printed.getvalue(),
         "receipt": document,
+        "files": files,
     }
 
 

@@ -528,6 +528,16 @@ def test_the_screen_and_the_table_of_a_gpu_are_those_of_its_receipts() -> None:
 PROGRAMS_OF_OTHERS = ("run_clm", "sft", "dpo", "peft_sft", "nlp_example", "nanogpt", "hello_deepspeed")
 
 
+def test_programs_of_others_train_the_same_to_the_last_bit_with_and_without_a_receipt() -> None:
+    """A row is kept only if all losses and weights are equal; programs with the callback have none."""
+    rows = json.loads((RECEIPTS / "programs" / "equal_losses.json").read_text(encoding="utf-8"))
+    assert sorted(rows) == ["hello_deepspeed", "nanogpt", "nlp_example"]
+    table = [line for line in block_of_docs("foreign programs").splitlines() if line.startswith("| ")][2:]
+    for line, row in zip(table, rows.values(), strict=True):
+        assert row["losses_of_a_rank"] >= row["steps"] > 10
+        assert f"| {row['steps']} | {row['losses_of_a_rank']}, {row['ranks']} ranks | equal to the last bit |" in line
+
+
 def test_the_docs_have_the_whole_receipts_of_programs_of_others() -> None:
     screens = re.findall(r"```text\n(.*?)```\n", block_of_docs("foreign programs"), re.DOTALL)
     files = [RECEIPTS / "programs" / f"{name}.txt" for name in PROGRAMS_OF_OTHERS]

@@ -1,0 +1,111 @@
+"""A receipt has the cause of bytes without a part, and of a peak that is far above its prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from study.config.places import REPOSITORY
+from study.receipt.document import ForecastRow, ReceiptDocument, read_receipt
+from study.receipt.forecast import make_forecast
+from study.receipt.page import receipt_lines
+from study.receipt.unexplained import explain_attribution
+
+RECEIPTS = REPOSITORY / "tests" / "data" / "receipts"
+MIB = 2**20
+
+
+def read(name: str = "ddp", extra_bytes: int = 0, device: str | None = None, **parts: int) -> ReceiptDocument:
+    """Return a stored receipt whose peak has other parts, and more bytes than they have."""
+    receipt = read_receipt(str(RECEIPTS / f"{name}.json"))
+    assert receipt.memory is not None
+    before = sum(receipt.memory.parts.values())
+    changed = {**receipt.memory.parts, **parts}
+    total = receipt.memory.total_bytes + sum(changed.values()) - before + extra_bytes
+    update: dict[str, Any] = {"parts": changed, "total_bytes": total}
+    memory = receipt.memory.model_copy(update=update)
+    engine = receipt.engine.model_copy(update={"device": device} if device is not None else {})
+    return receipt.model_copy(update={"memory": memory, "engine": engine})
+
+
+def join_screen(receipt: ReceiptDocument) -> str:
+    return " ".join(" ".join(receipt_lines(receipt, "receipt.json")).split())
+
+
+SMALL: dict[str, Any] = {
+    "parameters": 80,
+    "gradients": 80,
+    "optimizer": 168,
+    "buckets": 0,
+    "activations": 120,
+    "other_tensors": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("receipt", "cause"),
+    [
+        (
+            # With the 72,712 bytes that the stored one has without a part: a model of 20 weights.
+            read(**SMALL),
+            "only 0.6% of the peak is attributed, and usually at least 95%: 71.01 KiB have no part; on a CPU up to"
+            " 256.00 KiB of a peak are Python's objects and temporaries",
+        ),
+        (
+            read(extra_bytes=2 * MIB),
+            "only 86.9% of the peak is attributed, and usually at least 95%: 2.07 MiB have no part; they are of"
+            " kernels, or of libraries other than torch",
+        ),
+        (
+            read(extra_bytes=-MIB),
+            "only 92.8% of the peak is attributed, and usually at least 95%: the parts have 952.99 KiB more than are in"
+            " use, and are counted too high",
+        ),
+    ],
+)
+def test_bytes_without_a_part_have_their_cause_on_the_screen(receipt: ReceiptDocument, cause: str) -> None:
+    assert explain_attribution(receipt) == cause
+    assert join_screen(receipt).count(cause) == 1
+
+
+def test_a_peak_with_its_parts_has_no_such_line() -> None:
+    assert explain_attribution(read()) is None
+    assert "usually at least" not in join_screen(read())
+    # On a CPU whose heap is not counted, the peak is the sum of its parts.
+    small = read(**SMALL)
+    assert small.memory is not None
+    memory = small.memory.model_copy(update={"outside_torch_bytes": None})
+    assert explain_attribution(small.model_copy(update={"memory": memory})) is None
+
+
+def peak_row(receipt: ReceiptDocument) -> ForecastRow:
+    return next(row for row in make_forecast(receipt).comparisons if row.figure.startswith("peak"))
+
+
+def test_a_peak_of_more_than_twice_its_prediction_has_the_part_that_exceeds_it() -> None:
+    row = peak_row(read(activations=24 * MIB))
+    assert row.measured > 2 * row.predicted
+    assert row.cause is not None
+    assert row.cause.startswith("activations and logits are ")
+    row = peak_row(read(extra_bytes=20 * MIB))
+    assert row.cause == "bytes without a part are 20.07 MiB above their prediction"
+    receipt = read(activations=24 * MIB)
+    receipt = receipt.model_copy(update={"forecast": make_forecast(receipt)})
+    assert "which states no error here: activations and logits are " in join_screen(receipt)
+
+
+def test_a_cpu_without_a_fused_kernel_for_dropped_attention_is_the_cause() -> None:
+    receipt = read(activations=24 * MIB)
+    assert receipt.model.attention == "sdpa"
+    for dropout, is_cause in ((0.1, True), (0.0, False)):
+        config = {**(receipt.model.config or {}), "attn_pdrop": dropout}
+        model = receipt.model.model_copy(update={"config": config})
+        cause = peak_row(receipt.model_copy(update={"model": model})).cause
+        assert cause is not None
+        assert ("torch's attention on a CPU stores scores" in cause) == is_cause
+
+
+def test_a_peak_near_its_prediction_has_no_cause() -> None:
+    assert [row.cause for row in make_forecast(read()).comparisons] == [None] * 4
+    assert [row.cause for row in make_forecast(read("cuda_ddp")).comparisons] == [None] * 4
