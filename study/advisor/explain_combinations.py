@@ -78,6 +78,11 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
         yield Finding(kind, key, message, entry.instead, rule=WRONG_TRAINING)
 
 
+def is_of_cause(finding: Finding) -> bool:
+    """Whether a finding is one of the causes of `study releases`."""
+    return any(entry.cause and finding.message.startswith(entry.title) for entry in read_known_findings())
+
+
 def _entries(case: ConfigCase) -> Iterator[tuple[KnownFinding, list[str]]]:
     """Yield the known faults and errors that a config has on its releases, each with its conditions."""
     keys, stack = feature_keys(case), read_stack(case)

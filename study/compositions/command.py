@@ -26,7 +26,8 @@ from study.host.stacks import package_version
 
 # Exit statuses of verify.
 _PASS, _FAIL, _UNTESTED = 0, 1, 3
-_MATRIX = "compositions.json"
+# The file of --pairs in --runs_dir.
+PAIRS_FILE = "compositions.json"
 # What --locate runs without --only.
 _LOCATED = ("zero1", "zero2", "zero3")
 
@@ -201,7 +202,7 @@ def _about_accelerate(outcome: CombinationOutcome) -> Iterator[str]:
 
 
 def _run_pairs(options: argparse.Namespace, stack: dict[str, str | None]) -> int:
-    file = Path(options.runs_dir) / _MATRIX if options.runs_dir else None
+    file = Path(options.runs_dir) / PAIRS_FILE if options.runs_dir else None
     matrix = Matrix(stack)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)

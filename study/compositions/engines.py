@@ -150,9 +150,15 @@ class Loop(abc.ABC):
         if not self.notes_figures:
             return
         if self._local_gradients is not None:
-            self._note_all(step, "local gradient", self._local_gradients.take())
+            sums = self._local_gradients.take()
+            self._note_all(step, "local gradient", {name: total / self.loss_scale for name, total in sums.items()})
         self._note_all(step, "gradient", self.read("gradient"))
         self.trace.note(Place(step, "reduction rounding"), HALF_ULP[self.reduction_type])
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which gradients are too large up to the engine's step."""
+        return tiny_model.LOSS_SCALE if self.combination.has("fp16") else 1.0
 
     def note_update(self, step: int, norm: torch.Tensor | float | None) -> None:
         if not self.notes_figures:
@@ -313,8 +319,7 @@ class DeepSpeedLoop(Loop):
         gradient = safe_get_full_grad(weight)
         if gradient is None:
             return None
-        scale = tiny_model.LOSS_SCALE if self.combination.has("fp16") else 1.0
-        return gradient.detach().float() / scale
+        return gradient.detach().float() / self.loss_scale
 
     @property
     def _has_gradients_of_muon(self) -> bool:

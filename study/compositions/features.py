@@ -250,6 +250,8 @@ class Report:
     # The releases that mend it, and the features with which older ones have it.
     before: tuple[tuple[str, str], ...] = ()
     needs: frozenset[str] = frozenset()
+    # Of a report on memory: the combination whose step needs more, and the one that it is compared with.
+    more_than: tuple[Combination, ...] = ()
 
     def is_in(self, combination: Combination, versions: Mapping[str, str | None]) -> bool:
         """Whether a combination has it with these releases; an unknown one is taken as a newer one."""
@@ -275,6 +277,7 @@ def read_reports() -> tuple[Report, ...]:
             entry.get("because", ""),
             tuple(entry.get("before", {}).items()),
             frozenset(entry.get("with", ())),
+            tuple(map(make_combination, entry.get("more_than", ()))),
         )
         for entry in entries
     )

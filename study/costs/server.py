@@ -52,9 +52,7 @@ def _measure(combination: Combination, folder: Path, timed_steps: int) -> dict[s
 
 
 def _measure_rank(combination: Combination, rank: int, folder: Path, timed_steps: int) -> None:
-    from study.compositions.engines import make_loop
-
-    loop = make_loop(combination, rank, folder, SIZE)
+    loop = _make_loop(combination, rank, folder)
     loop.notes_figures = False
     loop.start(seed=0)
     for step in range(1, _FIRST_STEPS + 1):
@@ -62,6 +60,15 @@ def _measure_rank(combination: Combination, rank: int, folder: Path, timed_steps
     host_s = statistics.median(_time_steps(loop, timed_steps))
     figures = {"host_s": host_s, **_watch_step(loop, _FIRST_STEPS)}
     (folder / f"figures-{rank}.json").write_text(json.dumps(figures), encoding="utf-8")
+
+
+def _make_loop(combination: Combination, rank: int, folder: Path) -> Loop:
+    from study.compositions.engines import make_loop
+    from study.costs.adapters import AdapterLoop, loads_adapters
+
+    if loads_adapters(combination):
+        return AdapterLoop(combination, rank, folder, SIZE, seed=0)
+    return make_loop(combination, rank, folder, SIZE)
 
 
 def _time_steps(loop: Loop, count: int) -> Iterator[float]:

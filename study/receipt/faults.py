@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from study.advisor.explain_combinations import stored_answer
+from study.advisor.explain_combinations import WRONG_TRAINING, is_of_cause, stored_answer
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import Finding
-from study.compositions.answers import newest_tested_stack
 from study.config.errors import UserError
 from study.receipt.document import CombinationFacts, EngineFacts, Fault, ReceiptDocument
 from study.receipt.forecast import config_case, settings_file
 from study.receipt.host_optimizer import read_host_optimizer
 from study.releases.causes import PACKAGES, known_faults
-from study.releases.judged_stack import is_same_release
 
 # Fractions of a step, of the parameters, and of a micro-batch's reductions from which something is a fault.
 WAITING_FRACTION = 0.1
@@ -119,13 +117,12 @@ def _setting_findings(receipt: ReceiptDocument) -> Sequence[Finding]:
 
 
 def _wrong_combination(receipt: ReceiptDocument, results: Sequence[Finding]) -> Iterator[Fault]:
-    """Yield combinations of settings that train something else on the release of this run."""
-    tested = newest_tested_stack()["deepspeed"]
-    release = receipt.packages.get("deepspeed")
-    if not tested or not release or not is_same_release(tested, release):
+    """Yield combinations that train something else on the releases of this run, by runs or by the source."""
+    if not receipt.packages.get("deepspeed"):
         return
     for finding in results:
-        if finding.rule == "wrong-training" and finding.kind == "conflict":
+        # Causes of `study releases` are faults by themselves.
+        if finding.rule == WRONG_TRAINING and finding.kind == "conflict" and not is_of_cause(finding):
             says = f"{finding.key}: {finding.message}"
             yield Fault(id="wrong-combination", says=says, fix=finding.fix or "run: study verify --features")
 

@@ -49,6 +49,15 @@ def test_an_engine_trains_as_one_process(session: CombinationSession, features: 
     assert (result.kind, result.says) == ("equal", "")
 
 
+def test_fp16_trains_as_one_process_where_a_cpu_has_it(session: CombinationSession) -> None:
+    result = session.run(make_combination(["zero1", "fp16"]))
+    if result.kind == "refuses":
+        assert "Type fp16 is not supported on your device" in result.says
+    else:
+        # Local gradients had the loss scale.
+        assert (result.kind, result.says) == ("equal", "")
+
+
 @pytest.mark.parametrize("features", ["zero2,accumulation", "fsdp2,accelerate,resume"])
 def test_an_engine_trains_as_one_process_from_other_weights_with_other_samples(
     session: CombinationSession, features: str

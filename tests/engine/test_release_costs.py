@@ -17,7 +17,7 @@ from study.releases.costs import changed_figures, measure_costs, read_costs, sel
 pytestmark = pytest.mark.usefixtures("one_server", "each_measured_once")
 TABLE = read_costs()
 NEWEST = TABLE.names[-1]
-COMPARED = ("zero1", "zero3,accumulation", "zero3,zero_init", "fsdp2,accelerate")
+COMPARED = ("zero1", "zero3,accumulation", "zero3,zero_init", "fsdp2,accelerate", "fsdp2,accelerate,bf16,lora")
 
 
 @pytest.fixture(scope="module")

@@ -183,7 +183,7 @@ def test_a_configuration_outside_of_the_matrix_has_the_faults_of_its_stage() -> 
     assert matrix_gap(make_receipt().engine) is None
 
 
-def test_a_combination_of_settings_that_trains_something_else_is_named_on_the_tested_release_only() -> None:
+def test_a_combination_of_settings_that_trains_something_else_is_named_on_the_releases_that_have_it() -> None:
     offload = {"device": "cpu", "pin_memory": False}
     zenflow = make_engine(2, zero={"offload_optimizer": offload, "zenflow": {"topk_ratio": 0.1}})
     fault = list_faults(make_receipt(engine=zenflow))["wrong-combination"]
@@ -191,6 +191,25 @@ def test_a_combination_of_settings_that_trains_something_else_is_named_on_the_te
     assert fault.fix == "use DeepSpeed 0.19.5 with ZenFlow, or stage 3"
     earlier = make_receipt(engine=zenflow, packages={"deepspeed": "0.19.6", "torch": "2.13.0"})
     assert "wrong-combination" not in list_faults(earlier)
+    # By the source, as `study releases` and `study explain` have it; 0.19.8 is right.
+    on_host = make_engine(2, optimizer="MuonWithAuxAdam", offload_optimizer="cpu", zero={"offload_optimizer": offload})
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "gradient_clipping": 0.0}
+    muon_engine = on_host.model_copy(update={"settings": {**(on_host.settings or {}), **muon}})
+    packages = make_receipt().packages
+    older, newest = (
+        list_faults(make_receipt(engine=muon_engine, packages={**packages, "deepspeed": release}))
+        for release in ("0.19.2", "0.19.8")
+    )
+    assert "Muon's step with the optimizer on the host is that of SGD" in older["wrong-combination"].says
+    assert "wrong-combination" not in newest
+    # A cause is a fault by itself.
+    accumulating = make_receipt(
+        engine=make_engine(1, accumulation=2),
+        packages={**packages, "deepspeed": "0.19.5"},
+        work=WorkFacts(steps=20, measured_steps=(6,), micro_batches=2, samples=2, sequence_length=64),
+    )
+    assert "divided by the accumulation steps twice" in list_faults(accumulating)["wrong-gradients"].says
+    assert "wrong-combination" not in list_faults(accumulating)
     # Whether a run resumes is not in its settings.
     nvme = make_engine(3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}})
     assert "wrong-combination" not in list_faults(make_receipt(engine=nvme))

@@ -60,6 +60,7 @@ from study.compositions.trace import STAGES, FigureTrace, LocalGradients, Place,
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.config.strategies import STUDIED_STRATEGIES
+from study.host.stacks import release_key
 from study.receipt.document import CombinationFacts
 from study.releases.causes import GRID, read_causes
 from study.releases.combinations import judge_features
@@ -71,6 +72,7 @@ from tools.clean_runs import draw_equal_runs, plan_runs
 
 REPLANTED = json.loads(compositions.RECALL.read_text(encoding="utf-8"))
 CLEAN = json.loads(compositions.CLEAN_RUNS.read_text(encoding="utf-8"))
+QUICK = json.loads(compositions.QUICK.read_text(encoding="utf-8"))
 
 
 def test_a_combination_has_one_level_of_every_row() -> None:
@@ -687,9 +689,40 @@ def test_an_interrupted_draw_goes_on_where_it_ended() -> None:
     assert plan_runs(matrix, 30, 5, rows) == {run: seed for run, seed in planned.items() if seed > 12}
 
 
+def test_the_page_names_what_is_wrong_in_the_newest_release_of_each_package() -> None:
+    matrices = [next(read_matrices()), *read_other_matrices()]
+    table = compositions._newest_releases_table(matrices)
+    newest = {
+        name: max((f"{matrix.stack[name]}".partition("+")[0] for matrix in matrices), key=release_key)
+        for name in ("deepspeed", "accelerate", "torch")
+    }
+    assert [row.split()[1] for row in table["Newest release"]] == list(newest.values())
+    wrong = {
+        match_known_finding(finding, matrices[0].stack)
+        for finding in matrices[0].findings.values()
+        if finding.kind == "differs"
+    }
+    titles = {entry.title for entry in wrong if entry is not None and entry.verdict == "wrong"}
+    # Each once; torch has none, by the runs of its newest release.
+    assert list(table["Wrong without an error"]) == [len(titles) - 5, 5, 0]
+    assert all(count > 50 for count in table["Combinations run"])
+
+
+def test_the_page_has_the_minutes_of_the_quick_design() -> None:
+    assert QUICK["stack"] == next(read_matrices()).stack
+    assert 10 <= QUICK["minutes"] < 11.5
+    assert f"{QUICK['minutes']} minutes: {QUICK['runs']} runs" in compositions.PAGE.read_text(encoding="utf-8")
+
+
+def test_a_restored_fault_of_2024_is_told_from_those_of_2025_and_2026() -> None:
+    older = [row["pull"] for row in REPLANTED["faults"] if row["pull"] in (6546, 125708, 128685)]
+    counted = compositions._recall_counts(REPLANTED)
+    assert counted["recent"] == counted["faults"] - len(older) >= 25
+
+
 def test_the_page_is_that_of_the_records() -> None:
     assert compositions.PAGE.read_text(encoding="utf-8") == compositions.page(
-        next(read_matrices()), REPLANTED, CLEAN, list(read_other_matrices())
+        next(read_matrices()), REPLANTED, CLEAN, QUICK, list(read_other_matrices())
     )
     faults_page = compositions.restored_faults_page(REPLANTED, CLEAN)
     assert compositions.RESTORED_FAULTS_PAGE.read_text(encoding="utf-8") == faults_page
@@ -1124,6 +1157,35 @@ def test_each_known_fault_names_the_packages_that_decide_it() -> None:
                 "by the source, in deepspeed 0.17.6 to before 0.19.3 (",
                 "these releases were not run; run: study verify --features zero2,muon,accumulation",
             ),
+        ),
+        *(
+            (
+                release,
+                f"{stage},config_muon,optimizer_cpu{extra}",
+                None,
+                (f": {answer}; use DeepSpeed 0.19.8 or newer", f"by the source, in deepspeed {span} (https"),
+            )
+            for stage in ("zero1", "zero2")
+            for release, extra, answer, span in (
+                (
+                    "0.19.2",
+                    "",
+                    "wrong: Muon's step with the optimizer on the host is that of SGD",
+                    "0.17.6 to before 0.19.3",
+                ),
+                (
+                    "0.19.4",
+                    "",
+                    "ends with an error: Muon refuses the optimizer on the host with reduce_scatter",
+                    "0.19.3 to before 0.19.8",
+                ),
+                (
+                    "0.19.7",
+                    ",no_reduce_scatter",
+                    "wrong: Muon's step with the optimizer on the host and without reduce_scatter is that of SGD",
+                    "0.19.3 to before 0.19.8",
+                ),
+            )
         ),
         (
             "0.18.9",

@@ -15,7 +15,7 @@ from engines import run_without_torch
 from study import cli
 from study.compositions.features import Combination, make_combination
 from study.config.errors import UserError
-from study.host.stacks import stacks
+from study.host.stacks import release_key, stacks
 from study.releases.costs import (
     COSTS,
     CombinationCost,
@@ -120,6 +120,27 @@ def test_every_change_has_a_cause_and_every_cause_a_change() -> None:
     changes = [change for package in COSTS for change in find_changes(read_costs(package))]
     assert not [change for change in changes if change.cause is None]
     assert {change.cause for change in changes} == set(read_cost_causes())
+
+
+def test_adapters_on_16_bits_need_no_more_under_fsdp2_since_accelerate_upcasts_trained_weights_alone() -> None:
+    # https://github.com/huggingface/accelerate/issues/3844, mended in 1.13.0.
+    table = read_costs("accelerate")
+    larger = {}
+    for release, costs in table.releases.items():
+        fsdp1, fsdp2 = (costs[f"{engine},accelerate,bf16,lora"] for engine in ("fsdp1", "fsdp2"))
+        larger[release] = "state" in changed_figures(fsdp1, fsdp2)
+        # A rank has half of the frozen weights, with two bytes more each.
+        assert fsdp2.figure("state") - fsdp1.figure("state") == pytest.approx(1.0 * larger[release], abs=0.02)
+        in_fp32 = [costs[f"{engine},accelerate,autocast,lora"] for engine in ("fsdp1", "fsdp2")]
+        assert "state" not in changed_figures(*in_fp32)
+    assert larger == {release: release_key(release) < release_key("1.13.0") for release in table.releases}
+    (change,) = (
+        change
+        for change in find_changes(table)
+        if change.combination.name == "fsdp2,accelerate,bf16,lora" and change.figure == "state"
+    )
+    assert change.cause is not None
+    assert change.cause.change.endswith("/pull/3848")
 
 
 def test_the_page_of_a_combination_has_its_change_and_the_cause() -> None:

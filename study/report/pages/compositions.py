@@ -31,7 +31,9 @@ from study.compositions.features import (
 from study.compositions.matrix import Matrix
 from study.compositions.session import CombinationOutcome
 from study.config.places import REPOSITORY
+from study.host.stacks import release_key
 from study.records.shares import share_upper_bound
+from study.releases.costs import CombinationCost, CostTable, changed_figures, select_table
 from study.report.document import render_markdown
 
 PAGE = REPOSITORY / "docs" / "compositions.md"
@@ -43,6 +45,12 @@ _LONGEST_MESSAGE = 160
 _INSTEAD = "Instead"
 RECALL = REPOSITORY / "reports" / "compositions" / "replanted.json"
 CLEAN_RUNS = REPOSITORY / "reports" / "compositions" / "clean.json"
+# Of tools/quick_design.py.
+QUICK = REPOSITORY / "reports" / "compositions" / "quick.json"
+# Packages whose newest releases the page judges.
+_JUDGED = {"deepspeed": "DeepSpeed", "accelerate": "Accelerate", "torch": "torch"}
+# Pull requests of early 2025, by repository: earlier numbers among the restored faults are of 2024.
+_FIRST_PULLS_OF_2025 = {"deepspeed": 6933, "accelerate": 3394, "torch": 147289}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +73,13 @@ class ExplainedFindings:
         return ", ".join(f"`{combination.name}`" for combination in self.combinations)
 
 
-def page(matrix: Matrix, recall: dict[str, Any], clean: dict[str, Any], matrices: Sequence[Matrix] = ()) -> str:
+def page(
+    matrix: Matrix,
+    recall: dict[str, Any],
+    clean: dict[str, Any],
+    quick: dict[str, Any],
+    matrices: Sequence[Matrix] = (),
+) -> str:
     """Return the page of the newest matrix, and of those with other releases of torch and Accelerate."""
     wrong = _explain_findings(matrix, "wrong")
     refused = _explain_findings(matrix, "refused")
@@ -89,6 +103,7 @@ def page(matrix: Matrix, recall: dict[str, Any], clean: dict[str, Any], matrices
         wrong_count=len(wrong),
         common_count=sum(_group_number(findings) == 0 for findings in wrong),
         wrong=list(_tables_by_group(wrong)),
+        newest=_newest_releases_table([matrix, *matrices]),
         refused=_summary_table(refused),
         by_design=_summary_table(by_design),
         cpu=_summary_table(cpu).drop(columns=_INSTEAD),
@@ -107,7 +122,42 @@ def page(matrix: Matrix, recall: dict[str, Any], clean: dict[str, Any], matrices
         **_recall_counts(recall),
         **_clean_counts(clean),
         **_minutes(matrix, recall, clean, matrices),
+        quick=quick | {"found": _count_faults(quick, wrong), **_as_text(quick, "minutes", "load")},
     )
+
+
+def _as_text(figures: Mapping[str, Any], *names: str) -> dict[str, str]:
+    return {name: format(figures[name], "g") for name in names}
+
+
+def _count_faults(quick: dict[str, Any], wrong: Iterable[ExplainedFindings]) -> int:
+    """Return how many silent faults of the page the quick design has found."""
+    return sum(findings.title in quick["wrong"] for findings in wrong)
+
+
+def _newest_releases_table(matrices: Sequence[Matrix]) -> pd.DataFrame:
+    """Return what is wrong in the newest release of each package, by the runs of that release."""
+    return pd.DataFrame([_newest_release_row(package, matrices) for package in _JUDGED])
+
+
+def _newest_release_row(package: str, matrices: Sequence[Matrix]) -> dict[str, Any]:
+    # The first among equals: the newest matrix has the most runs.
+    newest = max(matrices, key=lambda matrix: release_key(_release(matrix, package)))
+    wrong, refused = (
+        [findings for findings in _explain_findings(newest, verdict) if package in findings.entry.packages[:1]]
+        for verdict in ("wrong", "refused")
+    )
+    return {
+        "Newest release": f"{_JUDGED[package]} {_release(newest, package)}",
+        "Combinations run": sum(package in combination.packages for combination in newest.outcomes),
+        "Wrong without an error": len(wrong),
+        "With": ", ".join(f"`{findings.combinations[0].name}`" for findings in wrong) or "\N{EN DASH}",
+        "End with an error": len(refused),
+    }
+
+
+def _release(matrix: Matrix, package: str) -> str:
+    return (matrix.stack[package] or "0").partition("+")[0]
 
 
 def _minutes(
@@ -279,11 +329,38 @@ def _reports_table(matrix: Matrix) -> pd.DataFrame:
 def _outcome_of_report(report: Report, matrix: Matrix) -> str:
     """Return the outcome of a report's combination in the matrix, with its reason."""
     because = f"; {report.because}" * bool(report.because)
+    if report.more_than:
+        return f"{_memory_outcome(*report.more_than)}{because}"
     if (rule := report.combination.conflict) is not None:
         return f"not run: {rule.reason}{because}"
     answer = look_up_answer(report.combination, matrix)
     is_of_run = answer.explanation.shown_by == report.combination
     return f"{_OUTCOMES[answer.kind]}{f': {answer.explanation.why}' * is_of_run}{because}"
+
+
+def _memory_outcome(more: Combination, less: Combination) -> str:
+    """Return in which releases a combination's step needs more memory than another's, with the figures of both."""
+    table = select_table(more)
+    arises: dict[bool, list[str]] = {}
+    for release in table.names:
+        costs = table.releases[release]
+        arises.setdefault(_needs_more(costs[more.name], costs[less.name]), []).append(release)
+    parts = [
+        f"{'arises' if is_more else 'does not arise'} with {table.package} {', '.join(releases)}"
+        f" ({_memory_text(table, releases[-1], more)}; {_memory_text(table, releases[-1], less)})"
+        for is_more, releases in arises.items()
+    ]
+    return "; ".join(parts) + "; state and peak of a step in bytes a parameter, rank 0 of 2"
+
+
+def _needs_more(more: CombinationCost, less: CombinationCost) -> bool:
+    larger = {figure for figure in changed_figures(less, more) if more.figure(figure) > less.figure(figure)}
+    return bool(larger & {"state", "peak"})
+
+
+def _memory_text(table: CostTable, release: str, combination: Combination) -> str:
+    cost = table.releases[release][combination.name]
+    return f"`{combination.name}`: {cost.figure('state'):.1f} and {cost.figure('peak'):.1f}"
 
 
 _OUTCOMES = {
@@ -304,6 +381,7 @@ def _recall_counts(recall: dict[str, Any]) -> dict[str, Any]:
         "found": sum(row["found"] for row in faults),
         "located": sum(row["located"] for row in faults),
         "alarms": sum(row["alarm"] for row in faults),
+        "recent": sum(row["pull"] >= _FIRST_PULLS_OF_2025[row["package"]] for row in faults),
     }
 
 
@@ -398,7 +476,8 @@ def main() -> None:
     recall = json.loads(RECALL.read_text(encoding="utf-8"))
     clean = json.loads(CLEAN_RUNS.read_text(encoding="utf-8"))
     RESTORED_FAULTS_PAGE.write_text(restored_faults_page(recall, clean), encoding="utf-8")
-    PAGE.write_text(page(next(read_matrices()), recall, clean, list(read_other_matrices())), encoding="utf-8")
+    quick = json.loads(QUICK.read_text(encoding="utf-8"))
+    PAGE.write_text(page(next(read_matrices()), recall, clean, quick, list(read_other_matrices())), encoding="utf-8")
 
 
 if __name__ == "__main__":
