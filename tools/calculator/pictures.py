@@ -14,7 +14,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from playwright.sync_api import sync_playwright
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FOLDER = REPOSITORY / "runs" / "calculator"
 WIDTHS = (400, 1400)
-SCHEMES = ("light", "dark")
+SCHEMES: tuple[Literal["light"], Literal["dark"]] = ("light", "dark")
 FRAGMENT = "gpus=8&device=H100&model=llama-3.1-8b&seq_length=4096"
 EXPLAINED = REPOSITORY / "tests" / "data" / "hook" / "wrong.json"
 _TIMEOUT_MS = 120_000
