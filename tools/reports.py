@@ -26,6 +26,7 @@ from study.claims.ledger import committed_ledger
 from study.config.places import REPOSITORY
 from study.experiments.autopsy import page as autopsy
 from study.experiments.autopsy.contrasts import FILE as ARMS_FILE
+from study.predictor import recorded_runs
 from study.records.frames import RUNS_FILE, read_parquet
 from study.report.site import build, command
 from study.report.site.publishing import LIST, PAGES_LIST, READING
@@ -71,6 +72,9 @@ def stamp(name: str, sources: str) -> dict[str, str]:
     """Return digests of the inputs and of the files of a report."""
     folder = REPORTS / name
     records = [file for pattern in _RECORDS for file in folder.glob(pattern) if file.name not in (LIST, PAGES_LIST)]
+    if name == recorded_runs.GPU:
+        # Its virtual ranks are compared with those on CPUs.
+        records += [REPORTS / suite / RUNS_FILE for suite in recorded_runs.SUITES]
     return {"sources": sources, "records": digest(records), "files": digest(_listed_files(folder))}
 
 

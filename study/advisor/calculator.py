@@ -234,6 +234,7 @@ class Calculator:
             "findings": [finding.document for finding in case.findings],
             "peak": explain.peak_line(case),
             "costs": explain.cost_rows(explain.costs(case), details=False),
+            "costs_error": explain.costs_error(case),
             "answers": [dataclasses.asdict(answer) for answer in explain.find_answers(case)],
         }
 

@@ -604,6 +604,14 @@ def peak_line(case: ConfigCase) -> str:
     return f"peak memory of a rank, {_about(device_bytes(case.memory))}{bound}, {case.memory.moment}: {peak}"
 
 
+def costs_error(case: ConfigCase) -> str:
+    """Return the bound of memory by setting as a sentence: the bound of the peak, if peaks are validated there."""
+    if (case.memory.process_peak or case.memory.peak_reserved).high is None:
+        return "memory by setting is computed; no peak was measured that could bound it"
+    bound = rounded(device_bytes(case.memory, at_upper=True) / GIB)
+    return f"memory by setting is computed, as parts of the peak, whose 90 % bound is {bound} GiB"
+
+
 class _CostRow(NamedTuple):
     """A setting in the table of costs, with its largest size in bytes."""
 

@@ -43,11 +43,16 @@ def json_by_row(document: Mapping[str, Any]) -> str:
     lines = []
     for key, value in document.items():
         if isinstance(value, list) and value:
-            entries = ",\n  ".join(json.dumps(entry) for entry in value)
-            lines.append(f' "{key}": [\n  {entries}\n ]')
+            entries = ",\n".join(compact_json(entry) for entry in value)
+            lines.append(f'"{key}":[\n{entries}\n]')
         else:
-            lines.append(f' "{key}": {json.dumps(value)}')
+            lines.append(f'"{key}":{compact_json(value)}')
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def compact_json(value: object) -> str:
+    """Return a value as JSON without spaces."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _replace(path: Path, text: str) -> None:

@@ -23,6 +23,7 @@ from study.config.errors import UserError
 from study.config.places import install_command
 from study.config.printing import TextTable, print_page, print_result
 from study.host.stacks import package_version, release_key
+from study.records.directory import compact_json
 
 # By the package whose releases are measured, while the others are the installed ones.
 COSTS = {
@@ -121,13 +122,13 @@ class CostTable:
     def write(self, file: Path) -> None:
         # A line for each combination.
         releases = [
-            f"{json.dumps(release)}: {{\n"
-            + ",\n".join(f"{json.dumps(name)}: {json.dumps(cost.document())}" for name, cost in costs.items())
+            f"{json.dumps(release)}:{{\n"
+            + ",\n".join(f"{json.dumps(name)}:{compact_json(cost.document())}" for name, cost in costs.items())
             + "}"
             for release, costs in ((release, self.releases[release]) for release in self.names)
         ]
         head = json.dumps({"package": self.package, "packages": self.packages})[:-1]
-        text = f'{head},\n"releases": {{\n' + ",\n".join(releases) + "}}\n"
+        text = f'{head},\n"releases":{{\n' + ",\n".join(releases) + "}}\n"
         file.write_text(text, encoding="utf-8")
 
 

@@ -90,7 +90,7 @@ def test_wrong_arguments_are_refused_before_anything_starts(words: list[str], sa
 
 @pytest.mark.timeout(1300)
 def test_every_check_works_and_a_call_on_a_fresh_machine_resumes_from_the_archive(checkout: Path) -> None:
-    tiny = ("--rehearse", "--suite", "tiny.yaml", "--skip", "doctor")
+    tiny = ("--rehearse", "--suite", "tiny.yaml")
     result = call(checkout, "900", *tiny)
     log = (checkout.parent / "out" / "log.txt").read_text()
     assert result.returncode == 0, log[-3000:]
@@ -98,6 +98,8 @@ def test_every_check_works_and_a_call_on_a_fresh_machine_resumes_from_the_archiv
     assert "PASS: zero3: gradients equal those of one process in bf16; one rank exchanges nothing" in log
     for lane in ("verify_rehearsal", "fp16", "fits_single"):
         assert f"{lane}: status 0" in log
+    assert "doctor: status 0" in log
+    assert "cpu adam" in (checkout / "runs" / "quarter-rehearsal" / "doctor.txt").read_text()
     (record,) = (checkout / "runs" / "tiny-rehearsal").glob("*/sweep.json")
     assert states(checkout, "tiny-rehearsal") == ["ok"]
     assert record.parent.name in (checkout.parent / "out" / "table.txt").read_text()

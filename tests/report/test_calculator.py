@@ -789,7 +789,16 @@ def test_files_that_people_ask_about_have_the_lines_of_the_command(
     releases, subject = _split_releases(page.inner_text("#explain-subject").split("; "))
     assert len(releases) == 1
     assert {*subject} <= {*lines}
-    assert page.inner_text("#explain-peak").lower() in {line.lower() for line in lines}
+    peak = page.inner_text("#explain-peak")
+    assert peak.lower() in {line.lower() for line in lines}
+    bound = re.search(r"90 % bound ([\d.]+)", peak)
+    error = page.inner_text("#costs-error")
+    if not page.is_visible("#costs"):
+        assert error == ""
+    elif bound:
+        assert error == f"Memory by setting is computed, as parts of the peak, whose 90 % bound is {bound[1]} GiB"
+    else:
+        assert error == "Memory by setting is computed; no peak was measured that could bound it"
     assert page.locator("#explained tbody tr").count() == len(findings) > 0
     cells = page.inner_text("#explained")
     assert all(finding["message"] in cells for finding in findings)
@@ -1251,14 +1260,24 @@ def test_no_width_scrolls_sideways(page: Page, width: int) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+REFUSED = ROOT / "tests" / "data" / "hook" / "wrong.json"
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
 @pytest.mark.parametrize("width", [400, 1600])
-def test_no_explained_file_and_no_release_scrolls_the_page_sideways(page: Page, width: int, tmp_path: Path) -> None:
+def test_no_explained_file_and_no_release_scrolls_the_page_sideways(
+    page: Page, width: int, is_refused: bool, tmp_path: Path
+) -> None:
     page.set_viewport_size({"width": width, "height": 900})
     for name, text in PAIR.items():
         (tmp_path / name).write_text(text)
-    visit(page, "#model=llama-3.1-8b&releases.release=0.19.5&releases.strategy=zero2&releases.precision=fp32")
+    files = [REFUSED] if is_refused else [tmp_path / name for name in PAIR]
+    releases = "releases.release=0.19.5&releases.strategy=zero2&releases.precision=fp32"
+    # Its notes name a class of Accelerate with an argument.
+    visit(page, f"#model=llama-3.1-8b&gpus=8&device=H100&seq_length=4096&{releases}")
     page.wait_for_selector("#releases-form[data-done]")
-    give(page, *(tmp_path / name for name in PAIR))
+    # Of a refused file the line above the findings has a setting's whole name, and its table has NVMe.
+    give(page, *files)
     page.click("#table button >> nth=0")
     page.wait_for_selector("#files pre")
     page.evaluate("document.querySelectorAll('details').forEach((element) => { element.open = true; })")

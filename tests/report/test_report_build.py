@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 import psutil
 import pytest
 from matplotlib.axes import Axes
@@ -38,6 +39,7 @@ from study.sweep.plan import plan_cells
 from study.sweep.suite_file import read_suite
 from sweeps import write_suite
 from synthetic_records import write_run
+from tools.count_bytes import summary
 
 # Some of the laptop's records.
 NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")
@@ -151,6 +153,14 @@ def test_a_summary_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path,
         )
         assert before, figure
         assert before == after, advice
+
+
+def test_the_summary_of_traffic_is_rebuilt_from_its_table() -> None:
+    folder = REPOSITORY / "reports" / "traffic"
+    rows = pd.read_csv(folder / "bytes.csv")
+    assert (folder / "summary.md").read_text(encoding="utf-8") == summary(rows), (
+        "python tools/count_bytes.py --markdown"
+    )
 
 
 def test_the_reports_of_a_build_read_the_ledger_once(monkeypatch: pytest.MonkeyPatch) -> None:

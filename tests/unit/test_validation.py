@@ -50,6 +50,16 @@ def test_no_row_both_fits_a_constant_and_scores_it() -> None:
     assert len({row.url for row in fitting}) > 3
 
 
+def test_a_peak_that_is_predicted_as_state_alone_has_no_ratio() -> None:
+    scores = score_all()
+    before, _ = report._above_state_ratios(scores)
+    changed = scores.copy()
+    first = before.index[0]
+    changed.loc[first, "predicted_peak_gib"] = changed.loc[first, "state_gib"]
+    after, _ = report._above_state_ratios(changed)
+    assert after.to_dict() == before.drop(first).to_dict()
+
+
 def test_arithmetic_rejects_impossible_rows() -> None:
     row = next(row for row in COUNTED if row.step_s and row.peak_bytes)
     fast = dataclasses.replace(row, step_s=(row.step_s or 0) / 1000)

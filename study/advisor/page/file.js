@@ -153,13 +153,14 @@ async function explain(files, formWords, own) {
   form.dataset.done = String(question);
 }
 
-function show({ first_line: verdict, subject, findings, peak, costs, answers }, lines) {
+function show({ first_line: verdict, subject, findings, peak, costs, costs_error: costsError, answers }, lines) {
   at("explain-status").textContent = verdict;
   at("explain-subject").textContent = subject.join("; ");
   at("explained").replaceChildren(findings.length ? findingsTable(findings, lines) : made("p", "Every setting takes effect."));
-  at("explain-peak").textContent = `${peak[0].toUpperCase()}${peak.slice(1)}`;
+  at("explain-peak").textContent = sentence(peak);
   at("costs").hidden = !costs.length;
   at("costs").replaceChildren(...(costs.length ? [costsTable(costs)] : []));
+  at("costs-error").textContent = costs.length ? sentence(costsError) : "";
   at("answers").replaceChildren(...answers.flatMap(({ question, short, because }) => [
     made("dt", question), made("dd", short), ...because.map((text) => {
       const reason = made("dd", text);
@@ -168,6 +169,10 @@ function show({ first_line: verdict, subject, findings, peak, costs, answers }, 
     }),
   ]));
   at("explain-answer").hidden = false;
+}
+
+function sentence(text) {
+  return `${text[0].toUpperCase()}${text.slice(1)}`;
 }
 
 // A table whose columns are named; those of `texts` are aligned to the left.

@@ -298,7 +298,8 @@ def _above_state_ratios(scores: pd.DataFrame, kind: str = "published") -> tuple[
     published = by_origin(scores)[kind]
     rows = published[published["use_memory"] == "score"]
     above, predicted = (rows[name] - rows["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
-    return (above / predicted).dropna(), page(rows)
+    # A prediction of no more than the state has no ratio.
+    return (above / predicted.where(predicted > 0)).dropna(), page(rows)
 
 
 def errors_by(scores: pd.DataFrame, column: str) -> pd.DataFrame:

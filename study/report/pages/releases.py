@@ -116,9 +116,14 @@ def _muon_cells(records: Records) -> list[ReleaseCell]:
 
 
 def read_control() -> list[Row]:
-    """Return the rows of the bare control; the file has a table for each set of columns."""
+    """Return the rows of the bare control; the file has a table for each set of columns, in groups of one stack."""
     tables = json.loads((REPORT / BARE).read_text(encoding="utf-8"))
-    return [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]]
+    return [
+        dict(zip((*table["common"], *table["columns"]), (*group["common"], *row), strict=True))
+        for table in tables
+        for group in table["groups"]
+        for row in group["rows"]
+    ]
 
 
 def details(records: Records, control: Sequence[Row]) -> str:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from study.records.frames import Records
 from study.report.document import Answer, Question, Table
 from study.report.facts import ClaimRow
-from study.report.questions import fits, loss, memory, releases, runs, scaling, time, virtual
+from study.report.questions import fits, gpu_ranks, loss, memory, releases, runs, scaling, time, virtual
 from study.virtual.summaries import setting_pairs
 
 QUESTIONS: tuple[Question, ...] = (
     releases.QUESTION, loss.QUESTION, time.ADVICE, memory.MEMORY, time.TIME, memory.TRAFFIC,
     memory.OFFLOAD, scaling.RANKS, scaling.NODES, memory.NEIGHBOURS, scaling.BATCH_SIZE, scaling.MODEL_SIZE,
-    time.PROFILE, fits.QUESTION, virtual.TUNING, virtual.LORA, virtual.TABLE1, virtual.SETTINGS, virtual.LAYERS,
-    runs.REMAINING, runs.CLAIMS, runs.RUNS,
+    time.PROFILE, fits.QUESTION, virtual.TUNING, virtual.LORA, virtual.TABLE1, virtual.SETTINGS, gpu_ranks.QUESTION,
+    virtual.LAYERS, runs.REMAINING, runs.CLAIMS, runs.RUNS,
 )  # fmt: skip
 TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, table in question.tables.items()}
 
