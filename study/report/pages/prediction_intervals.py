@@ -122,7 +122,11 @@ def coverage_table(scores: pd.DataFrame) -> pd.DataFrame:
     """Return how many figures of a page lie within the intervals of all other pages; each page counts the same."""
     lines = [_kind_line(scores, kind, figure) for kind in get_args(Kind) for figure in get_args(PublishedFigure)]
     setups, _ = _setup_ratios()
-    for figure, pairs in (("above_state", held_out_pairs("peak")), ("step_s", _plain_step_pairs())):
+    pairs_of: dict[PublishedFigure, list[SetupPair]] = {
+        "above_state": held_out_pairs("peak"),
+        "step_s": _plain_step_pairs(),
+    }
+    for figure, pairs in pairs_of.items():
         ratios, errors = setups[f"calibrated_{figure}"], pd.Series([pair.error for pair in pairs])
         line = _coverage_line("full", figure, ratios, ratios)
         lines.append({"kind": "measured setup", "figure": _TITLES[figure], **_error_cells(errors, ratios[1]), **line})
