@@ -31,6 +31,7 @@ from study.config.text import rounded
 from study.host.memory import GIB
 from study.predictor import time as timing
 from study.predictor.hardware import Hardware
+from study.predictor.intervals import Ends, ends_text
 from study.predictor.memory import estimate_host_peak, least_device_bytes, predict_memory
 from study.predictor.request import (
     DEFAULT_TRAINER,
@@ -199,18 +200,12 @@ class Option:
         return self.time.tokens_per_s_per_gpu.value * self.request.box.ranks if self.time else 0.0
 
     @property
-    def offload_speeds(self) -> tuple[float, float]:
-        """Ends of the throughput of a strategy with offload that fits, by the time of the host's Adam."""
-        assert self.time is not None
-        return timing.offload_speeds(self.request, self.time.step_s.value, self.tokens_per_s)
-
-    @property
-    def speed_ends(self) -> tuple[float, float] | None:
-        """Ends of the throughput of all ranks; None if no measurement validated them."""
+    def speed_ends(self) -> Ends | None:
+        """Ends of the throughput of all ranks; None if too few measurements validate it."""
         return None if self.time is None else timing.speed_ends(self.request, self.time)
 
     @property
-    def cost_ends(self) -> tuple[float, float] | None:
+    def cost_ends(self) -> Ends | None:
         """Ends of the cost of a million tokens, from those of the throughput; None without a price or without those."""
         cost, ends = self.cost_per_million_tokens, self.speed_ends
         if cost is None or ends is None:
@@ -371,11 +366,8 @@ def speed_gap(option: Option, base: Option) -> float:
 
 
 def speed_range(option: Option) -> str:
-    """Return the ends of the speed of all ranks in brackets; nothing if no measurement validated them."""
-    if option.speed_ends is None:
-        return ""
-    causes = timing.range_causes(option.request) if option.request.strategy.offloads else ""
-    return f" ({' to '.join(map(rounded, option.speed_ends))}{causes})"
+    """Return the ends of the speed of all ranks in brackets, or that it is not known within a factor of 2."""
+    return ends_text(option.tokens_per_s, option.speed_ends, causes=timing.range_causes(option.request))
 
 
 def speed_text(option: Option, base: Option) -> str:
@@ -1176,11 +1168,13 @@ def offload_line(advice: Advice) -> str | None:
     peak, usual_peak = (rounded(timing.device_bytes(item) / GIB) for item in (memory, best.memory))
     bound = rounded(timing.device_bytes(memory, at_upper=True) / GIB)
     host, usual_host = (rounded(item.host_peak.value / GIB) for item in (memory, best.memory))
-    speeds = " to ".join(f"{speed / best.tokens_per_s:.0%}" for speed in option.offload_speeds)
+    speed, ends = option.tokens_per_s / best.tokens_per_s, option.speed_ends
+    relative_ends = ends and (ends[0] / best.tokens_per_s, ends[1] / best.tokens_per_s)
     return (
         f"{start} the same micro-batch takes {peak} GiB of a GPU (90 % bound {bound}) instead of {usual_peak}"
         f" ({_bound_text(best)}), and {host} GiB of a node's host memory instead of {usual_host}; with"
-        f" {workload_text(option.request)} it has {speeds} of the speed"
+        f" {workload_text(option.request)} it has {speed:.0%} of the speed"
+        f"{ends_text(speed, relative_ends, lambda end: f'{end:.0%}')}"
     )
 
 

@@ -42,6 +42,7 @@ from study.host.memory import GIB
 from study.predictor.calibration import PredictedRun, calibration_lines, run_document
 from study.predictor.communication import network_notes, pcie_notes
 from study.predictor.hardware import Hardware, HardwareFlags, pair_notes, parse_int, real
+from study.predictor.intervals import figure_document
 from study.predictor.models import model_shape
 from study.predictor.request import Request
 from study.predictor.shape import resolve_lengths, trained_text
@@ -53,6 +54,7 @@ from study.predictor.time import (
     host_limit,
     lora_note,
     max_offload_slowdown,
+    step_ends,
     unvalidated_notes,
     usable_bytes,
 )
@@ -383,12 +385,12 @@ def entry(option: Option) -> dict[str, Any]:
         "loads_in_16_bits": request.pure or request.loads_16_bits,
         "sync_each_batch": request.sync_each_batch,
         "device_bytes": device_bytes(memory),
-        "peak_reserved": dataclasses.asdict(memory.peak_reserved),
+        "peak_reserved": figure_document(memory.peak_reserved),
         "device_parts": dict(memory.device_parts),
         "host_bytes_per_node": dataclasses.asdict(memory.host_peak),
         "nvme_bytes_per_node": memory.nvme,
         "tokens_per_s": option.tokens_per_s,
-        "step_s": time and dataclasses.asdict(time.step_s),
+        "step_s": time and figure_document(time.step_s, step_ends(request, time)),
         "mfu": time and time.mfu,
         "cost_per_million_tokens": option.cost_per_million_tokens,
         "deepspeed": request.strategy.deepspeed,
@@ -498,12 +500,11 @@ def _verdict(advice: Advice) -> str:
     figures = [f"{peak} of {rounded(usable_bytes(request.box) / GIB)} GiB (90 % bound {bound})"]
     if not best.is_safe:
         figures.append("may not fit")
-    is_measured = request.correction is not None and request.correction.find_measured_factor(request) is not None
     if host := predict_command.host_text(request, memory):
         figures.append(host)
     if memory.nvme:
         figures.append(f"{rounded(memory.nvme / GIB)} GiB on NVMe")
-    if is_measured:
+    if predict_command.is_measured(request):
         figures.append(f"{rounded(best.tokens_per_s)} tokens/s, as measured")
     else:
         figures.append(f"about {rounded(best.tokens_per_s)} tokens/s{advise.speed_range(best)}, predicted")

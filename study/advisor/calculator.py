@@ -30,8 +30,9 @@ from study.config.places import PACKAGE
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import box_notices, known_devices
+from study.predictor.intervals import NOT_KNOWN, describe_error, is_known
 from study.predictor.models import UnknownModel
-from study.predictor.time import describe_error, device_bytes, usable_bytes
+from study.predictor.time import device_bytes, usable_bytes
 from study.releases.causes import GRID, Cause
 from study.releases.combinations import answer_features
 from study.releases.judge import (
@@ -317,7 +318,7 @@ def _version() -> str:
 
 def _row(option: advise.Option) -> dict[str, Any]:
     """Return an option as `study advise --json` does, with its 90 % bound, the bytes that one rank sends, and the ends
-    of its speed and cost."""
+    of its speed and cost or that these are not known well enough."""
     return {
         **advise_command.entry(option),
         "bound_bytes": device_bytes(option.memory, at_upper=True),
@@ -326,4 +327,5 @@ def _row(option: advise.Option) -> dict[str, Any]:
         # Of an offload those of the slowest and the fastest host that published pages have.
         "speed_ends": option.speed_ends,
         "cost_ends": option.cost_ends,
+        "not_known": NOT_KNOWN if option.fits and not is_known(option.tokens_per_s, option.speed_ends) else None,
     }

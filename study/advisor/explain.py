@@ -45,12 +45,13 @@ from study.host.memory import GIB, MIB
 from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, leaving_bytes, network_notes, sent_bytes
 from study.predictor.constants import FITTED
 from study.predictor.hardware import ANY_DEVICE, Hardware, HardwareFlags, parse_int
+from study.predictor.intervals import figure_document
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
 from study.predictor.shape import USUAL_LENGTH, ModelShape, resolve_lengths, trained_text
 from study.predictor.state import persistent_params, sub_groups
-from study.predictor.time import device_bytes, excess_on_host, fits, predict_time, usable_bytes, why
+from study.predictor.time import device_bytes, excess_on_host, fits, predict_time, step_ends, usable_bytes, why
 from study.predictor.zero3_gathers import simulate_gathers
 from study.workloads.presets import find_preset
 
@@ -427,8 +428,22 @@ def _document(case: ConfigCase) -> dict[str, Any]:
         "findings": [finding.document for finding in case.findings],
         "combination": combination.document if combination is not None else None,
         "answers": [dataclasses.asdict(answer) for answer in find_answers(case)],
-        "memory": dataclasses.asdict(memory),
+        "memory": predict_command.memory_document(memory),
+        "step_s": _step_document(case),
     }
+
+
+def _step_document(case: ConfigCase) -> dict[str, Any] | None:
+    """Return the step with its ends; None if it is not predicted."""
+    if not _is_timed(case):
+        return None
+    time = predict_time(case.request)
+    return figure_document(time.step_s, step_ends(case.request, time))
+
+
+def _is_timed(case: ConfigCase) -> bool:
+    """Whether a step time is predicted."""
+    return case.request.box.device is not ANY_DEVICE and not case.memory.missing and not has_features(case.request)
 
 
 def _verdict(case: ConfigCase) -> str:
@@ -772,7 +787,7 @@ def _offload_costs(case: ConfigCase) -> Iterator[SettingCost]:
 
 def find_answers(case: ConfigCase) -> Iterator[Explanation]:
     """Yield the answers to the frequent questions that apply to this case."""
-    if case.request.box.device is not ANY_DEVICE and not case.memory.missing and not has_features(case.request):
+    if _is_timed(case):
         yield _explain_time(case)
     if case.stage in (1, 2) and case.data_ranks > 1:
         yield _compare_stages(case, 1, 2)
@@ -790,11 +805,10 @@ def find_answers(case: ConfigCase) -> Iterator[Explanation]:
 
 def _explain_time(case: ConfigCase) -> Explanation:
     """Name the parts of a step's time, and the time with a lower stage or without an offload."""
-    request, (time, text) = case.request, _time_text(case)
+    request, (time, text) = case.request, _time_text(case, has_ends=True)
     parts = sorted(time.parts.items(), key=lambda part: -part[1])
     shares = [f"{name.replace('_', ' ')} {rounded_seconds(size)}" for name, size in parts if size > parts[0][1] / 50]
-    by_host = predict_command.offload_range_text(request, time.step_s.value)
-    short = f"{text}{by_host}: {', '.join(shares)}"
+    short = f"{text}: {', '.join(shares)}"
     short += "".join(f"; {alternative}" for alternative in _other_times(case, time.step_s.value))
     short += "".join(f"; {note}" for note in network_notes(request.box))
     because = list(time.notes[1:])
@@ -842,12 +856,14 @@ def _expert_tokens_bytes(request: Request) -> float:
     return states * exchanges * (request.box.ranks - 1) / request.box.ranks
 
 
-def _time_text(case: ConfigCase) -> tuple[StepTime, str]:
-    time, sent = predict_time(case.request), sent_bytes(case.request)
+def _time_text(case: ConfigCase, *, has_ends: bool = False) -> tuple[StepTime, str]:
+    request = case.request
+    time, sent = predict_time(request), sent_bytes(request)
     sends = f" and {rounded(sent / 1e9)} GB sent by a rank" if sent else ""
-    if sent and case.request.box.nodes > 1:
-        sends += f" ({rounded(leaving_bytes(case.request) / 1e9)} leave each node)"
-    return time, f"{rounded_seconds(time.step_s.value)}{sends}"
+    if sent and request.box.nodes > 1:
+        sends += f" ({rounded(leaving_bytes(request) / 1e9)} leave each node)"
+    ends = predict_command.step_range_text(request, time) if has_ends else ""
+    return time, f"{rounded_seconds(time.step_s.value)}{ends}{sends}"
 
 
 def _explain_loading(case: ConfigCase) -> Iterator[Explanation]:

@@ -29,6 +29,7 @@ from study.predictor.calibration import PredictedRun, calibration_lines, run_doc
 from study.predictor.communication import leaving_bytes, predict_payload, sent_bytes
 from study.predictor.families import FAMILIES
 from study.predictor.hardware import BOX_NAMES, WHICH_TFLOPS, Hardware, HardwareFlags, parse_int
+from study.predictor.intervals import Ends, ends_text, estimate, figure_document
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import (
@@ -44,13 +45,13 @@ from study.predictor.shape import ModelShape, resolve_lengths, trained_text
 from study.predictor.state import checkpoint_bytes, engine_refusal, quantization_refusal
 from study.predictor.time import (
     device_bytes,
-    estimate,
     excess_on_host,
     fits,
     host_limit,
-    offload_range,
     predict_time,
     range_causes,
+    speed_ends,
+    step_ends,
     usable_bytes,
     why,
 )
@@ -540,13 +541,36 @@ def _document(
         "fits": None if memory.missing else fits(memory, request.box),
         "missing": memory.missing,
         "device_bytes": device_bytes(memory),
-        "memory": dataclasses.asdict(memory),
+        "memory": memory_document(memory),
         "traced_activation_bytes": traced,
-        "time": dataclasses.asdict(time) if _is_timed(request, memory) else None,
+        "time": time_document(request, time) if _is_timed(request, memory) else None,
         "training": total and total.document,
         "measured": [run_document(run) for run in runs],
         **_sent_document(request),
     }
+
+
+def memory_document(memory: MemoryUse) -> dict[str, Any]:
+    """Return predicted memory with the ends of each figure."""
+    document = dataclasses.asdict(memory)
+    figures = {name: getattr(memory, name) for name in document}
+    return document | {
+        name: figure_document(figure) for name, figure in figures.items() if isinstance(figure, Estimate)
+    }
+
+
+def time_document(request: Request, time: StepTime) -> dict[str, Any]:
+    """Return a predicted step with its ends, which with offload are those of published hosts."""
+    return {
+        **dataclasses.asdict(time),
+        "step_s": figure_document(time.step_s, step_ends(request, time)),
+        "tokens_per_s_per_gpu": figure_document(time.tokens_per_s_per_gpu, _speed_ends_of_gpu(request, time)),
+    }
+
+
+def _speed_ends_of_gpu(request: Request, time: StepTime) -> Ends | None:
+    ends, ranks = speed_ends(request, time), request.box.ranks
+    return ends and (ends[0] / ranks, ends[1] / ranks)
 
 
 def _sent_document(request: Request) -> dict[str, Any]:
@@ -598,11 +622,16 @@ def host_text(request: Request, memory: MemoryUse) -> str:
     return f"{needed} of {host_limit(request.box)} GiB on the host"
 
 
-def offload_range_text(request: Request, step_s: float) -> str:
-    """Return the ends of a step with its optimizer on the host, in parentheses; nothing without such a step."""
-    if (span := offload_range(request, step_s)) is None:
+def step_range_text(request: Request, time: StepTime) -> str:
+    """Return the ends of a step in brackets, or that it is not known well enough; nothing of a measured one."""
+    if is_measured(request):
         return ""
-    return f" ({rounded_seconds(span[0])} to {rounded_seconds(span[1])}{range_causes(request)})"
+    return ends_text(time.step_s.value, step_ends(request, time), rounded_seconds, range_causes(request))
+
+
+def is_measured(request: Request) -> bool:
+    """Whether the step of this configuration was measured."""
+    return request.correction is not None and request.correction.find_measured_factor(request) is not None
 
 
 def _host_need(request: Request, memory: MemoryUse) -> str:
@@ -640,16 +669,10 @@ def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
         return f"{need}; predicted"
     if has_features(request):
         return f"{need}; no step time; predicted"
-    step, interval, source = time.step_s, "", "predicted"
-    if request.correction is not None and request.correction.find_measured_factor(request) is not None:
-        source = "as measured"
-    elif step.low is not None and step.high is not None:
-        interval = f" ({rounded_seconds(step.low)} to {rounded_seconds(step.high)})"
-    else:
-        interval = offload_range_text(request, step.value)
+    speed, rank = rounded(time.tokens_per_s_per_gpu.value), "rank" if box.is_cpu_only else "GPU"
     return (
-        f"{need}; about {rounded_seconds(step.value)} a step{interval},"
-        f" {rounded(time.tokens_per_s_per_gpu.value)} tokens/s per {'rank' if box.is_cpu_only else 'GPU'}; {source}"
+        f"{need}; about {rounded_seconds(time.step_s.value)} a step{step_range_text(request, time)},"
+        f" {speed} tokens/s per {rank}; {'as measured' if is_measured(request) else 'predicted'}"
     )
 
 
@@ -782,7 +805,7 @@ def _intervals(request: Request, memory: MemoryUse, time: StepTime) -> TextTable
         if figure is not None:
             rows.append((title, *_with_interval(figure, functools.partial(_in_unit, size))))
     if _is_timed(request, memory):
-        rows.append(("step", *_with_interval(time.step_s, rounded_seconds)))
+        rows.append(("step", rounded_seconds(time.step_s.value), step_range_text(request, time).lstrip()))
     return TextTable(("", "", ""), rows, indent=2)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from study.config.errors import UserError
 from study.config.text import rounded
 from study.predictor import time as timing
+from study.predictor.intervals import Ends, ends_text, is_known
 from study.predictor.request import Request, StepTime
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -72,8 +73,8 @@ class WholeTraining:
     amount: Amount
     steps: int
     seconds: float
-    # Ends of the seconds, by those of a step; None if no measurement validated them.
-    ends: tuple[float, float] | None
+    # Ends of the seconds, by those of a step; None if too few measurements validate it.
+    ends: Ends | None
     gpus: int
     price_per_gpu_hour: float | None = None
 
@@ -114,11 +115,8 @@ class WholeTraining:
         return f"{self.amount}: {', '.join(figures)}"
 
     def _range(self, factor: float) -> str:
-        """Return the ends of the seconds times a factor in brackets, with a leading blank; empty without them."""
-        if self.ends is None:
-            return ""
-        low, high = (rounded(end * factor) for end in self.ends)
-        return f" ({low} to {high})"
+        """Return the ends of the seconds times a factor in brackets, or that they are not known well enough."""
+        return ends_text(self.seconds, self.ends, lambda seconds: rounded(seconds * factor))
 
     @property
     def document(self) -> dict[str, Any]:
@@ -128,6 +126,7 @@ class WholeTraining:
             "steps": self.steps,
             "seconds": self.seconds,
             "seconds_ends": self.ends,
+            "within_factor_2": is_known(self.seconds, self.ends),
             "gpu_hours": self.gpu_hours,
             "price": self.price,
         }

@@ -15,11 +15,12 @@ from study.config.errors import UserError
 from study.config.precisions import computing_type
 from study.config.text import rounded, rounded_seconds
 from study.host.memory import GIB
+from study.predictor.intervals import SINGLE_ERROR
 from study.predictor.memory import predict_memory
 from study.predictor.micro_batch import model_flops
 from study.predictor.request import Configuration, MemoryUse, Request, SetupCorrection
 from study.predictor.state import predict_state
-from study.predictor.time import SINGLE_ERROR, fits, predict_time, why
+from study.predictor.time import fits, predict_time, why
 
 # Programs pad vocabularies and shorten positions: a model whose parameters differ by less than this is the same.
 _SAME_MODEL = 0.05

@@ -17,11 +17,11 @@ from study.predictor.activations import Activations, returns_fp32
 from study.predictor.adapters import dora_saved_weights, dora_temporaries
 from study.predictor.allocator import cublas_workspace_bytes, unsplit_bytes
 from study.predictor.buckets import Snapshot, gradient_snapshots, has_tied_gradients, standing_bucket
+from study.predictor.intervals import estimate, interval_name, kind_of_training
 from study.predictor.losses import WITHOUT_LOGITS
 from study.predictor.micro_batch import missing_figures, predict_activations
 from study.predictor.request import BESIDE, FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
 from study.predictor.shape import ModelShape
-from study.predictor.time import estimate
 from study.predictor.zero3_gathers import GatherTrace, module_call_order, reference_gathers, simulate_gathers
 
 # Libraries with a CPU build of torch: resident memory after three steps of a model of width 16 and depth 1,
@@ -388,8 +388,7 @@ def _peak_estimate(request: Request, size: float, excess: float, exact: float) -
         return Estimate(size)
     correction, corrected = request.correction, size + excess
     if correction is None or not correction.excesses:
-        has_adapters = request.shape.lora_rank is not None
-        usual = estimate("adapters_above_state" if has_adapters else "above_state", corrected, exact)
+        usual = estimate(interval_name(kind_of_training(request), "above_state"), corrected, exact)
         return _at_most_the_device(request, usual)
     if correction.has_measured_peak(request):
         return Estimate(corrected, corrected, corrected)

@@ -198,6 +198,11 @@ class SetupCorrection:
             return self.offload_step_factor
         return self.step_factor or 1.0
 
+    def corrects_step(self, request: Request) -> bool:
+        """Whether a step of the request's setup was measured, of which with offload another one with it counts too."""
+        has_offload = request.offloads and self.offload_step_factor is not None
+        return has_offload or self.step_factor is not None or self.launch_factor is not None
+
     def has_measured_peak(self, request: Request) -> bool:
         """Whether the peak of a request was measured."""
         return request.configuration in dict(self.measured_excesses)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Literal
 
 from study.config.precisions import computing_type
 from study.config.text import rounded, rounded_seconds
-from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.adapters import LAYER_OPERATORS, adapter_operators
 from study.predictor.communication import (
@@ -22,6 +19,14 @@ from study.predictor.communication import (
 )
 from study.predictor.constants import FITTED, Constants
 from study.predictor.hardware import Device, Hardware, pair_notes
+from study.predictor.intervals import (
+    TIMED_DEVICES,
+    Ends,
+    estimate,
+    few_ratios,
+    interval_name,
+    kind_of_training,
+)
 from study.predictor.micro_batch import hardware_flops, model_flops
 from study.predictor.passes import MEASURED_OVER_PEAK, passes_s, unit_waits_s
 from study.predictor.request import BESIDE, Estimate, MemoryUse, Offload, Request, SetupCorrection, StepTime
@@ -123,17 +128,11 @@ def _upper_or_value(figure: Estimate, upper: bool) -> float:
     return max(figure.value, figure.high or 0.0) if upper else figure.value
 
 
-FILE = Path(__file__).with_name("intervals.yaml")
-_INTERVALS = load_package_yaml(FILE.read_text(encoding="utf-8"))
-# Logarithm up to which an error of a step time is that of a single configuration, and not of its setup.
-SINGLE_ERROR = float(_INTERVALS.get("single_error", 0.0))
-
-
 def max_offload_slowdown(correction: SetupCorrection | None = None) -> float:
     """Largest measured over predicted step time with offload, in general or after a measured step with offload."""
     is_measured = correction is not None and correction.offload_step_factor is not None
-    row = _INTERVALS.get("calibrated_offload_step_s" if is_measured else "offload_step_s", {})
-    return float(row.get("high", math.inf))
+    row = few_ratios("calibrated_offload_step_s" if is_measured else "offload_step_s")
+    return math.inf if row is None else row["high"]
 
 
 # Rates of the host's Adam on published pages, in GB/s of the bytes that it moves: of the slowest rank, with clipping
@@ -146,7 +145,7 @@ _FASTEST_HOST_GB_PER_S = 177.6
 SLOW_DISK_GB_PER_S = (0.76, 0.26)
 
 
-def offload_range(request: Request, step_s: float) -> tuple[float, float] | None:
+def offload_range(request: Request, step_s: float) -> Ends | None:
     """Return the ends between which a step with its optimizer on the host lies: Adam at the slowest and the fastest
     published rate, unless the host's is given, NVMe down to a slow disk's, unless its rates are given, and the rest by
     the interval of other steps. None without offload, or if a step with offload was measured."""
@@ -156,9 +155,8 @@ def offload_range(request: Request, step_s: float) -> tuple[float, float] | None
     if is_measured or not is_on_host:
         return None
     factor = correction.find_step_factor(request)
-    is_calibrated = bool(correction.step_factor or correction.launch_factor)
     rest_s = step_s - _host_optimizer_s(request, FITTED, factor)
-    rest = estimate("calibrated_step_s" if is_calibrated else "step_s", rest_s)
+    rest = estimate(_step_interval_name(request, "step_s"), rest_s)
     if rest.low is None or rest.high is None:
         return None
     rate = request.box.host_memory_gb_per_s
@@ -182,53 +180,37 @@ def slow_disk_s(request: Request) -> float:
 
 
 def range_causes(request: Request) -> str:
-    """Return the causes of the range of a step with offload, such as " by its host"; empty if both are given."""
+    """Return the causes of the range of a step with offload, such as " by its host"; empty without an offload, and if
+    both are given or one such step was measured."""
+    correction = request.correction or SetupCorrection()
+    if not request.offloads or correction.offload_step_factor is not None:
+        return ""
     causes = ["host"] * (request.box.host_memory_gb_per_s is None)
     causes += ["NVMe"] * (slow_disk_s(request) > 0)
     return f" by its {' and '.join(causes)}" if causes else ""
 
 
-def offload_speeds(request: Request, step_s: float, speed: float) -> tuple[float, float]:
-    """Return the ends of a predicted speed of a step with offload, from those of its time."""
-    span = offload_range(request, step_s)
-    if span is None:
-        return speed / max_offload_slowdown(request.correction), speed
-    return speed * step_s / span[1], speed * step_s / span[0]
+def step_ends(request: Request, time: StepTime) -> Ends | None:
+    """Return the ends of a step: of the errors of its kind of training, or of published hosts with offload. None if too
+    few measurements validate it."""
+    step = time.step_s
+    if request.offloads and step.low is None:
+        has_measured_offload = request.correction is not None and request.correction.offload_step_factor is not None
+        if not has_measured_offload:
+            return offload_range(request, step.value)
+        step = estimate(_step_interval_name(request, "step_s"), step.value)
+    return None if step.low is None or step.high is None else (step.low, step.high)
 
 
-def speed_ends(request: Request, time: StepTime) -> tuple[float, float] | None:
-    """Return the ends of the throughput of all ranks; None if no measurement validated them."""
+def speed_ends(request: Request, time: StepTime) -> Ends | None:
+    """Return the ends of the throughput of all ranks; None if too few measurements validate it."""
     speed, ranks = time.tokens_per_s_per_gpu, request.box.ranks
-    if request.strategy.offloads:
-        return offload_speeds(request, time.step_s.value, speed.value * ranks)
-    return None if speed.low is None or speed.high is None else (speed.low * ranks, speed.high * ranks)
-
-
-def estimate(figure: str, value: float, certain: float = 0.0) -> Estimate:
-    """Add an interval to a value, except its exact part `certain`; no interval if the figure was not validated.
-
-    It contains the value: a measurement equal to its prediction is within the stated error, also of a figure that is
-    mostly predicted too low, as peaks of adapters.
-    """
-    if (row := _INTERVALS.get(figure)) is None:
-        return Estimate(value)
-    factors = min(row["low"], 1.0), max(row["high"], 1.0)
-    return Estimate(value, *(certain + (value - certain) * factor for factor in factors))
-
-
-def describe_error(figure: Literal["sent", "host", "nvme"]) -> dict[str, str]:
-    """Return how far a predicted figure was off, and over which records."""
-    if figure == "host":
-        row = _INTERVALS["host_error"]
-        median, worst = 100 * row["median"], round(100 * row["worst"])
-        return {
-            "size": f"\u00b1\u00a0{median:.1f}\u00a0%, worst {worst}\u00a0%",
-            "of": f"median of {row['rows']} runs on one GPU",
-        }
-    row = _INTERVALS[figure]
-    # Its ends have three digits.
-    spread = max(1 - row["low"], row["high"] - 1) + 0.0005
-    return {"size": f"\u00b1\u00a0{100 * spread:.2f}\u00a0%", "of": f"80 % of {row['rows']} runs on CPUs"}
+    if speed.low is not None and speed.high is not None:
+        return speed.low * ranks, speed.high * ranks
+    if (ends := step_ends(request, time)) is None:
+        return None
+    tokens = speed.value * ranks * time.step_s.value
+    return tokens / ends[1], tokens / ends[0]
 
 
 # torch's foreach AdamW: 80 bytes of traffic per parameter, and clipping 12.
@@ -413,13 +395,9 @@ def _uncorrected(request: Request, constants: Constants) -> StepTime:
     return predict_time(dataclasses.replace(request, correction=None), constants=constants)
 
 
-# Devices with published or own step times.
-_TIMED_DEVICES = frozenset(_INTERVALS.get("timed_devices", ()))
-
-
 def _lacks_times(box: Hardware) -> bool:
     """Whether no step of a GPU of the table was measured."""
-    return bool(box.device.names) and not box.is_cpu_only and box.device.name not in _TIMED_DEVICES
+    return bool(box.device.names) and not box.is_cpu_only and box.device.name not in TIMED_DEVICES
 
 
 def unvalidated_notes(box: Hardware) -> Iterator[str]:
@@ -428,19 +406,37 @@ def unvalidated_notes(box: Hardware) -> Iterator[str]:
         yield f"no measured step on {box.device.name} validates this time"
 
 
+# Of names of intervals of measured setups.
+_CALIBRATED = "calibrated_"
+
+
 def _time_estimate(request: Request, figure: str, value: float) -> Estimate:
     """Return a time or a speed with its interval; without one if published figures of its kind do not give it."""
-    shape, correction = request.shape, request.correction
+    correction = request.correction
     if correction is not None and correction.find_measured_factor(request) is not None:
         return Estimate(value, value, value)
-    # Published times with offload are too few and too scattered, as are those with tensor parallelism.
-    if request.offloads or request.tensor_group is not None:
+    # Its ends are those of hosts: `step_ends`.
+    return Estimate(value) if request.offloads else _device_time_estimate(request, figure, value)
+
+
+def _device_time_estimate(request: Request, figure: str, value: float) -> Estimate:
+    """Return a time or a speed of the device with the interval of the setup if it was measured, or else of its kind of
+    training."""
+    # Published times with tensor parallelism are too few.
+    if request.tensor_group is not None:
         return Estimate(value)
-    if correction is not None and (correction.step_factor or correction.launch_factor):
-        return estimate(f"calibrated_{figure}", value)
-    # With LoRA, or with several GPUs but no NVLink, there are none that were predicted before they were known.
-    is_known = not (shape.lora_rank or request.box.uses_pcie_links or shape.is_traced or _lacks_times(request.box))
-    return estimate(figure, value) if is_known else Estimate(value)
+    name = _step_interval_name(request, figure)
+    # With several GPUs but no NVLink there are none of full training.
+    is_unvalidated = request.box.uses_pcie_links or request.shape.is_traced or _lacks_times(request.box)
+    return Estimate(value) if is_unvalidated and not name.startswith(_CALIBRATED) else estimate(name, value)
+
+
+def _step_interval_name(request: Request, figure: str) -> str:
+    """Return the name of the interval of a step's time on the device: of the setup if it was measured, or else of the
+    kind of training."""
+    if request.correction is not None and request.correction.corrects_step(request):
+        return f"{_CALIBRATED}{figure}"
+    return interval_name(kind_of_training(request, counts_offload=False), figure)
 
 
 def _nvme_s(request: Request) -> float:
@@ -572,7 +568,7 @@ def lora_note() -> str:
         "the time with LoRA uses the constants of full training: no weight-gradient products of frozen weights, and the"
         " adapters' products, casts, dropout and additions"
     )
-    if row := _INTERVALS.get("adapters_step_s"):
+    if (row := few_ratios("adapters_step_s")) is not None:
         note += f"; {row['rows']} published steps took {row['low']:.1f} to {row['high']:.1f} times it"
     return note
 

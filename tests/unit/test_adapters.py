@@ -32,6 +32,7 @@ from study.predictor.buckets import gradient_snapshots
 from study.predictor.communication import predict_payload
 from study.predictor.constants import FITTED
 from study.predictor.hardware import ANY_DEVICE, CPU_CORE, Hardware, box_of_ranks, to_box
+from study.predictor.intervals import FILE as INTERVALS
 from study.predictor.live import live_shape
 from study.predictor.live_trace import build_model
 from study.predictor.lora_targets import DEFAULT_TARGETS, peft_targets
@@ -45,10 +46,10 @@ from study.predictor.request import Request
 from study.predictor.shape import ModelShape, can_adapt, with_adapters
 from study.predictor.state import State, accumulated_bytes, adapter_units, flat_units, predict_state
 from study.predictor.table_shape import shape_of_architecture
-from study.predictor.time import FILE as INTERVALS
 from study.predictor.traced_request import build_meta_model, trace_activations
 from study.predictor.validation import fit, published_rows
 from study.report.pages import prediction as report
+from study.report.pages import prediction_intervals
 from unit.test_predict_memory import FAMILIES
 
 ZERO3 = str(Path(__file__).parents[2] / "accelerate_configs" / "zero3.yaml")
@@ -802,7 +803,7 @@ def test_a_loss_is_named_and_the_older_flags_are_two_of_the_names(capsys: Any) -
 def test_published_adapters_have_the_predicted_peaks_and_count_in_intervals_of_their_own_alone() -> None:
     rows = published_rows()
     frame = report.scores_frame(rows)
-    adapted = report.by_origin(frame)[report.ADAPTERS]
+    adapted = prediction_intervals.by_origin(frame)[prediction_intervals.ADAPTERS]
     # Rows of other projects were read when these rules stood.
     adapted, unseen = (adapted[adapted["source"].str.startswith("fms-") == is_fms] for is_fms in (True, False))
     assert adapted["source"].value_counts().to_dict() == {"fms-qlora": 29, "fms-lora": 16}
@@ -816,9 +817,11 @@ def test_published_adapters_have_the_predicted_peaks_and_count_in_intervals_of_t
     assert adapted["url"].str.contains(r"#L\d+$").all()
     assert adapted["url"].is_unique
     assert not any(row.request.shape.lora_rank for row in fit.fit_rows())
-    both, without = (yaml.safe_load(report.intervals_text(rows)) for rows in (frame, frame[~frame["adapters"]]))
+    both, without = (
+        yaml.safe_load(prediction_intervals.intervals_text(rows)) for rows in (frame, frame[~frame["adapters"]])
+    )
     assert both.pop("adapters_above_state")["rows"] == unseen.query("use_memory == 'score'")["peak_gib"].count()
-    extremes = both.pop("adapters_step_s")
+    extremes = both["too_few_pages"].pop("adapters_step_s")
     # Of some devices the only published steps are of adapters.
     assert {*both.pop("timed_devices")} > {*without.pop("timed_devices")}
     assert both == without

@@ -16,10 +16,11 @@ from study.config.strategies import read_strategy
 from study.host.memory import GIB
 from study.predictor.calibration import MeasuredRun, PredictedRun, check_run, check_setup, make_correction
 from study.predictor.hardware import to_box
+from study.predictor.intervals import NOT_KNOWN, SINGLE_ERROR, estimate
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import Request
-from study.predictor.time import SINGLE_ERROR, estimate, max_offload_slowdown, predict_time
+from study.predictor.time import max_offload_slowdown, predict_time
 from study.predictor.validation.setups import held_out_pairs, medians_by_page
 from study.receipt.changes import list_changes
 from study.receipt.document import read_receipt
@@ -208,7 +209,7 @@ def test_a_measured_step_with_offload_has_no_range_of_hosts(capsys: pytest.Captu
         assert "as measured" in printed.splitlines()[0], run
         assert "by its host" not in printed, run
     assert main(common) == 0
-    assert " by its host), " in capsys.readouterr().out.splitlines()[0]
+    assert f"a step ({NOT_KNOWN}), " in capsys.readouterr().out.splitlines()[0]
 
 
 def test_advice_repeats_the_run_in_the_command_for_its_parts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,9 +38,11 @@ from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, known_settings
 from study.cli import main
 from study.compositions.answers import newest_tested_stack
 from study.config.errors import UserError
+from study.config.text import rounded_seconds
 from study.predictor.communication import predict_payload
 from study.predictor.constants import FITTED
 from study.predictor.hardware import to_box
+from study.predictor.intervals import NOT_KNOWN
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import Request
@@ -1511,11 +1513,14 @@ def test_a_step_with_adam_on_the_host_has_its_range_without_details_and_its_rate
         ]
         main(words)
         page = capsys.readouterr().out
-        span = re.search(r"time of a step\? \S+ s and .* GB sent by a rank \((\S+ s) to (\S+ s) by its host\): ", page)
-        assert span is not None
+        assert re.search(rf"time of a step\? \S+ s \({NOT_KNOWN}\) and .* GB sent by a rank: ", page)
         main([*words, "--details"])
         details = capsys.readouterr().out
-        assert f"{span[1]} to {span[2]} a step: Adam on published hosts had 1.77 GB/s a rank to 178 a node" in details
+        main([*words, "--json"])
+        step = json.loads(capsys.readouterr().out)["step_s"]
+        assert not step["within_factor_2"]
+        ends = f"{rounded_seconds(step['low'])} to {rounded_seconds(step['high'])} a step"
+        assert f"{ends}: Adam on published hosts had 1.77 GB/s a rank to 178 a node" in details
         (note,) = [line for line in details.splitlines() if "the host's Adam: " in line]
         assert f"the host's Adam: {rate}" in note
         assert all(words in note for words in (both, "clipping and copies in it", "OMP_NUM_THREADS"))

@@ -286,13 +286,13 @@ function speeds(row) {
   return { low, high };
 }
 
-const span = (ends, text) => (ends ? ends.map(text).join(" to ") : "-");
+const span = (row, ends, text) => row.not_known ?? (ends ? ends.map(text).join(" to ") : "-");
 
 let drawnWidth = 0;
 
 function drawPlot() {
   const list = entries().filter(([, row]) => row.fits).map(([name, row]) => ({
-    name, memory: row.device_bytes, bound: row.bound_bytes, speed: row.tokens_per_s, offloads: row.offloads,
+    name, memory: row.device_bytes, bound: row.bound_bytes, speed: row.tokens_per_s, offloads: row.offloads, notKnown: row.not_known,
     isBest: name === shown.rank?.recommended, ...speeds(row),
   }));
   at("speeds").hidden = list.length === 0;
@@ -324,10 +324,10 @@ function cells(name, row) {
   const speed = row.fits ? `${row.offloads ? "~ " : ""}${rounded(row.tokens_per_s)}` : "-";
   return [
     row.fits ? row.micro_batch : "-", row.fits ? row.accumulation : "-", row.gradient_checkpointing ? "yes" : "no",
-    size(row.device_bytes), size(row.bound_bytes), speed, span(row.speed_ends, rounded),
+    size(row.device_bytes), size(row.bound_bytes), speed, span(row, row.speed_ends, rounded),
     rounded(row.sent_bytes / 1e9), size(row.host_bytes_per_node.value),
     row.nvme_bytes_per_node ? size(row.nvme_bytes_per_node) : "-",
-    ...(hasCosts() ? [row.fits ? withZeros(row.cost_per_million_tokens) : "-", span(row.cost_ends, withZeros)] : []),
+    ...(hasCosts() ? [row.fits ? withZeros(row.cost_per_million_tokens) : "-", span(row, row.cost_ends, withZeros)] : []),
   ];
 }
 

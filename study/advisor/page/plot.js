@@ -8,8 +8,8 @@ const TEXT_HEIGHT = 14;
 const CIRCLES = [11, 22, 36, 52, 70, 90, 112];
 const DIRECTIONS = [[0.8, -0.6], [-0.8, -0.6], [0.8, 0.6], [-0.8, 0.6], [-1, 0], [1, 0], [0, -1], [0, 1]];
 
-// A list of {name, memory, bound, speed, low, high, offloads, isBest}; `memory` in the unit of `limit`. `low` and `high`
-// are null if no measurement validated them.
+// A list of {name, memory, bound, speed, low, high, notKnown, offloads, isBest}; `memory` in the unit of `limit`. `low` and
+// `high` are null if too few measurements validate them, and `notKnown` are the words for such ends or for too wide ones.
 export function plot(list, limit, { width, height, limitText, memoryTitle, speedTitle, size, rounded }) {
   const drawing = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-labelledby": "plot-title plot-text" });
   drawing.append(make("title", { id: "plot-title" }, "Speed against the memory of one GPU"));
@@ -42,7 +42,8 @@ export function plot(list, limit, { width, height, limitText, memoryTitle, speed
 
 function sentence(item, size, rounded) {
   const kind = item.offloads ? "by its host" : "in 80 % of runs";
-  const interval = item.high ? `, ${rounded(item.low)} to ${rounded(item.high)} ${kind}` : "";
+  const ends = item.high ? `, ${rounded(item.low)} to ${rounded(item.high)} ${kind}` : "";
+  const interval = item.notKnown ? `, ${item.notKnown}` : ends;
   return `${item.name}: ${size(item.memory)} GiB, 90 % bound ${size(item.bound)} GiB, ${rounded(item.speed)} tokens/s${interval}`;
 }
 

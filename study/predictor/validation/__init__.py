@@ -33,6 +33,7 @@ from study.host.memory import GIB
 from study.predictor.calibration import find_implausibility, peak_of_kind
 from study.predictor.constants import FITTED, Constants
 from study.predictor.hardware import to_box
+from study.predictor.intervals import kind_of_training
 from study.predictor.memory import EVALUATION_BYTES, predict_memory
 from study.predictor.micro_batch import model_flops
 from study.predictor.models import model_shape
@@ -124,6 +125,7 @@ def score(row: Measurement) -> dict[str, Any]:
         "strategy": request.strategy.name,
         "offloads": request.offloads,
         "adapters": bool(request.shape.lora_rank),
+        "kind": kind_of_training(request),
         "precision": request.precision,
         "device": request.box.device.name,
         "ranks": request.box.ranks,
@@ -146,6 +148,8 @@ def score(row: Measurement) -> dict[str, Any]:
 
 
 FILE = Path(__file__).with_name("published.yaml")
+# Of the largest errors, by figure and source.
+CAUSES = FILE.with_name("causes.yaml")
 # Keys that are not fields of Request under the same name and with the same value.
 _CONVERTED = {
     "model", "box", "strategy", "sequence", "checkpointing", "override", "device", "network_gb_per_s",

@@ -14,7 +14,8 @@ from typing import Literal
 
 from study.config.precisions import computing_type
 from study.predictor.calibration import MeasuredRun, PredictedRun, make_correction
-from study.predictor.time import SINGLE_ERROR, predict_time
+from study.predictor.intervals import SINGLE_ERROR
+from study.predictor.time import predict_time
 from study.predictor.validation import (
     Measurement,
     implausibility,

@@ -6,12 +6,10 @@ import argparse
 import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal, NamedTuple, get_args
 
 import matplotlib
-import numpy
 import pandas as pd
-import yaml
 from markupsafe import Markup
 from matplotlib.lines import Line2D
 
@@ -22,14 +20,13 @@ from study.benchmark.scores import Score, answered_figure
 from study.benchmark.scores import scores as benchmark_scores
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
+from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
-from study.predictor.hardware import known_devices
-from study.predictor.recorded_runs import ALL_STATE, SENT
-from study.predictor.run_predictions import compare_figures as own_compared
+from study.predictor.intervals import FILE as INTERVALS_FILE
 from study.predictor.run_predictions import host_memory_table, saving_table, study_rows
 from study.predictor.run_predictions import table as own_table
-from study.predictor.time import FILE as INTERVALS_FILE
 from study.predictor.validation import (
+    CAUSES,
     Measurement,
     predicted_peak,
     published_rows,
@@ -40,13 +37,22 @@ from study.predictor.validation import (
 from study.predictor.validation.setups import (
     SetupFigure,
     SetupPair,
-    fit_single_error,
     held_out_pairs,
     medians_by_page,
 )
 from study.records.shares import share_text
 from study.report.canvas import FAINT, GUIDE, SETTINGS, Drawing, as_svg, finish, sheet
 from study.report.document import render_markdown
+from study.report.pages.prediction_intervals import (
+    INTERVAL_COVERAGE,
+    MIN_PAGES,
+    OWN,
+    by_origin,
+    counted,
+    coverage_table,
+    intervals_text,
+    page,
+)
 
 FOLDER = REPOSITORY / "reports" / "prediction"
 SCORES, FIGURE, LEAGUE_FIGURE = "scores.parquet", "figures/errors.svg", "figures/league.svg"
@@ -56,39 +62,18 @@ LEAGUE, OURS, TRACKER = "league.parquet", "study predict", "torch MemTracker"
 FORETOLD = "foretold.csv"
 # Aimed errors of published rows, and of own records.
 AIMS = {"peak": 0.10, "step": 0.15, "own peak": 0.05}
-OWN = "own"
-ADAPTERS = "published, adapters"
+# Sources whose worst row is named with its cause.
+_WORST_SOURCES = 5
+_UNITS = {"gib": "GiB", "s": "s"}
+WorstFigure = Literal["peak", "step"]
 # Errors of runs that others published.
 HELD_OUT = (
     "peak memory, published",
     "step time, published, rows that fitted nothing",
     "step time, published, offload: no interval",
 )
-# Fraction of scored rows within an interval. Pages have equal weight: a reader's hardware is on none of them.
-INTERVAL_COVERAGE = 0.8
 # Own records by `peak_kind`.
 OWN_KINDS = {"resident": "own real ranks", "resident_returned": "own virtual ranks", "allocated": "own GPU runs"}
-
-
-def counted(scores: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows without those refused as arithmetically impossible."""
-    return scores[scores["refused"].isna()]
-
-
-def by_origin(scores: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the counted rows by whether others published them; published rows of adapters are a third kind."""
-    rows = counted(scores)
-    is_own, has_adapters = rows["source"] == OWN, rows["adapters"]
-    return {
-        "published": rows[~is_own & ~has_adapters],
-        "own records": rows[is_own],
-        ADAPTERS: rows[~is_own & has_adapters],
-    }
-
-
-def page(rows: pd.DataFrame) -> pd.Series:
-    """Return the web page of each row: the sources on one page share hardware, code and an author."""
-    return rows["url"].str.split("#").str[0]
 
 
 def preregistered_table(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
@@ -110,15 +95,14 @@ def preregistered_table(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
     ).reset_index()
 
 
-def foretold_errors(folder: Path, suites: Collection[str]) -> dict[str, dict[str, str]]:
+def foretold_errors(folder: Path, suites: Collection[str]) -> dict[str, dict[str, float]]:
     """Return how far the peaks and step times of suites were from the predictions made before they ran."""
     rows = _foretold(folder)
     rows = rows[rows["suite"].isin(suites)]
     summaries = {}
     for what in ("peak", "step"):
         errors = rows[f"{what}_error"].dropna()
-        median, worst = _percent(errors.median()), _percent(errors.max())
-        summaries[what] = {"median": median, "worst": worst, "rows": str(len(errors))}
+        summaries[what] = {"median": errors.median(), "rows": len(errors)}
     return summaries
 
 
@@ -252,56 +236,6 @@ def _setups_line(name: str, pairs: Sequence[SetupPair]) -> dict[str, object]:
     }
 
 
-def coverage_table(scores: pd.DataFrame) -> pd.DataFrame:
-    """Return how many figures of a page lie within the intervals of all other pages; each page counts the same."""
-    setups, _ = _setup_ratios()
-    figures = {
-        "peak above weights and optimizer": _above_state_ratios(scores),
-        "peak above them, with adapters": _above_state_ratios(scores, ADAPTERS),
-        "step time": _step_ratios(scores),
-        "peak above them, of a measured setup": setups["calibrated_above_state"],
-        "step time, of a measured setup": setups["calibrated_step_s"],
-    }
-    return pd.DataFrame([_coverage_line(name, *figure) for name, figure in figures.items()])
-
-
-def _coverage_line(name: str, ratios: pd.Series, pages: pd.Series) -> dict[str, object]:
-    """Return the coverage of measured over predicted figures."""
-    ratios = ratios.dropna()
-    pages = pages[ratios.index]
-    within, below = list[float](), list[float]()
-    for page_ in pages.unique():
-        on_page = pages == page_
-        interval = _interval(ratios[~on_page], pages[~on_page])
-        left_out = ratios[on_page]
-        within.append(float(left_out.between(interval["low"], interval["high"]).mean()))
-        below.append(float((left_out <= interval["high"]).mean()))
-    return {
-        "figure": name,
-        "pages": len(within),
-        "rows": len(ratios),
-        f"within the {INTERVAL_COVERAGE:.0%} interval": f"{numpy.mean(within):.0%}",
-        "below its upper bound (90%)": f"{numpy.mean(below):.0%}",
-    }
-
-
-def _step_ratios(scores: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """Return measured over predicted step times of published full training without offload, and their pages."""
-    published = by_origin(scores)["published"]
-    rows = published[(published["use"] == "score") & ~published["offloads"]]
-    return (rows["step_s"] / rows["predicted_step_s"]).dropna(), page(rows)
-
-
-def _above_state_ratios(scores: pd.DataFrame, kind: str = "published") -> tuple[pd.Series, pd.Series]:
-    """Return measured over predicted peaks above weights and optimizer, and their pages: of published full training, or
-    of adapters."""
-    published = by_origin(scores)[kind]
-    rows = published[published["use_memory"] == "score"]
-    above, predicted = (rows[name] - rows["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
-    # A prediction of no more than the state has no ratio.
-    return (above / predicted.where(predicted > 0)).dropna(), page(rows)
-
-
 def errors_by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
     """Return errors grouped by a column; step times exclude rows that fitted a constant."""
     lines = []
@@ -335,6 +269,32 @@ def all_rows_table(scores: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def worst_rows_table(scores: pd.DataFrame, figure: WorstFigure) -> pd.DataFrame:
+    """Return the worst held-out row of each of the sources with the largest errors, with its cause."""
+    use, unit = ("use_memory", "gib") if figure == "peak" else ("use", "s")
+    rows = counted(scores)
+    rows = rows[(rows["source"] != OWN) & (rows[use] == "score")].dropna(subset=[f"{figure}_error"])
+    order = rows[f"{figure}_error"].abs().sort_values(ascending=False).index
+    worst = rows.loc[order].drop_duplicates("source").head(_WORST_SOURCES)
+    causes = load_package_yaml(CAUSES.read_text(encoding="utf-8"))[figure]
+    return pd.DataFrame(
+        {
+            "source": worst["source"],
+            "run": worst["name"],
+            f"measured, {_UNITS[unit]}": worst[f"{figure}_{unit}"].map(_number),
+            "predicted": worst[f"predicted_{figure}_{unit}"].map(_number),
+            "error": worst[f"{figure}_error"].map(_signed),
+            "cause": worst["source"].map(causes),
+        }
+    )
+
+
+def refused_table(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows that are impossible by source and reason."""
+    refused = scores[scores["refused"].notna()].groupby(["source", "refused"], sort=False)
+    return refused.size().reset_index(name="rows").rename(columns={"refused": "why"})[["source", "rows", "why"]]
+
+
 def _line(what: str, errors: pd.Series, aim: str | None) -> dict[str, object]:
     sizes = errors.dropna().abs()
     line: dict[str, object] = {"figure": what, "rows": len(sizes), "median error": _percent(sizes.median())}
@@ -357,14 +317,6 @@ def _number(value: float) -> str:
 
 def _said(value: object) -> str:
     return "" if value is None or pd.isna(value) else "fits" if value else "out of memory"
-
-
-_INTERVALS_HEAD = """\
-# Written by `python -m study.report.pages.prediction report`: between which shares of a predicted figure
-# {within:.0%} of the measured ones lie, each published page counting the same, and over how many rows and pages. Of a
-# peak: of the bytes above weights and optimizer, which are certain. Calibrated figures are those of configurations of
-# which another one of the same setup was measured. host_error: over runs on one GPU, no interval.
-"""
 
 
 def all_rows() -> list[Measurement]:
@@ -403,17 +355,33 @@ def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     frame.to_parquet(folder / SCORES, compression="zstd", write_statistics=False)
     league_frame(rows, frame).to_parquet(folder / LEAGUE, compression="zstd", write_statistics=False)
-    drawing = errors_figure(frame)
+    drawn = draw(frame)
+    text = summary(frame, folder, *drawn.alts)
+    (folder / "summary.md").write_text(text, encoding="utf-8")
+    (folder / FIGURE).parent.mkdir(exist_ok=True)
+    for name, drawing in ((FIGURE, drawn.errors), (LEAGUE_FIGURE, drawn.league)):
+        (folder / name).write_text(as_svg(drawing.figure), encoding="utf-8")
+    intervals_file.write_text(intervals_text(frame), encoding="utf-8")
+
+
+class Drawings(NamedTuple):
+    """The figures of the report."""
+
+    errors: Drawing
+    league: Drawing
+
+    @property
+    def alts(self) -> tuple[str, str]:
+        """The texts of both figures."""
+        return self.errors.alt, self.league.alt
+
+
+def draw(frame: pd.DataFrame) -> Drawings:
+    """Draw the errors of predictions, and those of all predictors of the benchmark."""
     questions = read_questions()
     benchmark = shipped_predictors(questions)
     lines = benchmark_scores(questions, benchmark)
-    league_drawing = league_figure(lines, [item.name for item in benchmark])
-    text = summary(frame, folder, drawing.alt, league_drawing.alt)
-    (folder / "summary.md").write_text(text, encoding="utf-8")
-    (folder / FIGURE).parent.mkdir(exist_ok=True)
-    for name, drawn in ((FIGURE, drawing), (LEAGUE_FIGURE, league_drawing)):
-        (folder / name).write_text(as_svg(drawn.figure), encoding="utf-8")
-    intervals_file.write_text(intervals_text(frame), encoding="utf-8")
+    return Drawings(errors_figure(frame), league_figure(lines, [item.name for item in benchmark]))
 
 
 @matplotlib.rc_context(SETTINGS)
@@ -477,7 +445,6 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str, league_alt: str) -> str
     benchmark_fits = fits_table(questions, benchmark)
     tracker = next(item for item in benchmark if item.name == TRACKER)
     differences = tracker_differences(questions, tracker).abs()
-    impossible = frame[frame["refused"].notna()][["source", "name", "refused"]]
     return render_markdown(
         "prediction.md.j2",
         peaks=peaks,
@@ -490,6 +457,7 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str, league_alt: str) -> str
         kinds=kinds_table(frame),
         setups=setups_table(),
         coverage=coverage_table(frame),
+        least_pages=MIN_PAGES,
         preregistered=preregistered_table(FOLDER, frame),
         fits=fits(frame),
         estimators=estimators,
@@ -509,8 +477,8 @@ def summary(frame: pd.DataFrame, folder: Path, alt: str, league_alt: str) -> str
         groups={column: errors_by(frame, column) for column in ("source", "strategy", "device")},
         sources=sources(),
         refused_sources=refused_sources(),
-        rows=all_rows_table(frame),
-        refused=impossible.rename(columns={"name": "run", "refused": "why"}),
+        worst={figure: worst_rows_table(frame, figure) for figure in get_args(WorstFigure)},
+        refused=refused_table(frame),
     )
 
 
@@ -611,94 +579,6 @@ def league_figure(lines: Sequence[Score], predictors: Sequence[str]) -> Drawing:
         ],
         legend_columns=2,
     )
-
-
-def _interval(ratios: pd.Series, pages: pd.Series | None = None) -> dict[str, Any]:
-    """Return the two quantiles of the ratios, their rows and their pages; each page has the same weight."""
-    order = ratios.dropna().sort_values()
-    row_pages = pd.Series(0, order.index) if pages is None else pages[order.index]
-    weights = 1 / row_pages.groupby(row_pages).transform("count")
-    below = (weights.cumsum() - weights / 2) / weights.sum()
-    low, high = numpy.interp([(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2], below, order)
-    counts = {"rows": len(order)} if pages is None else {"rows": len(order), "pages": row_pages.nunique()}
-    return {"low": round(float(low), 3), "high": round(float(high), 3), **counts}
-
-
-def intervals_text(frame: pd.DataFrame) -> str:
-    """Return the intervals of study/predictor/time.py as YAML: measured values as fractions of the predicted."""
-    setups, both_offload = _setup_ratios()
-    ratios = _published_ratios(frame) | _record_ratios(frame)
-    table = {what: _interval(values, pages) for what, (values, pages) in ratios.items() if values.notna().any()}
-    table |= {what: _interval(values, pages) for what, (values, pages) in setups.items()}
-    for what, few in {**_few_ratios(frame), "calibrated_offload_step_s": both_offload}.items():
-        if len(few):
-            table[what] = {"low": round(float(few.min()), 3), "high": round(float(few.max()), 3), "rows": len(few)}
-    host = host_memory_table()["error"].abs()
-    if len(host):
-        # No interval: all of one GPU, and of one process a node.
-        table["host_error"] = {
-            "median": round(float(host.median()), 3),
-            "worst": round(float(host.max()), 3),
-            "rows": len(host),
-        }
-    document = {"single_error": fit_single_error(), **table, "timed_devices": _timed_devices(frame)}
-    return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(document, sort_keys=False)
-
-
-def _timed_devices(frame: pd.DataFrame) -> list[str]:
-    """Return the devices of published and own step times, without which a time is not validated."""
-    timed = frame[frame["step_s"].notna() & frame["predicted_step_s"].notna()]
-    return sorted({*timed["device"]} & {device.name for device in known_devices()})
-
-
-def _published_ratios(frame: pd.DataFrame) -> dict[str, tuple[pd.Series, pd.Series | None]]:
-    """Return measured over predicted figures of published rows, with their pages."""
-    timed, pages = _step_ratios(frame)
-    return {
-        "step_s": (timed, pages),
-        "tokens": (1 / timed, pages),
-        "above_state": _above_state_ratios(frame),
-        "adapters_above_state": _above_state_ratios(frame, ADAPTERS),
-    }
-
-
-def _record_ratios(frame: pd.DataFrame) -> dict[str, tuple[pd.Series, pd.Series | None]]:
-    """Return measured over predicted figures of own records: memory of a process without a GPU, state and traffic."""
-    recorded = by_origin(frame)["own records"]
-    processes = recorded[recorded["peak_kind"] == "resident"]
-    ratios = {"process": processes["peak_gib"] / processes["predicted_peak_gib"]}
-    comparisons = list(own_compared())
-    for what, figure in (("state", ALL_STATE), ("sent", SENT), ("nvme", "optimizer, nvme")):
-        matches = [row for row in comparisons if row.figure == figure and row.measured > 1000]
-        # A prediction of 0 has no ratio: table() of study/predictor/run_predictions.py counts it as an error of 100 %.
-        shares = [row.measured / row.predicted for row in matches if row.predicted]
-        ratios[what] = pd.Series(shares, dtype="float64")
-    return {what: (values, None) for what, values in ratios.items()}
-
-
-def _few_ratios(frame: pd.DataFrame) -> dict[str, pd.Series]:
-    """Return ratios with too few rows or pages for an interval; those of adapters are of few pages."""
-    published, _, adapters = by_origin(frame).values()
-    offloads = published[(published["use"] == "score") & published["offloads"]]
-    rows = {"offload_step_s": offloads, "adapters_step_s": adapters}
-    return {what: (chosen["step_s"] / chosen["predicted_step_s"]).dropna() for what, chosen in rows.items()}
-
-
-def _setup_ratios() -> tuple[dict[str, tuple[pd.Series, pd.Series]], pd.Series]:
-    """Return measured over predicted figures of configurations of which another one of their setup was measured, with
-    their pages; and those of steps with offload, which have no interval."""
-    steps, peaks = held_out_pairs("step"), held_out_pairs("peak")
-    plain = [pair for pair in steps if not pair.row.request.offloads]
-    pages = pd.Series([pair.page for pair in plain])
-    ratios = pd.Series([pair.value / pair.after for pair in plain])
-    above = pd.Series([(pair.value - pair.state) / (pair.after - pair.state) for pair in peaks])
-    offloaded = pd.Series([pair.value / pair.after for pair in steps if pair.offloads])
-    figures = {
-        "calibrated_step_s": (ratios, pages),
-        "calibrated_tokens": (1 / ratios, pages),
-        "calibrated_above_state": (above, pd.Series([pair.page for pair in peaks])),
-    }
-    return figures, offloaded
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from study.releases.command import LATEST_RELEASES
 from study.releases.judge import shown_causes
 from study.report.document import render_markdown, table_markdown
 from study.report.pages.memory_figure import MEMORY_FIGURE, memory_svg
-from study.report.pages.prediction import HELD_OUT, SCORES, foretold_errors, headline, measured_peaks
+from study.report.pages.prediction import OURS, foretold_errors
 from study.report.questions.virtual import state_by_stage
 from study.virtual.summaries import table1_rows
 
@@ -132,13 +132,13 @@ def _figure_name(column: str) -> str:
     return column.partition(":")[0]
 
 
-def errors_table() -> str:
-    """Return the median errors of every predictor against published full training, by its kind."""
+def errors_table(folder: Path) -> str:
+    """Return the median errors of every predictor against published training by kind, and ours on the first GPU."""
     questions = read_questions()
     medians: dict[str, dict[str, str]] = {}
     counts: dict[tuple[str, Figure], int] = {}
     for score in scores(questions, shipped_predictors(questions)):
-        if score.group.startswith("adapters") or score.answered.median is None:
+        if score.answered.median is None:
             continue
         counts.setdefault((score.group, score.figure), score.answered.rows)
         column = f"{_FIGURES[score.figure]}: {_SHORT_NAMES.get(score.predictor, score.predictor)}"
@@ -152,22 +152,18 @@ def errors_table() -> str:
         }
         for kind, cells in medians.items()
     ]
+    rows.append(_foretold_row(folder, columns))
     return table_markdown(pd.DataFrame(rows)).rstrip()
 
 
-def held_out_errors(folder: Path) -> str:
-    """Return the errors of predictions on published runs that fitted nothing, as a sentence."""
-    scores = pd.read_parquet(folder / SCORES)
-    errors = headline(scores).set_index("figure")
-    peaks, steps, offload = (errors.loc[name] for name in HELD_OUT)
-    return render_markdown(
-        "readme_held_out.md.j2",
-        peaks=peaks,
-        measured=measured_peaks(scores),
-        steps=steps,
-        offload=offload,
-        gpu=foretold_errors(folder, _FORETOLD_ON_GPU),
-    ).rstrip()
+def _foretold_row(folder: Path, columns: Sequence[str]) -> dict[str, str]:
+    """Return the errors on the first GPU of this project, as a line of the table."""
+    errors = foretold_errors(folder, _FORETOLD_ON_GPU)
+    ours = dict.fromkeys(columns, "-") | {
+        f"{figure}: {OURS}": f"{errors[figure]['median']:.0%}" for figure in _FIGURES.values()
+    }
+    counts = f"{errors['peak']['rows']} peaks, {errors['step']['rows']} steps"
+    return {"published runs": f"one H200, predicted before its first run ({counts})", **ours}
 
 
 def reports_list(names: str, root: Path) -> str:
@@ -184,8 +180,7 @@ def reports_list(names: str, root: Path) -> str:
 _BLOCKS: dict[str, Callable[[str, Path], str]] = {
     "table": lambda folder, root: table_markdown(state_by_stage(table1_rows(read_parquet(root / folder)))),
     "releases": lambda file, root: releases_table(json.loads((root / file).read_text(encoding="utf-8"))),
-    "errors": lambda _folder, _root: errors_table(),
-    "held_out": lambda folder, root: held_out_errors(root / folder),
+    "errors": lambda folder, root: errors_table(root / folder),
     "reports": reports_list,
     "advise": lambda arguments, _root: advise_output(*arguments.split()),
     "sent": lambda arguments, _root: sent_table(*arguments.split()),
