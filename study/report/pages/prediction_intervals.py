@@ -107,15 +107,15 @@ def _extremes(ratios: pd.Series, pages: pd.Series | None = None) -> dict[str, An
     return {"low": round(float(ratios.min()), 3), "high": round(float(ratios.max()), 3), **counts}
 
 
-def _kind_interval(kind: Kind, figure: PublishedFigure, of_kind: Ratios, general: Ratios) -> dict[str, Any] | None:
+def _kind_interval(kind: Kind, figure: PublishedFigure, kind_ratios: Ratios, general: Ratios) -> dict[str, Any] | None:
     """Return the interval of a kind from its own rows and those of full training; None if its pages are too few."""
     if kind == "full":
         return _interval(*general)
-    if of_kind[1].nunique() >= MIN_PAGES:
-        return _interval(*of_kind)
+    if kind_ratios[1].nunique() >= MIN_PAGES:
+        return _interval(*kind_ratios)
     if figure == "step_s":
         return None
-    line, extremes = _interval(*general), _extremes(*of_kind)
+    line, extremes = _interval(*general), _extremes(*kind_ratios)
     return extremes | {"low": min(line["low"], extremes["low"]), "high": max(line["high"], extremes["high"])}
 
 
@@ -123,11 +123,11 @@ def coverage_table(scores: pd.DataFrame) -> pd.DataFrame:
     """Return how many figures of a page lie within the intervals of all other pages; each page counts the same."""
     lines = [_kind_line(scores, kind, figure) for kind in get_args(Kind) for figure in get_args(PublishedFigure)]
     setups, _ = _setup_ratios()
-    pairs_of: dict[PublishedFigure, list[SetupPair]] = {
+    setup_pairs: dict[PublishedFigure, list[SetupPair]] = {
         "above_state": held_out_pairs("peak"),
         "step_s": _plain_step_pairs(),
     }
-    for figure, pairs in pairs_of.items():
+    for figure, pairs in setup_pairs.items():
         ratios, errors = setups[f"calibrated_{figure}"], pd.Series([pair.error for pair in pairs])
         line = _coverage_line("full", figure, ratios, ratios)
         lines.append({"kind": "measured setup", "figure": _TITLES[figure], **_error_cells(errors, ratios[1]), **line})
@@ -147,22 +147,22 @@ def _error_cells(errors: pd.Series, pages: pd.Series) -> dict[str, object]:
 
 def _kind_line(scores: pd.DataFrame, kind: Kind, figure: PublishedFigure) -> dict[str, object]:
     rows = held_out_rows(scores, figure, (kind,))
-    of_kind, general = (published_ratios(scores, figure, kinds) for kinds in ((kind,), _GENERAL[figure]))
+    kind_ratios, general = (published_ratios(scores, figure, kinds) for kinds in ((kind,), _GENERAL[figure]))
     return {
         "kind": kind,
         "figure": _TITLES[figure],
         **_error_cells(rows[_ERRORS[figure]], page(rows)),
-        **_coverage_line(kind, figure, of_kind, general),
+        **_coverage_line(kind, figure, kind_ratios, general),
     }
 
 
-def _coverage_line(kind: Kind, figure: PublishedFigure, of_kind: Ratios, general: Ratios) -> dict[str, object]:
+def _coverage_line(kind: Kind, figure: PublishedFigure, kind_ratios: Ratios, general: Ratios) -> dict[str, object]:
     """Return the interval of a kind, and the coverage of each of its pages by the interval without that page."""
-    values, pages = of_kind
-    interval = _kind_interval(kind, figure, of_kind, general)
+    values, pages = kind_ratios
+    interval = _kind_interval(kind, figure, kind_ratios, general)
     within, below = list[float](), list[float]()
     for page_ in pages.unique():
-        line = _kind_interval(kind, figure, _without(of_kind, page_), _without(general, page_))
+        line = _kind_interval(kind, figure, _without(kind_ratios, page_), _without(general, page_))
         if line is not None:
             left_out = values[pages == page_]
             within.append(float(left_out.between(line["low"], line["high"]).mean()))
@@ -209,15 +209,15 @@ def _kind_intervals(frame: pd.DataFrame) -> tuple[dict[str, dict[str, Any]], dic
     for figure in get_args(PublishedFigure):
         general = published_ratios(frame, figure, _GENERAL[figure])
         for kind in get_args(Kind):
-            of_kind, name = published_ratios(frame, figure, (kind,)), interval_name(kind, figure)
-            if of_kind[0].empty:
+            kind_ratios, name = published_ratios(frame, figure, (kind,)), interval_name(kind, figure)
+            if kind_ratios[0].empty:
                 continue
-            if (interval := _kind_interval(kind, figure, of_kind, general)) is None:
+            if (interval := _kind_interval(kind, figure, kind_ratios, general)) is None:
                 few[name] = _extremes(*_all_steps(frame, kind))
                 continue
             table[name] = interval
             if figure == "step_s":
-                values, pages = general if kind == "full" else of_kind
+                values, pages = general if kind == "full" else kind_ratios
                 table[interval_name(kind, "tokens")] = _interval(1 / values, pages)
     return table, few
 
