@@ -385,7 +385,7 @@ def entry(option: Option) -> dict[str, Any]:
         "loads_in_16_bits": request.pure or request.loads_16_bits,
         "sync_each_batch": request.sync_each_batch,
         "device_bytes": device_bytes(memory),
-        "peak_reserved": figure_document(memory.peak_reserved),
+        "peak_reserved": dataclasses.asdict(memory.peak_reserved),
         "device_parts": dict(memory.device_parts),
         "host_bytes_per_node": dataclasses.asdict(memory.host_peak),
         "nvme_bytes_per_node": memory.nvme,

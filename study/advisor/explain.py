@@ -428,7 +428,7 @@ def _document(case: ConfigCase) -> dict[str, Any]:
         "findings": [finding.document for finding in case.findings],
         "combination": combination.document if combination is not None else None,
         "answers": [dataclasses.asdict(answer) for answer in find_answers(case)],
-        "memory": predict_command.memory_document(memory),
+        "memory": dataclasses.asdict(memory),
         "step_s": _step_document(case),
     }
 

@@ -541,21 +541,12 @@ def _document(
         "fits": None if memory.missing else fits(memory, request.box),
         "missing": memory.missing,
         "device_bytes": device_bytes(memory),
-        "memory": memory_document(memory),
+        "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced,
         "time": time_document(request, time) if _is_timed(request, memory) else None,
         "training": total and total.document,
         "measured": [run_document(run) for run in runs],
         **_sent_document(request),
-    }
-
-
-def memory_document(memory: MemoryUse) -> dict[str, Any]:
-    """Return predicted memory with the ends of each figure."""
-    document = dataclasses.asdict(memory)
-    figures = {name: getattr(memory, name) for name in document}
-    return document | {
-        name: figure_document(figure) for name, figure in figures.items() if isinstance(figure, Estimate)
     }
 
 

@@ -934,7 +934,8 @@ def test_every_field_is_in_the_command_and_in_the_link(page: Page, capsys: pytes
         assert (cost == "-") == (not row["fits"])
         assert not row["fits"] or number(cost) == pytest.approx(row["cost_per_million_tokens"], rel=THREE_DIGITS)
         assert (costs == "-") == (speeds == "-")
-        if costs != "-":
+        assert (costs == NOT_KNOWN) == (speeds == NOT_KNOWN)
+        if costs not in ("-", NOT_KNOWN):
             # The faster, the cheaper.
             ends = [2.5 * document["ranks"] / 3600 / speed * 1e6 for speed in reversed(numbers(speeds))]
             assert numbers(costs) == pytest.approx(ends, rel=2 * THREE_DIGITS)

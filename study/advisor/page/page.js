@@ -353,7 +353,11 @@ function drawTable() {
     const first = made("th", name);
     first.scope = "row";
     line.append(first);
-    for (const text of cells(name, row)) line.insertCell().textContent = text;
+    for (const text of cells(name, row)) {
+      const cell = line.insertCell();
+      cell.textContent = text;
+      if (text === row.not_known) cell.className = "words";
+    }
     const remark = line.insertCell();
     remark.className = "text";
     remark.textContent = shown.rank ? shown.rank.remarks[name] : row.fits ? "" : row.why;

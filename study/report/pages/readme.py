@@ -132,6 +132,10 @@ def _figure_name(column: str) -> str:
     return column.partition(":")[0]
 
 
+# Of the rows of the table of errors.
+_RUNS = "published runs (full: all weights; -: no answer)"
+
+
 def errors_table(folder: Path) -> str:
     """Return the median errors of every predictor against published training by kind, and ours on the first GPU."""
     questions = read_questions()
@@ -147,7 +151,7 @@ def errors_table(folder: Path) -> str:
     columns = sorted(dict.fromkeys(column for cells in medians.values() for column in cells), key=_figure_name)
     rows = [
         {
-            "published runs": f"{kind} ({counts[kind, 'memory']} peaks, {counts[kind, 'time']} steps)",
+            _RUNS: f"{kind} ({counts[kind, 'memory']} peaks, {counts[kind, 'time']} steps)",
             **{column: cells.get(column, "-") for column in columns},
         }
         for kind, cells in medians.items()
@@ -163,7 +167,7 @@ def _foretold_row(folder: Path, columns: Sequence[str]) -> dict[str, str]:
         f"{figure}: {OURS}": f"{errors[figure]['median']:.0%}" for figure in _FIGURES.values()
     }
     counts = f"{errors['peak']['rows']} peaks, {errors['step']['rows']} steps"
-    return {"published runs": f"one H200, predicted before its first run ({counts})", **ours}
+    return {_RUNS: f"one H200, predicted before its first run ({counts})", **ours}
 
 
 def reports_list(names: str, root: Path) -> str:
