@@ -75,12 +75,7 @@ def combination_findings(case: ConfigCase) -> Iterator[Finding]:
         message = f"{holds_if}{entry.title}{loops_of_cause(case, entry.cause)}, without an error ({known_by})"
         # A condition may not hold, and a note does not fail a check.
         kind: Literal["noted", "conflict"] = "noted" if conditions else "conflict"
-        yield Finding(kind, key, message, entry.instead, rule=WRONG_TRAINING)
-
-
-def is_of_cause(finding: Finding) -> bool:
-    """Whether a finding is one of the causes of `study releases`."""
-    return any(entry.cause and finding.message.startswith(entry.title) for entry in read_known_findings())
+        yield Finding(kind, key, message, entry.instead, rule=WRONG_TRAINING, cause=entry.cause)
 
 
 def _entries(case: ConfigCase) -> Iterator[tuple[KnownFinding, list[str]]]:

@@ -69,6 +69,8 @@ class Finding:
     file: str = ""
     # From 1.
     line: int = 0
+    # The cause of `study releases` that it is, by its id.
+    cause: str = ""
 
     @property
     def says(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from study.advisor.explain_combinations import WRONG_TRAINING, is_of_cause, stored_answer
+from study.advisor.explain_combinations import WRONG_TRAINING, stored_answer
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import Finding
 from study.config.errors import UserError
@@ -122,7 +122,7 @@ def _wrong_combination(receipt: ReceiptDocument, results: Sequence[Finding]) -> 
         return
     for finding in results:
         # Causes of `study releases` are faults by themselves.
-        if finding.rule == WRONG_TRAINING and finding.kind == "conflict" and not is_of_cause(finding):
+        if finding.rule == WRONG_TRAINING and finding.kind == "conflict" and not finding.cause:
             says = f"{finding.key}: {finding.message}"
             yield Fault(id="wrong-combination", says=says, fix=finding.fix or "run: study verify --features")
 
