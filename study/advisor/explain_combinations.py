@@ -20,12 +20,11 @@ from study.compositions.answers import (
 )
 from study.compositions.features import Combination, make_combination
 from study.config.errors import UserError
-from study.config.precisions import computes_in_fp16
 from study.releases.causes import read_causes
 from study.releases.feature_answers import FeatureAnswer, find_answer
 
 # Features that no run on CPUs has.
-_OF_GPUS = ("fp16", "quantized_weights", "quantized_gradients", "super_offload")
+_OF_GPUS = ("quantized_weights", "quantized_gradients", "super_offload")
 
 # Features that only the program has, each with the condition that a finding names.
 _PROGRAM_FEATURES = {
@@ -128,8 +127,8 @@ def untested_line(case: ConfigCase, *, details: bool = False) -> str | None:
     if any(_wrong_or_refused(case)):
         return None
     combination = _combination(case)
-    if combination is not None and computes_in_fp16(case.request.precision):
-        return f"fp16 is in no stored run of these features; run: study verify --features {combination.name},fp16"
+    if combination is not None and case.request.precision == "fp16":
+        return "autocast in fp16 is in no stored run; run: study verify --precision fp16"
     answer = stored_answer(case)
     if answer is None or (answer.kind != "untested" and not (details and answer.kind == "pairs")):
         return None
@@ -212,6 +211,8 @@ def _deepspeed(case: ConfigCase) -> Iterator[tuple[str, str]]:
     if case.request.precision == "bf16-engine":
         in_fp32 = case.request.settings.accumulates_in_fp32
         yield ("fp32_accumulation", "data_types.grad_accum_dtype") if in_fp32 else ("bf16", "bf16.enabled")
+    if case.request.precision == "fp16-engine":
+        yield "fp16", "fp16.enabled"
     if "gradient_clipping" not in top:
         yield "clipping_unset", "gradient_clipping"
     elif top["gradient_clipping"]:

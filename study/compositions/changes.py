@@ -11,7 +11,7 @@ from typing import Final, Literal
 from study.compositions.answers import match_known_finding
 from study.compositions.covering import Pair, list_pairs, list_triples
 from study.compositions.features import Combination, rarity
-from study.compositions.matrix import Matrix
+from study.compositions.matrix import Matrix, needs_other_hardware
 from study.compositions.session import CombinationOutcome, CombinationSession
 
 # Features of a run that names a change by itself.
@@ -165,7 +165,8 @@ def find_changes(stored: Matrix, matrix: Matrix) -> Iterator[OutcomeChange]:
 def _is_same(before: CombinationOutcome, now: CombinationOutcome) -> bool:
     """Whether two stacks answer alike: lines of an engine move from release to release, stages do not."""
     if before.kind != now.kind:
-        return False
+        # The stored runs had a CPU with fp16.
+        return before.is_equal and needs_other_hardware(now)
     if before.difference is None or now.difference is None:
         return True
     return bool(before.difference["stage"] == now.difference["stage"])

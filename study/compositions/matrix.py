@@ -14,7 +14,7 @@ from study.compositions.features import Combination, make_combination, read_chos
 from study.compositions.session import CombinationOutcome, CombinationSession
 from study.records.directory import json_by_row
 
-# DeepSpeed's messages for features that no CPU has.
+# DeepSpeed's messages for features that no CPU has, or few, such as fp16.
 _NEEDS_A_GPU = (
     "is not supported on your device",
     "not been implemented on CPU backend",
@@ -168,7 +168,7 @@ def _add_earlier_outcomes(matrix: Matrix, session: CombinationSession, design: D
 
 def _drop_if_it_needs_a_gpu(design: Design, outcome: CombinationOutcome) -> None:
     """Drop a feature that lacks a GPU here: no other engine can have it either."""
-    if _needs_a_gpu(outcome):
+    if needs_other_hardware(outcome):
         design.drop(outcome.combination.features[-1])
 
 
@@ -204,7 +204,8 @@ def _rounded(figures: Any) -> Any:
     return [_rounded(value) for value in figures] if isinstance(figures, (list, tuple)) else figures
 
 
-def _needs_a_gpu(outcome: CombinationOutcome) -> bool:
+def needs_other_hardware(outcome: CombinationOutcome) -> bool:
+    """Whether a combination is refused for this machine's processor, whatever the release."""
     return outcome.kind == "refuses" and any(words in outcome.says for words in _NEEDS_A_GPU)
 
 

@@ -28,7 +28,10 @@ def test_the_table_has_every_script() -> None:
 
 @pytest.mark.parametrize(("name", "status"), ROWS)
 def test_a_fault_of_another_library_is_there_or_not_as_the_table_says(name: str, status: str) -> None:
-    if name == "deepspeed_init_dtype.py" and torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    has_fp16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    if name == "deepspeed_stage0_fp16.py" and not has_fp16:
+        pytest.skip("this CPU has no fp16")
+    if name == "deepspeed_init_dtype.py" and has_fp16:
         status = "0"
     environment = {
         **os.environ,

@@ -608,13 +608,18 @@ def test_the_docs_show_the_logits_of_a_real_run_with_their_prediction() -> None:
 def test_the_text_on_the_overhead_has_the_figures_of_its_table() -> None:
     rows = [line.split("|")[1:-1] for line in block_of_docs("table of the overhead").splitlines()[2:]]
     assert len(rows) == 4
-    ends = [[float(end) for end in row[3].split(" to ")] for row in rows]
-    assert all(low < 1 < high for low, high in ends)
-    stated = max(float(row[4].strip(" %")) for row in rows)
+    time_ends, cpu_ends = ([[float(end) for end in row[column].split(" to ")] for row in rows] for column in (3, 5))
+    assert all(low < 1 < high for low, high in time_ends)
+    low, high = min(low for low, _ in time_ends), max(high for _, high in time_ends)
     text = " ".join((REPOSITORY / "docs" / "receipt.md").read_text(encoding="utf-8").split())
-    low, high = min(low for low, _ in ends), max(high for _, high in ends)
-    assert f"Each interval includes 1, so no difference is seen; they reach from {low} to {high}." in text
-    assert f"resolves 1 %: it states {stated} % at most." in text
+    assert f"Each interval of the time includes 1; they reach from {low} to {high}." in text
+    largest = max(abs(float(row[4]) - 1) for row in rows)
+    assert f"CPU time differs by {largest:.1%} at most".replace("%", " %") in text
+    assert [low <= 1 <= high for low, high in cpu_ends] == [False, True, True, True]
+    (low, high), *_ = cpu_ends
+    assert f"under DDP by more than its interval, {100 * (low - 1):.1f} to {100 * (high - 1):.1f} %." in text
+    stated = max(float(row[6].strip(" %")) for row in rows)
+    assert f"The receipt's clock states {stated} % at most." in text
 
 
 def gpu_table() -> Iterator[str]:

@@ -20,6 +20,7 @@ from tools.watch import is_newer
 
 WATCH = REPOSITORY / "tools" / "watch.py"
 STORED = next(read_matrices())
+NO_FP16 = "ValueError: Type fp16 is not supported on your device."
 
 
 def outcome(features: str, kind: str = "equal", says: str = "", line: str = "") -> CombinationOutcome:
@@ -35,8 +36,16 @@ def test_everything_that_a_cpu_can_run_of_the_stored_matrix_is_repeated() -> Non
     names = {combination.name for combination in combinations_to_repeat(STORED)}
     assert len(names) > 150
     assert "zero2,muon,clipping" in names
-    assert "zero3,fp16" not in names
+    assert "zero3,deepcompile" not in names
     assert {outcome.combination.name for outcome in STORED.outcomes.values() if outcome.is_equal} <= names
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "count"), [("refuses", "", 1), ("refuses", NO_FP16, 0), ("differs", NO_FP16, 1)]
+)
+def test_a_cpu_without_fp16_is_no_change_of_a_release(kind: str, says: str, count: int) -> None:
+    changes = find_changes(make_matrix(outcome("zero1,fp16")), make_matrix(outcome("zero1,fp16", kind, says)))
+    assert len(list(changes)) == count
 
 
 def test_equal_runs_with_a_feature_are_repeated_after_a_change_of_what_rounding_allows() -> None:

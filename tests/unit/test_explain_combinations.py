@@ -68,6 +68,7 @@ def test_every_wrong_combination_of_the_matrix_that_settings_show_is_named(tmp_p
     assert certain == {
         "ZenFlow at stages 1 and 2 transposes the model's matrices before training",
         "stage 0 in bf16 takes a step with gradients of zero before training",
+        "stage 0 in fp16 divides the gradients by the loss scale, and does not multiply the loss by it",
         "clipping judges by the norm of Muon's updates",
         "gradients of weights that AdamW steps with Muon are lost",
         "Muon orthogonalizes each rank's part of a matrix instead of the matrix",
@@ -142,7 +143,7 @@ def test_no_combination_that_was_equal_is_called_wrong(tmp_path: Path) -> None:
 def test_features_of_a_file_are_those_of_the_combination_that_it_was_made_from(tmp_path: Path) -> None:
     hidden = OF_PROGRAM | {"accelerate", "schedule", "evaluation", "uneven", "ep", "no_sync", "persistent"}
     # Sizes of buckets, zero.Init and the compiler have no finding, so that nothing reads them.
-    hidden |= {"small_buckets", "zero_init", "deepcompile", "overlap", "autocast", "autocast_modules", "fp16"}
+    hidden |= {"small_buckets", "zero_init", "deepcompile", "overlap", "autocast", "autocast_modules"}
     hidden |= {"warmup_lr", "warmup_cosine_lr"}
     for outcome in MATRIX.outcomes.values():
         combination = outcome.combination

@@ -41,7 +41,6 @@ from study.advisor.trainer_keys import (
 from study.advisor.user_settings import ZERO
 from study.advisor.workload import Workload
 from study.cli import main
-from study.compositions.features import make_combination
 from study.config.errors import UserError, did_you_mean
 from study.config.flags import Parser
 from study.config.text import rounded
@@ -462,15 +461,25 @@ def test_a_fault_of_accelerates_own_loop_is_none_of_a_trainers_file(
     assert not noted or titles[fault_elsewhere] in noted
 
 
-def test_fp16_is_in_no_stored_run(tmp_path: Path) -> None:
-    document = {name: value for name, value in ARGUMENTS.items() if name != "bf16"} | {"deepspeed": Z2}
-    line = untested_line(read(write(tmp_path, document | {"fp16": True}), *BOX))
-    assert line is not None
-    assert line.startswith("fp16 is in no stored run of these features; run: study verify --features zero2,")
-    assert line.endswith(",fp16")
-    # The combination is one that the command takes.
-    make_combination(line.rpartition(" ")[2].split(","))
-    assert "fp16" not in (untested_line(read(write(tmp_path, document | {"bf16": True}), *BOX)) or "")
+@pytest.mark.parametrize(
+    ("stage", "line"),
+    [(2, None), ("no DeepSpeed", "autocast in fp16 is in no stored run; run: study verify --precision fp16")],
+)
+def test_fp16_of_deepspeed_was_run_and_autocast_was_not(tmp_path: Path, stage: int | str, line: str | None) -> None:
+    document = {name: value for name, value in ARGUMENTS.items() if name != "bf16"} | {"fp16": True}
+    if stage == 2:
+        document["deepspeed"] = Z2
+    assert untested_line(read(write(tmp_path, document), *BOX)) == line
+
+
+def test_stage_0_in_fp16_trains_something_else_since_the_release_that_no_longer_scales_the_loss(tmp_path: Path) -> None:
+    settings = {"fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 0}}
+    document = {name: value for name, value in ARGUMENTS.items() if name != "bf16"}
+    file = write(tmp_path, document | {"fp16": True, "deepspeed": settings})
+    for release, is_wrong in (("0.18.2", False), ("0.18.3", True), ("0.19.8", True)):
+        findings = read(file, *BOX, "--release", f"deepspeed={release}").findings
+        wrong = [finding.fix for finding in findings if finding.rule == "wrong-training" and "fp16" in finding.key]
+        assert wrong == ["use stage 1, or bf16"] * is_wrong, release
 
 
 @pytest.mark.parametrize("key", ["galore_layerwise", "use_badam"])
