@@ -205,7 +205,7 @@ def _rounded(figures: Any) -> Any:
 
 
 def needs_other_hardware(outcome: CombinationOutcome) -> bool:
-    """Whether a combination is refused for this machine's processor, whatever the release."""
+    """Whether an engine rejects a combination on this CPU, with any release."""
     return outcome.kind == "refuses" and any(words in outcome.says for words in _NEEDS_A_GPU)
 
 
