@@ -22,7 +22,7 @@ from study.advisor.fitted import (
     tuned_variants,
     usual_weights,
 )
-from study.advisor.predict_command import workload_text
+from study.advisor.request_text import workload_text
 from study.advisor.workload import Quantization, Workload
 from study.config.errors import UserError
 from study.config.registry import REGISTRY

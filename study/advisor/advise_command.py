@@ -18,9 +18,10 @@ from typing import Any
 
 import yaml
 
-from study.advisor import advise, longer, measured, predict_command, training
+from study.advisor import advise, longer, measured, predict_command, request_text, training
 from study.advisor.advise import Advice, Option
 from study.advisor.fitted import fit_settings
+from study.advisor.prediction import is_measured
 from study.advisor.request_notes import ADAPTERS_IN_FP32, OVERFLOWS, request_findings, request_notes
 from study.advisor.training import Amount, WholeTraining
 from study.advisor.workload import Workload
@@ -381,7 +382,7 @@ def entry(option: Option) -> dict[str, Any]:
         "micro_batch": request.micro_batch if option.fits else 0,
         "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing,
-        "precision": predict_command.precision_name(request),
+        "precision": request_text.precision_name(request),
         "loads_in_16_bits": request.pure or request.loads_16_bits,
         "sync_each_batch": request.sync_each_batch,
         "device_bytes": device_bytes(memory),
@@ -410,14 +411,14 @@ def _page(
 ) -> Iterator[str | TextTable]:
     question, best = advice.question, advice.best
     shape, box = question.shape, question.box
-    program = predict_command.program_text(question.trainer)
+    program = request_text.program_text(question.trainer)
     yield from safer
     yield _verdict(advice)
     if total := whole_training(flags, best):
         yield f"  {total.line}"
     if best is not None:
         # Before the table: a screen may cut the last lines.
-        yield from predict_command.pair_notes(best.request)
+        yield from request_text.pair_notes(best.request)
         yield f"why {best.name}: {advise.explain_best(advice)}"
         yield from overflow_lines(best)
         yield from release_lines(best)
@@ -426,8 +427,8 @@ def _page(
     yield (
         f"{shape.name} ({count} parameters{trained_text(shape)}) on {box.name}:"
         f" {box.ranks} x {box.device.name}{_groups_text(question)}, global batch {question.global_batch},"
-        f" {predict_command.tokens_text(question)}, {question.precision}{program}"
-        f"{predict_command.optimizer_text(question.optimizer)}\n"
+        f" {request_text.tokens_text(question)}, {question.precision}{program}"
+        f"{request_text.optimizer_text(question.optimizer)}\n"
     )
     listed = [option for option in advice.options if option.fits or details or best is None]
     rows = _rows(listed, best, plain)
@@ -500,11 +501,11 @@ def _verdict(advice: Advice) -> str:
     figures = [f"{peak} of {rounded(usable_bytes(request.box) / GIB)} GiB (90 % bound {bound})"]
     if not best.is_safe:
         figures.append("may not fit")
-    if host := predict_command.host_text(request, memory):
+    if host := request_text.host_text(request, memory):
         figures.append(host)
     if memory.nvme:
         figures.append(f"{rounded(memory.nvme / GIB)} GiB on NVMe")
-    if predict_command.is_measured(request):
+    if is_measured(request):
         figures.append(f"{rounded(best.tokens_per_s)} tokens/s, as measured")
     else:
         figures.append(f"about {rounded(best.tokens_per_s)} tokens/s{advise.speed_range(best)}, predicted")
@@ -648,7 +649,7 @@ def _link_notes(request: Request) -> Iterator[str]:
 def plain_note(plain: Option, best: Option) -> str:
     """Return the gain and the loss by plain training of 16-bit weights."""
     peak, bound = (rounded(device_bytes(plain.memory, at_upper=upper) / GIB) for upper in (False, True))
-    settings = f"{predict_command.workload_text(plain.request)}; {peak} GiB, 90 % bound {bound}"
+    settings = f"{request_text.workload_text(plain.request)}; {peak} GiB, 90 % bound {bound}"
     return f"{_plain_title(plain)}: {advise.speed_text(plain, best)} ({settings}), but {_WITHOUT_MASTERS}"
 
 
@@ -742,14 +743,14 @@ def predict_words(request: Request, flags: AdviseFlags) -> str:
 
 
 def _named(option: Option) -> str:
-    return f"{option.name} ({predict_command.workload_text(option.request)})"
+    return f"{option.name} ({request_text.workload_text(option.request)})"
 
 
 def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterator[str]:
     yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
     # Settings that the prediction assumes and that no file contains.
-    program = predict_command.program_text(request)
-    yield f"  {files.command}    ({predict_command.workload_text(request)}{program})"
+    program = request_text.program_text(request)
+    yield f"  {files.command}    ({request_text.workload_text(request)}{program})"
     yield f"  with the Trainer: {_trainer_arguments(request)}"
     if files.of_study is not None and not request.reference_model:
         yield f"  {files.of_study}"
@@ -808,7 +809,7 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
     if request.strategy.is_fsdp and request.fsdp_version == 1:
         outer = folder / "fsdp1-fitted.yaml"
         changes["fsdp_config"] = _FSDP1
-    precision = predict_command.precision_name(request)
+    precision = request_text.precision_name(request)
     if settings is None:
         changes["mixed_precision"] = "no" if precision == "fp32" else precision
     else:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from study.advisor import predict_command, trainer_files, trl_files
+from study.advisor import predict_command, request_text, trainer_files, trl_files
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
 from study.advisor.explain_combinations import (
@@ -33,6 +33,7 @@ from study.advisor.explain_releases import (
 )
 from study.advisor.fitted import precision_under
 from study.advisor.long_features import has_features
+from study.advisor.prediction import PredictedStep
 from study.advisor.request_notes import lacks_bf16
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
 from study.advisor.workload import FSDP1_UNITS, FSDP_FLAGS, Workload, WorkloadError
@@ -45,13 +46,12 @@ from study.host.memory import GIB, MIB
 from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, leaving_bytes, network_notes, sent_bytes
 from study.predictor.constants import FITTED
 from study.predictor.hardware import ANY_DEVICE, Hardware, HardwareFlags, parse_int
-from study.predictor.intervals import figure_document
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
-from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
+from study.predictor.request import FP32_BYTES, MemoryUse, Request
 from study.predictor.shape import USUAL_LENGTH, ModelShape, resolve_lengths, trained_text
 from study.predictor.state import persistent_params, sub_groups
-from study.predictor.time import device_bytes, excess_on_host, fits, predict_time, step_ends, usable_bytes, why
+from study.predictor.time import device_bytes, excess_on_host, fits, usable_bytes, why
 from study.predictor.zero3_gathers import simulate_gathers
 from study.workloads.presets import find_preset
 
@@ -415,7 +415,7 @@ def _document(case: ConfigCase) -> dict[str, Any]:
         "tensor_parallel": case.request.tensor_ranks,
         "hardware": None if box.device is ANY_DEVICE else box.name,
         "fits": None if box.device is ANY_DEVICE or memory.missing else fits(memory, box),
-        "precision": predict_command.precision_name(case.request),
+        "precision": request_text.precision_name(case.request),
         "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "sequence_length": case.request.sample_tokens,
         "sequence_ranks": case.request.sequence_ranks,
@@ -435,10 +435,7 @@ def _document(case: ConfigCase) -> dict[str, Any]:
 
 def _step_document(case: ConfigCase) -> dict[str, Any] | None:
     """Return the step with its ends; None if it is not predicted."""
-    if not _is_timed(case):
-        return None
-    time = predict_time(case.request)
-    return figure_document(time.step_s, step_ends(case.request, time))
+    return PredictedStep.predict(case.request).step_document if _is_timed(case) else None
 
 
 def _is_timed(case: ConfigCase) -> bool:
@@ -500,9 +497,9 @@ def _remedies(request: Request) -> str:
         ("micro-batch 1", small),
         ("both --gradient_checkpointing and micro-batch 1", recomputed | small),
     ):
-        need = predict_command.fitting_need(dataclasses.replace(request, **changes))
-        if all(getattr(request, key) != value for key, value in changes.items()) and need is not None:
-            remedies.append(f"{words} ({need})")
+        memory = request_text.memory_if_fitting(dataclasses.replace(request, **changes))
+        if all(getattr(request, key) != value for key, value in changes.items()) and memory is not None:
+            remedies.append(f"{words} ({request_text.need_text(request, memory)})")
     return f"; it fits with {' or '.join(remedies[:2])}" if remedies else ""
 
 
@@ -526,7 +523,7 @@ def first_line(case: ConfigCase) -> str:
     if is_too_large_to_load(case):
         loaded = rounded(case.memory.loading / GIB)
         room = _about(usable_bytes(case.request.box))
-        remedy = predict_command.loading_remedy(case.request)
+        remedy = request_text.loading_remedy(case.request)
         problem = f"Does not fit while quantized weights are loaded: {loaded} of {room}{remedy}"
         verdict = f"{problem}. After that: {verdict[0].lower()}{verdict[1:]}"
     left_out = [key for _, key in group_keys(case)] if case.request.tensor_group is None else []
@@ -559,16 +556,16 @@ def subject_lines(case: ConfigCase) -> Iterator[str]:
     yield from case.read_from
     if not case.read_from:
         # The line of a trainer's file counts pairs.
-        yield from predict_command.pair_notes(request)
+        yield from request_text.pair_notes(request)
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
     if request.tensor_group is not None:
         ranks += f" in tensor-parallel groups of {request.tensor_ranks}"
-    yield f"{case.file.name}: {engine}, {predict_command.precision_name(request)}{unset}, {ranks}"
+    yield f"{case.file.name}: {engine}, {request_text.precision_name(request)}{unset}, {ranks}"
     yield (
         f"{case.shape.name}: {request.full_shape.parameters:,} parameters{trained_text(case.shape)}, micro-batch"
-        f" {request.micro_batch} x accumulation {request.accumulation}, {predict_command.tokens_text(request)}"
-        f"{predict_command.program_text(request)}"
+        f" {request.micro_batch} x accumulation {request.accumulation}, {request_text.tokens_text(request)}"
+        f"{request_text.program_text(request)}"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )
     yield release_line(case)
@@ -805,7 +802,8 @@ def find_answers(case: ConfigCase) -> Iterator[Explanation]:
 
 def _explain_time(case: ConfigCase) -> Explanation:
     """Name the parts of a step's time, and the time with a lower stage or without an offload."""
-    request, (time, text) = case.request, _time_text(case, has_ends=True)
+    request, step = case.request, PredictedStep.predict(case.request)
+    time, text = step.time, _time_text(case, step, has_ends=True)
     parts = sorted(time.parts.items(), key=lambda part: -part[1])
     shares = [f"{name.replace('_', ' ')} {rounded_seconds(size)}" for name, size in parts if size > parts[0][1] / 50]
     short = f"{text}: {', '.join(shares)}"
@@ -824,22 +822,25 @@ def _other_times(case: ConfigCase, seconds: float) -> Iterator[str]:
     request = case.request
     if request.strategy.offloads:
         bare = case.at(offload_param=None, offload_optimizer=None)
-        yield f"without an offload {_time_text(bare)[1]}, {_about(device_bytes(bare.memory))}"
+        text = _time_text(bare, PredictedStep.predict(bare.request))
+        yield f"without an offload {text}, {_about(device_bytes(bare.memory))}"
     elif case.stage == 3:
-        yield f"stage 2 {_time_text(case.at(stage=2))[1]}"
+        lower = case.at(stage=2)
+        yield f"stage 2 {_time_text(lower, PredictedStep.predict(lower.request))}"
     machines, group = request.box.nodes, request.box.gpus_per_node
     if machines == 1 or request.tensor_ranks > group:
         return
     if case.stage == 3 and group > 1 and request.tensor_group is None and case.zero["zero_hpz_partition_size"] == 1:
         within = case.at(zero_hpz_partition_size=group)
-        time, text = _time_text(within)
-        if time.step_s.value < (1 - _MIN_GAIN) * seconds:
+        step = PredictedStep.predict(within.request)
+        if step.time.step_s.value < (1 - _MIN_GAIN) * seconds:
+            text = _time_text(within, step)
             yield f"zero_hpz_partition_size={group} {text}, {_about(device_bytes(within.memory))}"
     alone = dataclasses.replace(request, box=dataclasses.replace(request.box, nodes=1))
     one_machine = dataclasses.replace(case, request=alone)
-    time, text = _time_text(one_machine)
-    if time.step_s.value * machines < seconds:
-        memory = _about(device_bytes(one_machine.memory))
+    step = PredictedStep.predict(alone)
+    if step.time.step_s.value * machines < seconds:
+        text, memory = _time_text(one_machine, step), _about(device_bytes(one_machine.memory))
         yield f"faster on one machine alone, {text} for 1/{machines} of the batch, {memory}"
     if request.shape.active_experts and (tokens := _expert_tokens_bytes(request)) < sent_bytes(request):
         sizes = f"at most {rounded(tokens / 1e9)} GB of tokens in place of the experts' weights and gradients"
@@ -856,14 +857,15 @@ def _expert_tokens_bytes(request: Request) -> float:
     return states * exchanges * (request.box.ranks - 1) / request.box.ranks
 
 
-def _time_text(case: ConfigCase, *, has_ends: bool = False) -> tuple[StepTime, str]:
+def _time_text(case: ConfigCase, step: PredictedStep, *, has_ends: bool = False) -> str:
+    """Return the seconds of a step, and the bytes that a rank and a node send in it."""
     request = case.request
-    time, sent = predict_time(request), sent_bytes(request)
+    sent = sent_bytes(request)
     sends = f" and {rounded(sent / 1e9)} GB sent by a rank" if sent else ""
     if sent and request.box.nodes > 1:
         sends += f" ({rounded(leaving_bytes(request) / 1e9)} leave each node)"
-    ends = predict_command.step_range_text(request, time) if has_ends else ""
-    return time, f"{rounded_seconds(time.step_s.value)}{ends}{sends}"
+    ends = step.range_text if has_ends else ""
+    return f"{rounded_seconds(step.time.step_s.value)}{ends}{sends}"
 
 
 def _explain_loading(case: ConfigCase) -> Iterator[Explanation]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from study.advisor.advise import AdviceRequest, candidates
 from study.advisor.fitted import fit_settings
-from study.advisor.predict_command import workload_text
+from study.advisor.request_text import workload_text
 from study.config.errors import UserError
 from study.config.precisions import computing_type
 from study.config.strategies import read_strategy

@@ -50,7 +50,7 @@ from study.advisor.advise_command import (
 )
 from study.advisor.calculator import Calculator
 from study.advisor.fitted import RankKey, find_best, precision_under
-from study.advisor.predict_command import workload_text
+from study.advisor.request_text import workload_text
 from study.cli import main
 from study.compositions.answers import read_known_findings
 from study.config.errors import UserError

@@ -20,6 +20,7 @@ from study.advisor.advise_command import AdviseFlags
 from study.advisor.explain_case import ConfigCase, resolve
 from study.advisor.explain_combinations import WRONG_TRAINING
 from study.advisor.predict_command import PredictFlags, make_request
+from study.advisor.prediction import adapted_notes
 from study.advisor.user_settings import read_user_file
 from study.advisor.workload import FSDP_FLAGS, Workload
 from study.cli import main
@@ -201,7 +202,7 @@ def figures_of_shipped_file(option: Option, model: str, flags: list[str]) -> dic
     precision = option.request.precision.removesuffix("-engine")
     stock = predicted([model, *engine_flags, "--precision", precision, "--strategy", option.name, *work])
     # study/train.py adapts these two settings of its files at the launch; a page of `predict` names them.
-    if [*predict_command._adapted_notes(stock)]:
+    if [*adapted_notes(stock)]:
         return {"predict": figures(stock)}
     half = ["--precision", "no" if precision == "fp32" else precision]
     ranks = ["--world_size", str(stock.box.ranks)]

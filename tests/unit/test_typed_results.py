@@ -1,0 +1,82 @@
+"""A command has one typed result: --json prints its document, and its page is made of it without another prediction."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+
+import pytest
+
+from study.advisor import predict_command, prediction_text
+from study.config.flags import Parser
+from study.config.printing import TextTable, print_page
+from study.host.memory import GIB
+from study.predictor.request import Estimate
+
+_PREDICTIONS = ("predict_memory", "predict_time", "predict_state", "predict_payload", "sent_bytes", "simulate_gathers")
+
+
+def parse(command: ModuleType, line: str) -> argparse.Namespace:
+    parser = Parser()
+    command.add_arguments(parser)
+    options: argparse.Namespace = parser.parse_args(line.split())
+    return options
+
+
+def printed(page: Iterable[str | TextTable]) -> str:
+    out = io.StringIO()
+    print_page(page, out)
+    return out.getvalue()
+
+
+def refuse_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every function that predicts fail, wherever it is imported."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a page predicts something that its result does not have")
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("study."):
+            for function in _PREDICTIONS:
+                if hasattr(module, function):
+                    monkeypatch.setattr(module, function, fail)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "llama-3.1-8b --strategy zero3 --hardware 2x8xH100 --train_tokens 15B",
+        # Hints of checkpointing, of loading, and of a host with too little memory.
+        "llama-3.1-8b --strategy zero2 --hardware 8xA100-40 --micro_batch 4",
+        "llama-3.1-70b --strategy fsdp2 --hardware 8xA100-40 --peft lora --quantization 4bit",
+        "llama-3.1-70b --strategy zero3_cpu --hardware 8xA100 --host_memory 64",
+        "llama-3.1-8b --strategy zero3 --hardware 8xH100 --sp 4 --seq_length 32768",
+        "gpt2-large --strategy zero3 --hardware 4xA100 --measured step_ms=400,peak_gib=14,micro_batch=2",
+    ],
+)
+def test_a_page_of_a_prediction_predicts_nothing(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prediction = predict_command.predict(parse(predict_command, line), None)
+    refuse_predictions(monkeypatch)
+    for details in (False, True):
+        text = printed(prediction_text.page(prediction, details))
+        assert prediction.request.shape.name in text
+        assert ("figures with their interval" in text) == details
+
+
+def test_document_and_page_of_a_prediction_have_its_fields() -> None:
+    line = "llama-3.1-8b --strategy zero3 --hardware 2x8xH100"
+    prediction = predict_command.predict(parse(predict_command, line), None)
+    reserved = 1000 * GIB
+    memory = dataclasses.replace(prediction.memory, peak_reserved=Estimate(reserved), notes=("a note",))
+    changed = dataclasses.replace(prediction, memory=memory, step=None, traffic=None, findings=[], notes=["another"])
+    document, text = changed.document, printed(prediction_text.page(changed, details=True))
+    assert document["device_bytes"] == reserved + memory.device_parts["context"]
+    assert (document["fits"], document["time"], document["payload_bytes"]) == (False, None, None)
+    assert text.startswith("Does not fit: ")
+    assert "communication of one rank per step  not predicted\n" in text
+    assert "time of one step" not in text
+    assert text.endswith("\n\nanother\na note\n")
