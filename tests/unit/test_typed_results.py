@@ -16,6 +16,8 @@ from study.config.flags import Parser
 from study.config.printing import TextTable, print_page
 from study.host.memory import GIB
 from study.predictor.request import Estimate
+from study.releases.verdict import ROUNDING, Verdict
+from study.releases.verification import Verification, VerifyAnswer, VerifyRow
 
 _PREDICTIONS = ("predict_memory", "predict_time", "predict_state", "predict_payload", "sent_bytes", "simulate_gathers")
 
@@ -80,3 +82,27 @@ def test_document_and_page_of_a_prediction_have_its_fields() -> None:
     assert "communication of one rank per step  not predicted\n" in text
     assert "time of one step" not in text
     assert text.endswith("\n\nanother\na note\n")
+
+
+def test_document_and_page_of_a_verification_have_the_verdict_of_each_cell() -> None:
+    wrong = Verdict("different", what="gradient", first_step=1, size=0.5)
+    rows = [VerifyRow("ddp", "fp32", 1, Verdict("equal")), VerifyRow("zero2", "bf16", 4, wrong)]
+    answer = VerifyAnswer(
+        stack={"deepspeed": "0.19.8", "torch": None},
+        on_gpu=False,
+        verification=Verification(("ddp", "zero2"), 2, rows),
+        tolerances={("fp32", ""): ROUNDING["fp32"], ("fp32", "muon"): ROUNDING["fp32"]},
+        not_tested=["not tested: fp16"],
+        seconds=75.0,
+    )
+    document, text = answer.document, printed(answer.page())
+    assert list(document["tolerances"]) == ["fp32", "fp32 muon"]
+    assert [(row["strategy"], row["kind"], row["first_step"]) for row in document["rows"]] == [
+        ("ddp", "equal", None),
+        ("zero2", "different", 1),
+    ]
+    lines = text.splitlines()
+    assert lines[0].startswith(f"{document['answer']} (")
+    assert lines[1:3] == ["tested: deepspeed 0.19.8, torch not installed", "not tested: fp16"]
+    cells = [line.split() for line in lines[-2:]]
+    assert cells == [["ddp", "equal", "-"], ["zero2", "-", "different"]]
