@@ -20,7 +20,7 @@ import yaml
 
 from study.advisor import advise, longer, measured, predict_command, request_text, training
 from study.advisor.advise import Advice, Option
-from study.advisor.fitted import fit_settings
+from study.advisor.fitted import fit_settings, usual_precision
 from study.advisor.prediction import is_measured
 from study.advisor.request_notes import ADAPTERS_IN_FP32, OVERFLOWS, request_findings, request_notes
 from study.advisor.training import Amount, WholeTraining
@@ -262,7 +262,7 @@ def _corrected(question: advise.AdviceRequest, runs: Sequence[PredictedRun]) -> 
 def build_advice_request(flags: AdviseFlags) -> advise.AdviceRequest:
     """Return the request that the flags make; raise UserError if it is impossible."""
     workload, box = flags.workload, flags.hardware.box()
-    precision = workload.precision or predict_command.usual_precision(box)
+    precision = workload.precision or usual_precision(box)
     predict_command.check_precision(box, precision)
     tensor_ranks = workload.tensor_parallel or 1
     if box.ranks % tensor_ranks:

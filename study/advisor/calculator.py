@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from study.advisor import advise, advise_command, explain
+from study.advisor import advise, advise_command, explain, explanation_text
+from study.advisor.explanation import ConfigExplanation
 from study.compositions.command import parse_features
 from study.compositions.features import read_rows
 from study.config.errors import MissingFile, NotInstalled, UserError
@@ -229,14 +230,15 @@ class Calculator:
             raise UserError(refusal.problem, "choose that file, too") from None
         finally:
             os.chdir(before)
+        explanation = ConfigExplanation.explain(case)
         return {
-            "first_line": explain.first_line(case),
-            "subject": [self.without_folders(line) for line in explain.subject_lines(case)],
+            "first_line": explanation_text.first_line(explanation),
+            "subject": [self.without_folders(line) for line in explanation_text.subject_lines(explanation)],
             "findings": [finding.document for finding in case.findings],
-            "peak": explain.peak_line(case),
-            "costs": explain.cost_rows(explain.costs(case), details=False),
-            "costs_error": explain.costs_error(case),
-            "answers": [dataclasses.asdict(answer) for answer in explain.find_answers(case)],
+            "peak": explanation_text.peak_line(explanation),
+            "costs": explanation_text.cost_rows(explanation, details=False),
+            "costs_error": explanation_text.costs_error(explanation),
+            "answers": [dataclasses.asdict(answer) for answer in explanation.answers],
         }
 
     @_as_json

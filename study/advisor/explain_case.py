@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from study.advisor.fitted import loads_16_bits, usual_weights
-from study.advisor.long_features import over_ranks
+from study.advisor.long_features import has_features, over_ranks
+from study.advisor.prediction import PredictedStep
 from study.advisor.user_settings import NOT_MODELLED, OFFLOADS, ZERO, Finding, UserFile, known_settings
 from study.config.errors import UserError, WrongFile, clip
 from study.config.flags import Precision
@@ -109,6 +110,12 @@ class ConfigCase:
     @functools.cached_property
     def memory(self) -> MemoryUse:
         return predict_memory(self.request)
+
+    @functools.cached_property
+    def step(self) -> PredictedStep | None:
+        """The step of a rank; None for any device, and if no step time is predicted."""
+        is_timed = self.request.box.device is not ANY_DEVICE and not self.memory.missing
+        return PredictedStep.predict(self.request) if is_timed and not has_features(self.request) else None
 
     @property
     def state(self) -> State:

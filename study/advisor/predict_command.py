@@ -11,7 +11,7 @@ import shlex
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor import measured, training
-from study.advisor.fitted import fit_settings, loads_16_bits, precision_under, usual_weights
+from study.advisor.fitted import fit_settings, loads_16_bits, precision_under, usual_precision, usual_weights
 from study.advisor.long_features import has_features, with_features
 from study.advisor.prediction import Prediction
 from study.advisor.prediction_text import page
@@ -187,11 +187,6 @@ def _measured_request(flags: PredictFlags, run: measured.RunText) -> Request:
     changes: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     workload = dataclasses.replace(flags.workload, **changes)
     return make_request(dataclasses.replace(flags, workload=workload, strategy=run.strategy or flags.strategy))
-
-
-def usual_precision(box: Hardware) -> str:
-    """Return the default precision of the hardware."""
-    return "fp32" if box.is_cpu_only else "bf16" if box.device.peak_tflops["bf16"] else "fp16"
 
 
 def check_precision(box: Hardware, precision: str) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from study.config.precisions import computing_type
-from study.config.text import rounded
-from study.host.memory import GIB
+from study.config.text import format_number, rounded
+from study.host.memory import GIB, MIB
 from study.predictor.memory import predict_memory
 from study.predictor.request import MemoryUse, OptimizerName, Request, TrainerSettings
 from study.predictor.time import device_bytes, fits, host_limit
@@ -101,3 +101,13 @@ def need_text(request: Request, memory: MemoryUse) -> str:
     if memory.nvme:
         needs.append(f"{rounded(memory.nvme / GIB)} GiB of NVMe")
     return ", ".join(needs)
+
+
+def gib(size: float) -> str:
+    """Return bytes in GiB, or in MiB if they are few."""
+    return f"{format_number(size / GIB)} GiB" if abs(size) >= GIB / 2 or not size else f"{size / MIB:.0f} MiB"
+
+
+def about(size: float) -> str:
+    """Return bytes in GiB, rounded."""
+    return f"{rounded(size / GIB)} GiB"

@@ -137,7 +137,7 @@ def _faults(rows: Sequence[VerifyRow]) -> str:
 
 
 def fault_text(cause: Cause) -> str:
-    """Return a known cause by its letter, with what limits it."""
+    """Return a known cause by its letter, with its limits."""
     letter = json.loads(GRID.read_text(encoding="utf-8"))["letters"].get(cause.id, cause.id)
     limits = ["on CPUs only"] * (cause.gpu == "hidden") + [f"fixed in {cause.left.release}"] * bool(cause.left.release)
     return "; ".join([f"cause {letter}: {cause.title}", *limits])

@@ -240,9 +240,9 @@ def _verification(matrix: VerifyMatrix, strategies: Sequence[str]) -> Verificati
     """Return the verdicts on the strategies, and print those of each one as soon as it has run."""
     rows = list[VerifyRow]()
     for number, strategy in enumerate(strategies, start=1):
-        of_strategy = list(matrix.rows(strategy))
-        rows += of_strategy
-        wrong = [f"{row.option} {row.place}: {row.says}".lstrip() for row in of_strategy if row.kind != "equal"]
+        strategy_rows = list(matrix.rows(strategy))
+        rows += strategy_rows
+        wrong = [f"{row.option} {row.place}: {row.says}".lstrip() for row in strategy_rows if row.kind != "equal"]
         outcome = " | ".join(wrong) or "reproduces one process"
         print_page([f"[{number}/{len(strategies)}] {strategy}: {outcome}"], sys.stderr)
     return Verification(strategies, matrix.ranks, rows)

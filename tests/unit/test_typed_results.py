@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import re
 import sys
 from collections.abc import Iterable
 from types import ModuleType
 
 import pytest
 
-from study.advisor import predict_command, prediction_text
+from engines import ROOT
+from study.advisor import explain, explanation_text, predict_command, prediction_text
+from study.advisor.explanation import ConfigExplanation, Remedy
 from study.config.flags import Parser
 from study.config.printing import TextTable, print_page
 from study.host.memory import GIB
@@ -35,7 +38,7 @@ def printed(page: Iterable[str | TextTable]) -> str:
     return out.getvalue()
 
 
-def refuse_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every function that predicts fail, wherever it is imported."""
 
     def fail(*_: object, **__: object) -> None:
@@ -62,7 +65,7 @@ def refuse_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_page_of_a_prediction_predicts_nothing(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prediction = predict_command.predict(parse(predict_command, line), None)
-    refuse_predictions(monkeypatch)
+    forbid_predictions(monkeypatch)
     for details in (False, True):
         text = printed(prediction_text.page(prediction, details))
         assert prediction.request.shape.name in text
@@ -82,6 +85,49 @@ def test_document_and_page_of_a_prediction_have_its_fields() -> None:
     assert "communication of one rank per step  not predicted\n" in text
     assert "time of one step" not in text
     assert text.endswith("\n\nanother\na note\n")
+
+
+FILES = ROOT / "accelerate_configs"
+
+
+def explained(line: str) -> ConfigExplanation:
+    return ConfigExplanation.explain(explain.read_case(parse(explain, line)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "zero3_cpu.yaml llama-3.1-8b --hardware 2x8xH100 --precision bf16",
+        # In 16 bits it fits; with other changes; on any device; while the weights are loaded it does not.
+        "zero2.yaml gpt2-xl --hardware 4xL4",
+        "zero3.yaml llama-3.1-8b --hardware 8xA100-40 --precision bf16 --micro_batch 8",
+        "fsdp2.yaml gpt2-xl --world_size 8",
+        "fsdp2.yaml llama-3.1-70b --hardware 8xA100-40 --peft lora --quantization 4bit --precision bf16",
+    ],
+)
+def test_a_page_of_a_config_predicts_nothing(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    explanation = explained(f"{FILES}/{words}")
+    forbid_predictions(monkeypatch)
+    for details in (False, True):
+        text = printed(explanation_text.page(explanation, details))
+        assert all(answer.question in text for answer in explanation.answers)
+        assert all(f"- {line}" in text for answer in explanation.answers for line in answer.because) == details
+
+
+def test_document_and_page_of_a_config_have_its_fields() -> None:
+    explanation = explained(f"{FILES}/zero2.yaml gpt2-xl --hardware 4xL4")
+    assert explanation.fits is False
+    in_half = explanation.in_half
+    assert in_half is not None
+    assert re.match(r"Does not fit in fp32: .*; in bf16 it fits: ", explanation_text.first_line(explanation))
+    assert explanation.remedies == []
+    # Without an answer for 16 bits other changes are named.
+    remedy = Remedy("a smaller model", in_half.memory)
+    changed = dataclasses.replace(explanation, in_half=None, remedies=[remedy], costs=[], answers=[], step=None)
+    document, text = changed.document, printed(explanation_text.page(changed, details=False))
+    assert (document["settings"], document["answers"], document["step_s"]) == ([], [], None)
+    assert "; it fits with a smaller model (" in text.splitlines()[0]
+    assert "memory of a rank by setting" not in text
 
 
 def test_document_and_page_of_a_verification_have_the_verdict_of_each_cell() -> None:
