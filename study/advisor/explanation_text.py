@@ -14,10 +14,10 @@ from study.advisor.explanation import ConfigExplanation
 from study.advisor.request_notes import lacks_bf16
 from study.advisor.request_text import (
     about,
+    dpo_notes,
     gib,
     loading_remedy,
     need_text,
-    pair_notes,
     precision_name,
     program_text,
     tokens_text,
@@ -183,7 +183,7 @@ def subject_lines(explanation: ConfigExplanation) -> Iterator[str]:
     yield from case.read_from
     if not case.read_from:
         # The line of a trainer's file counts pairs.
-        yield from pair_notes(request)
+        yield from dpo_notes(request)
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
     if request.tensor_group is not None:

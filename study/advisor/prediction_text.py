@@ -9,10 +9,10 @@ from study.advisor.long_features import features_text
 from study.advisor.prediction import Prediction, Traffic, has_room_on_device
 from study.advisor.request_notes import finding_notes
 from study.advisor.request_text import (
+    dpo_notes,
     host_text,
     loading_remedy,
     need_text,
-    pair_notes,
     precision_name,
     program_text,
     strategy_text,
@@ -44,7 +44,7 @@ def page(prediction: Prediction, details: bool) -> Iterator[str | TextTable]:
     request, memory = prediction.request, prediction.memory
     yield _verdict(prediction)
     yield from calibration_lines(prediction.measured)
-    yield from pair_notes(request)
+    yield from dpo_notes(request)
     yield ""
     yield from _subject_lines(request)
     kind = "rank" if request.box.is_cpu_only else "GPU"

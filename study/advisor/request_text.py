@@ -63,7 +63,7 @@ def workload_text(request: Request) -> str:
     return f"micro-batch {request.micro_batch} x accumulation {request.accumulation}, {checkpointing}{syncs}"
 
 
-def pair_notes(request: Request) -> Iterator[str]:
+def dpo_notes(request: Request) -> Iterator[str]:
     """Yield how many pairs of DPO a micro-batch has, if there is a reference model."""
     if request.reference_model:
         count = {1: "half a pair", 2: "1 pair"}.get(request.micro_batch, f"{request.micro_batch / 2:g} pairs")

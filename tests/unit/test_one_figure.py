@@ -17,6 +17,7 @@ import pytest
 from study.advisor import advise_command, explain, predict_command
 from study.advisor.advise import AdviceRequest, Option, advise, candidates
 from study.advisor.advise_command import AdviseFlags
+from study.advisor.advised_files import write_files
 from study.advisor.explain_case import ConfigCase, resolve
 from study.advisor.explain_combinations import WRONG_TRAINING
 from study.advisor.predict_command import PredictFlags, make_request
@@ -181,7 +182,7 @@ def figures_of_advised_files(
 ) -> dict[str, Figures]:
     """Return each command's figures of the settings that are advised: of the printed command and the written files."""
     work = work_flags(option.request)
-    files = advise_command.write_files(option, folder, "nvme", model)
+    files = write_files(option, folder, "nvme", model)
     command = shlex.split(advise_command.predict_words(option.request, requested))
     return {
         "advise": figures(option.request),

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from engines import ROOT
-from study.advisor import explain, explanation_text, predict_command, prediction_text
+from study.advisor import advice_text, advise_command, explain, explanation_text, predict_command, prediction_text
 from study.advisor.explanation import ConfigExplanation, Remedy
 from study.config.flags import Parser
 from study.config.printing import TextTable, print_page
@@ -22,7 +22,17 @@ from study.predictor.request import Estimate
 from study.releases.verdict import ROUNDING, Verdict
 from study.releases.verification import Verification, VerifyAnswer, VerifyRow
 
-_PREDICTIONS = ("predict_memory", "predict_time", "predict_state", "predict_payload", "sent_bytes", "simulate_gathers")
+_PREDICTIONS = (
+    "accumulated_bytes",
+    "advise_without_losers",
+    "predict_activations",
+    "predict_memory",
+    "predict_payload",
+    "predict_state",
+    "predict_time",
+    "sent_bytes",
+    "simulate_gathers",
+)
 
 
 def parse(command: ModuleType, line: str) -> argparse.Namespace:
@@ -128,6 +138,44 @@ def test_document_and_page_of_a_config_have_its_fields() -> None:
     assert (document["settings"], document["answers"], document["step_s"]) == ([], [], None)
     assert "; it fits with a smaller model (" in text.splitlines()[0]
     assert "memory of a rank by setting" not in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "gpt2-xl --hardware A100 --train_tokens 1B --price_per_gpu_hour 2",
+        # FSDP reduces in each micro-batch; a sample fills the memory; nothing fits.
+        "llama-3.1-8b --hardware 8xA100-40",
+        "llama-3.1-8b --hardware 4xL4 --seq_length 131072",
+        "gpt-175b --hardware A100-40",
+    ],
+)
+def test_a_page_of_advice_predicts_nothing(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = advise_command.make_answer(parse(advise_command, line))
+    forbid_predictions(monkeypatch)
+    for details in (False, True):
+        text = printed(advice_text.page(answer, details))
+        assert all(line in text for line in (*answer.safer, *answer.what_ifs))
+        assert (answer.recommendation is None) == text.startswith("Nothing fits")
+
+
+def test_document_and_page_of_advice_have_its_fields() -> None:
+    answer = advise_command.make_answer(parse(advise_command, "gpt2-xl --hardware A100"))
+    assert answer.recommendation is not None
+    best = answer.recommendation.best
+    lean = dataclasses.replace(answer.recommendation, riskier=best, roomier=None, plain=None, slowdown="", findings=[])
+    changed = dataclasses.replace(
+        answer, recommendation=lean, how_sure="a reason", what_ifs=["a change"], nearest=["a run"], measured=[]
+    )
+    document, text = changed.document, printed(advice_text.page(changed, details=True))
+    assert document["recommended"] == best.name
+    assert (document["how_sure"], document["nearest"]) == ("a reason", ["a run"])
+    assert document["faster_if_it_fits"]["tokens_per_s"] == best.tokens_per_s
+    assert document["plain_in_16_bits"] is None
+    assert document["changes"][-1] == "a change"
+    assert f"why {best.name}: a reason\n" in text
+    assert "\na change\na run\n" in text
+    assert "bf16 weights" not in text
 
 
 def test_document_and_page_of_a_verification_have_the_verdict_of_each_cell() -> None:
