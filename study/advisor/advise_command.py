@@ -212,20 +212,15 @@ def build_advice_request(flags: AdviseFlags) -> advise.AdviceRequest:
         shape=shape,
         box=box,
         sequence_length=length,
-        target_length=target,
         precision=precision,
         gradient_checkpointing=workload.gradient_checkpointing,
-        attention=workload.attn_implementation,
         global_batch=batch,
         is_default_batch=flags.global_batch_size is None and not (workload.micro_batch or workload.accumulation),
         micro_batch=workload.micro_batch or (workload.accumulation and batch // data_ranks // workload.accumulation),
-        optimizer=workload.optimizer,
         price_per_gpu_hour=flags.price_per_gpu_hour,
-        reference_model=workload.with_reference,
-        quantized=workload.is_quantized,
         fsdp_version=workload.fsdp_version or Request.fsdp_version,
-        trainer=workload.trainer,
         tensor_ranks=tensor_ranks,
+        **vars(workload.program(target)),
     )
     _check_tensor_groups(question)
     predict_command.check_attention(question)

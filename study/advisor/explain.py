@@ -283,16 +283,11 @@ def program_settings(workload: Workload, shape: ModelShape | None) -> ProgramSet
         length, target = resolve_lengths(shape, workload.seq_length, target)
     return ProgramSettings(
         sequence_length=length,
-        target_length=target,
         micro_batch=workload.micro_batch,
         accumulation=workload.accumulation,
         gradient_checkpointing=bool(workload.gradient_checkpointing),
         mixed_precision=workload.precision,
-        optimizer=workload.optimizer,
-        reference_model=workload.with_reference,
-        quantized=workload.is_quantized,
-        attention=workload.attn_implementation,
-        trainer=workload.trainer,
+        **vars(workload.program(target)),
     )
 
 

@@ -300,21 +300,16 @@ def make_request(flags: PredictFlags) -> Request:
         strategy=_overridden(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box),
         box=box,
         sequence_length=length,
-        target_length=target,
         micro_batch=workload.micro_batch or 1,
         accumulation=workload.accumulation or 1,
         precision=cast(Precision, f"{half}-engine") if is_pure else precision,
         gradient_checkpointing=bool(workload.gradient_checkpointing),
-        attention=workload.attn_implementation,
         pure=is_pure,
         loads_16_bits=loads_16_bits(shape, strategy, precision),
-        optimizer=workload.optimizer,
         dropout=workload.dropout,
         autocast=workload.autocast or not strategy.is_fsdp,
-        reference_model=workload.with_reference,
-        quantized=workload.is_quantized,
         fsdp_version=version,
-        **vars(workload.trainer),
+        **workload.program(target).request_fields,
     )
     request = with_features(with_tensor_group(request, workload.tensor_plan), workload)
     if flags.fitted:

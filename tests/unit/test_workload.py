@@ -13,13 +13,16 @@ from types import ModuleType
 import pytest
 
 from study.advisor import advise_command, explain, predict_command
+from study.advisor.advise import AdviceRequest
 from study.advisor.advise_command import AdviseFlags
+from study.advisor.explain_case import ProgramSettings
 from study.advisor.predict_command import PredictFlags
 from study.advisor.workload import LONG_FEATURES, Workload
 from study.cli import main
 from study.config.errors import UserError
 from study.config.flags import Parser, changed_flags
 from study.predictor.hardware import HardwareFlags
+from study.predictor.request import Program, Request
 
 PREDICT = ["gpt2", "--strategy", "fsdp2", "--hardware", "8xH100"]
 # Another value than the default, for each field of a workload.
@@ -182,3 +185,16 @@ def test_reentrant_units_of_the_second_version_of_fsdp_are_refused(version: list
     options = parse(explain, ["fsdp.yaml", "gpt2", "--peft", "lora", "--reentrant_units", *version])
     with pytest.raises(UserError, match="--reentrant_units is for FSDP1"):
         Workload.from_options(options, usual_fsdp_version=usual)
+
+
+def test_settings_of_a_program_are_fields_of_one_class_and_reach_each_request() -> None:
+    names = {field.name for field in dataclasses.fields(Program)}
+    for own in (AdviceRequest, ProgramSettings):
+        assert issubclass(own, Program)
+        assert names.isdisjoint(vars(own)["__annotations__"])
+    workload = Workload(attn_implementation="eager", optimizer="lion", with_reference=True, chunked_loss=True)
+    program = workload.program(target_length=256)
+    fields = program.request_fields
+    assert fields.keys() <= {field.name for field in dataclasses.fields(Request)}
+    assert (fields["attention"], fields["optimizer"], fields["reference_model"]) == ("eager", "lion", True)
+    assert (fields["target_length"], fields["loss_kernel"], fields["quantized"]) == (256, "liger", False)
