@@ -17,7 +17,7 @@ from study.advisor.prediction import Prediction
 from study.advisor.prediction_text import page
 from study.advisor.request_notes import kernels_text, lacks_flash
 from study.advisor.training import Amount
-from study.advisor.user_settings import NOT_MODELLED, UserFile, check_deepspeed
+from study.advisor.user_settings import UserFile, check_deepspeed
 from study.advisor.workload import FSDP_FLAGS, LONG_FEATURES, Workload
 from study.config import strategies
 from study.config.errors import UserError, clip, require_extra
@@ -374,7 +374,7 @@ def _overridden(strategy: strategies.Strategy, config: RunConfig, box: Hardware)
     check_deepspeed(file)
     if file.findings:
         finding = file.findings[0]
-        fix = "leave it out" if NOT_MODELLED in finding.message else "fix the key"
+        fix = "leave it out" if finding.rule == "not-modelled" else "fix the key"
         raise UserError(f"--engine_override: {finding.key} {finding.says}", fix)
     if changed.zero_stage != strategy.zero_stage:
         problem = f"--engine_override makes {strategy.name} a stage {changed.zero_stage}"

@@ -56,11 +56,16 @@ def tokens_text(lengths: Request | AdviceRequest) -> str:
     return f"{lengths.sequence_length} tokens per sample{in_decoder}"
 
 
+def batch_text(request: Request) -> str:
+    """Return micro-batch and accumulation of a rank as text."""
+    return f"micro-batch {request.micro_batch} x accumulation {request.accumulation}"
+
+
 def workload_text(request: Request) -> str:
     """Return micro-batch, accumulation, checkpointing and sync_each_batch of a rank as text."""
     checkpointing = "gradient checkpointing" if request.gradient_checkpointing else "no gradient checkpointing"
     syncs = ", sync_each_batch" * request.sync_each_batch
-    return f"micro-batch {request.micro_batch} x accumulation {request.accumulation}, {checkpointing}{syncs}"
+    return f"{batch_text(request)}, {checkpointing}{syncs}"
 
 
 def dpo_notes(request: Request) -> Iterator[str]:

@@ -98,14 +98,14 @@ def drawn_flags() -> list[list[str]]:
     draw, accepted, halves = random.Random(7), list[list[str]](), 0
     # Some flags stand only with two others, and some without all of a group: few draws of half the flags have them.
     while halves < 50 or {*itertools.chain(*accepted)} != {*CHANGES}:
-        share = draw.choice((0.1, 0.5))
-        names = [name for name in CHANGES if draw.random() < share]
+        fraction = draw.choice((0.1, 0.5))
+        names = [name for name in CHANGES if draw.random() < fraction]
         try:
             PredictFlags.from_options(parse(predict_command, [*PREDICT, *make_words(CHANGES, names)]))
         except UserError:
             continue
         accepted.append(names)
-        halves += share == 0.5
+        halves += fraction == 0.5
     return accepted
 
 
@@ -198,9 +198,9 @@ def test_reentrant_units_of_the_second_version_of_fsdp_are_refused(version: list
 
 def test_settings_of_a_program_are_fields_of_one_class_and_reach_each_request() -> None:
     names = {field.name for field in dataclasses.fields(Program)}
-    for own in (AdviceRequest, ProgramSettings):
-        assert issubclass(own, Program)
-        assert names.isdisjoint(vars(own)["__annotations__"])
+    for question in (AdviceRequest, ProgramSettings):
+        assert issubclass(question, Program)
+        assert names.isdisjoint(vars(question)["__annotations__"])
     workload = Workload(attn_implementation="eager", optimizer="lion", with_reference=True, chunked_loss=True)
     program = workload.program(target_length=256)
     fields = program.request_fields
