@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import random
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
+from commands import parse
 from study.advisor import advise_command, explain, predict_command
 from study.advisor.advise import AdviceRequest, Option, advise, candidates
 from study.advisor.advise_command import AdviseFlags
@@ -72,12 +72,6 @@ def figures(request: Request) -> Figures:
         memory.nvme,
         predict_time(request).step_s.value,
     )
-
-
-def parse(command: object, words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)  # type: ignore[attr-defined]
-    return parser.parse_args(words)
 
 
 def explained(file: Path, model: str, flags: Sequence[str]) -> ConfigCase:

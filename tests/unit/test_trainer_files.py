@@ -8,7 +8,6 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import yaml
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from commands import parse
 from engines import ROOT
 from study.advisor import explain, explanation_text, predict_command
 from study.advisor.calculator import Calculator
@@ -58,12 +58,6 @@ FOLDER = ROOT / "tests" / "data" / "trainers"
 BOX = ("--hardware", "8xH100")
 RECOMPUTED = "--gradient_checkpointing"
 FLASH = "--attn_implementation flash_attention_2"
-
-
-def parse(command: Any, words: Sequence[str]) -> Any:
-    parser = Parser(prog="study", allow_abbrev=False)
-    command.add_arguments(parser)
-    return parser.parse_args(words)
 
 
 def read(file: Path | str, *words: str) -> ConfigCase:

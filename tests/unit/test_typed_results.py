@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import io
 import re
 import sys
 from collections.abc import Iterable
-from types import ModuleType
 
 import pytest
 
+from commands import parse
 from engines import ROOT
 from study.advisor import advice_text, advise_command, explain, explanation_text, predict_command, prediction_text
 from study.advisor.explanation import ConfigExplanation, Remedy
-from study.config.flags import Parser
 from study.config.printing import TextTable, print_page
 from study.host.memory import GIB
 from study.predictor.request import Estimate
@@ -33,13 +31,6 @@ _PREDICTIONS = (
     "sent_bytes",
     "simulate_gathers",
 )
-
-
-def parse(command: ModuleType, line: str) -> argparse.Namespace:
-    parser = Parser()
-    command.add_arguments(parser)
-    options: argparse.Namespace = parser.parse_args(line.split())
-    return options
 
 
 def printed(page: Iterable[str | TextTable]) -> str:
@@ -74,7 +65,7 @@ def forbid_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_page_of_a_prediction_predicts_nothing(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prediction = predict_command.predict(parse(predict_command, line), None)
+    prediction = predict_command.predict(parse(predict_command, line.split()), None)
     forbid_predictions(monkeypatch)
     for details in (False, True):
         text = printed(prediction_text.page(prediction, details))
@@ -84,7 +75,7 @@ def test_a_page_of_a_prediction_predicts_nothing(line: str, monkeypatch: pytest.
 
 def test_document_and_page_of_a_prediction_have_its_fields() -> None:
     line = "llama-3.1-8b --strategy zero3 --hardware 2x8xH100"
-    prediction = predict_command.predict(parse(predict_command, line), None)
+    prediction = predict_command.predict(parse(predict_command, line.split()), None)
     reserved = 1000 * GIB
     memory = dataclasses.replace(prediction.memory, peak_reserved=Estimate(reserved), notes=("a note",))
     changed = dataclasses.replace(prediction, memory=memory, step=None, traffic=None, findings=[], notes=["another"])
@@ -101,7 +92,7 @@ FILES = ROOT / "accelerate_configs"
 
 
 def explained(line: str) -> ConfigExplanation:
-    return ConfigExplanation.explain(explain.read_case(parse(explain, line)))
+    return ConfigExplanation.explain(explain.read_case(parse(explain, line.split())))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +142,7 @@ def test_document_and_page_of_a_config_have_its_fields() -> None:
     ],
 )
 def test_a_page_of_advice_predicts_nothing(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = advise_command.make_answer(parse(advise_command, line))
+    answer = advise_command.make_answer(parse(advise_command, line.split()))
     forbid_predictions(monkeypatch)
     for details in (False, True):
         text = printed(advice_text.page(answer, details))
@@ -160,7 +151,7 @@ def test_a_page_of_advice_predicts_nothing(line: str, monkeypatch: pytest.Monkey
 
 
 def test_document_and_page_of_advice_have_its_fields() -> None:
-    answer = advise_command.make_answer(parse(advise_command, "gpt2-xl --hardware A100"))
+    answer = advise_command.make_answer(parse(advise_command, ["gpt2-xl", "--hardware", "A100"]))
     assert answer.recommendation is not None
     best = answer.recommendation.best
     lean = dataclasses.replace(answer.recommendation, riskier=best, roomier=None, plain=None, slowdown="", findings=[])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
 import itertools
 import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from commands import parse
 from study.advisor import advise_command, explain, predict_command
 from study.advisor.advise import AdviceRequest
 from study.advisor.advise_command import AdviseFlags
@@ -21,7 +19,7 @@ from study.advisor.predict_command import PredictFlags
 from study.advisor.workload import LONG_FEATURES, Workload
 from study.cli import main
 from study.config.errors import UserError
-from study.config.flags import Parser, changed_flags
+from study.config.flags import changed_flags
 from study.predictor.hardware import HardwareFlags
 from study.predictor.request import Program, Request
 
@@ -74,19 +72,6 @@ HARDWARE_CHANGES = {
     "host_gb_per_s": "20",
     "host_memory": "512",
 }
-
-
-@functools.cache
-def make_parser(command: ModuleType) -> Parser:
-    """Return the parser of a command, which takes ten times as long to make as to use."""
-    parser = Parser()
-    command.add_arguments(parser)
-    return parser
-
-
-def parse(command: ModuleType, words: list[str]) -> argparse.Namespace:
-    options: argparse.Namespace = make_parser(command).parse_args(words)
-    return options
 
 
 def make_words(changes: Mapping[str, str | None], names: Iterable[str]) -> list[str]:
