@@ -177,8 +177,8 @@ class Program:
     @property
     def request_fields(self) -> dict[str, Any]:
         """The fields of Request that these settings set."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Program)}
-        return fields | vars(fields.pop("trainer"))
+        names = [field.name for field in dataclasses.fields(Program) if field.name != "trainer"]
+        return {name: getattr(self, name) for name in names} | vars(self.trainer)
 
 
 @dataclasses.dataclass(frozen=True)
