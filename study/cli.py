@@ -108,7 +108,7 @@ COMMANDS = {
     "serve": Command("answer advise, explain and releases on a page in the browser", "advisor.serve"),
     "configs": Command(
         "write strategies' Accelerate files for any script",
-        "advisor.advise_command",
+        "advisor.advised_files",
         "add_configs_arguments",
         "write_configs",
         epilog="CONFIGS_EPILOG",

@@ -22,7 +22,7 @@ from study.advisor.fitted import (
     tuned_variants,
     usual_weights,
 )
-from study.advisor.predict_command import workload_text
+from study.advisor.request_text import workload_text
 from study.advisor.workload import Quantization, Workload
 from study.config.errors import UserError
 from study.config.registry import REGISTRY
@@ -33,17 +33,7 @@ from study.predictor import time as timing
 from study.predictor.hardware import Hardware
 from study.predictor.intervals import Ends, ends_text
 from study.predictor.memory import estimate_host_peak, least_device_bytes, predict_memory
-from study.predictor.request import (
-    DEFAULT_TRAINER,
-    Attention,
-    MemoryUse,
-    OptimizerName,
-    Request,
-    SetupCorrection,
-    StepTime,
-    TrainerSettings,
-    with_tensor_group,
-)
+from study.predictor.request import MemoryUse, Program, Request, SetupCorrection, StepTime, with_tensor_group
 from study.predictor.shape import ModelShape
 from study.predictor.state import forces_cpu_adam, unswapped_kind
 from study.releases.causes import unsound_releases
@@ -98,8 +88,8 @@ SIMPLEST_FIRST = sorted(_SIMPLICITY, key=_SIMPLICITY.__getitem__)
 
 
 @dataclasses.dataclass(frozen=True)
-class AdviceRequest:
-    """Model, hardware and batch for which strategies are ranked."""
+class AdviceRequest(Program):
+    """Model, hardware, program and batch for which strategies are ranked."""
 
     shape: ModelShape
     box: Hardware
@@ -108,27 +98,20 @@ class AdviceRequest:
     precision: str
     # None: the faster of the two.
     gradient_checkpointing: bool | None = None
-    attention: Attention = "sdpa"
     # None: each rank has one micro-batch per optimizer step.
     global_batch: int | None = None
     # The global batch is the default, the fewest samples that suit the ranks.
     is_default_batch: bool = False
     # None: the largest one that fits.
     micro_batch: int | None = None
-    optimizer: OptimizerName = "adamw"
     price_per_gpu_hour: float | None = None
-    reference_model: bool = False
-    quantized: bool = False
     fsdp_version: int = 2
-    trainer: TrainerSettings = DEFAULT_TRAINER
     # By measured runs.
     correction: SetupCorrection | None = None
     # Plain training loads its weights in bf16, and trains them without fp32 masters.
     plain_in_16_bits: bool = False
     # Ranks that divide the tensors of each layer, and process the same samples.
     tensor_ranks: int = 1
-    # Tokens of an encoder-decoder model's decoder; None: as many as `sequence_length`.
-    target_length: int | None = None
 
     @property
     def data_ranks(self) -> int:
@@ -150,22 +133,17 @@ class AdviceRequest:
             strategy=strategy,
             box=self.box,
             sequence_length=self.sequence_length,
-            target_length=self.target_length,
             micro_batch=micro_batch,
             accumulation=accumulation,
             precision=precision,
             pure=is_pure,
             loads_16_bits=loads_16_bits(self.shape, strategy, precision),
-            optimizer=self.optimizer,
             gradient_checkpointing=checkpointing,
             # The files are for the user's program, not for study/train.py.
-            attention=self.attention,
             autocast=not strategy.is_fsdp,
-            reference_model=self.reference_model,
-            quantized=self.quantized,
             fsdp_version=self.fsdp_version if strategy.is_fsdp else 2,
             correction=self.correction,
-            **vars(self.trainer),
+            **self.request_fields,
         )
         return with_tensor_group(loaded_where_it_fits(request))
 

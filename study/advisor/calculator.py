@@ -21,7 +21,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from study.advisor import advise, advise_command, explain
+from study.advisor import advice_text, advise, advise_command, explain, explanation_text
+from study.advisor.advice_answer import Recommendation, option_document
+from study.advisor.advised_files import write_files
+from study.advisor.explanation import ConfigExplanation
 from study.compositions.command import parse_features
 from study.compositions.features import read_rows
 from study.config.errors import MissingFile, NotInstalled, UserError
@@ -160,16 +163,17 @@ class Calculator:
         if self.flags is not None and (total := advise_command.whole_training(self.flags, best)) is not None:
             notes.append(total.line)
         if best is not None:
-            notes += advise_command.release_lines(best)
-            notes += advise_command.advice_notes(advice, best, advise.faster_riskier_option(advice))
-            if (plain := advise.plain_option_in_16_bits(advice)) is not None:
-                notes.append(advise_command.plain_note(plain, best))
+            notes += advice_text.release_lines(best)
+        if (recommendation := Recommendation.find(advice)) is not None:
+            notes += advice_text.recommendation_notes(recommendation)
+            if recommendation.plain is not None:
+                notes.append(advice_text.plain_note(recommendation.plain, recommendation.best))
         return {
             "order": [option.name for option in advice.options],
             "recommended": best and best.name,
             "how_sure": advise.explain_best(advice),
             "notes": notes,
-            "remarks": {option.name: advise_command.remark(option, best) for option in advice.options},
+            "remarks": {option.name: advice_text.remark(option, best) for option in advice.options},
         }
 
     @_as_json
@@ -203,7 +207,7 @@ class Calculator:
             model = "config.json"
             workload = dataclasses.replace(flags.workload, model_name_or_path=model)
             flags = dataclasses.replace(flags, workload=workload)
-        written = advise_command.write_files(option, self._files, flags.nvme_path, model)
+        written = write_files(option, self._files, flags.nvme_path, model)
         files = sorted(self._files.iterdir())
         return {
             "texts": {file.name: self.without_folders(file.read_text(encoding="utf-8")) for file in files},
@@ -229,14 +233,15 @@ class Calculator:
             raise UserError(refusal.problem, "choose that file, too") from None
         finally:
             os.chdir(before)
+        explanation = ConfigExplanation.explain(case)
         return {
-            "first_line": explain.first_line(case),
-            "subject": [self.without_folders(line) for line in explain.subject_lines(case)],
+            "first_line": explanation_text.first_line(explanation),
+            "subject": [self.without_folders(line) for line in explanation_text.subject_lines(explanation)],
             "findings": [finding.document for finding in case.findings],
-            "peak": explain.peak_line(case),
-            "costs": explain.cost_rows(explain.costs(case), details=False),
-            "costs_error": explain.costs_error(case),
-            "answers": [dataclasses.asdict(answer) for answer in explain.find_answers(case)],
+            "peak": explanation_text.peak_line(explanation),
+            "costs": explanation_text.cost_rows(explanation, details=False),
+            "costs_error": explanation_text.costs_error(explanation),
+            "answers": [dataclasses.asdict(answer) for answer in explanation.answers],
         }
 
     @_as_json
@@ -320,7 +325,7 @@ def _row(option: advise.Option) -> dict[str, Any]:
     """Return an option as `study advise --json` does, with its 90 % bound, the bytes that one rank sends, and the ends
     of its speed and cost or that these are not known well enough."""
     return {
-        **advise_command.entry(option),
+        **option_document(option),
         "bound_bytes": device_bytes(option.memory, at_upper=True),
         "sent_bytes": sent_bytes(option.request),
         "offloads": option.request.strategy.offloads,

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from study.advisor.fitted import loads_16_bits, usual_weights
-from study.advisor.long_features import over_ranks
+from study.advisor.long_features import has_features, over_ranks
+from study.advisor.prediction import PredictedStep
 from study.advisor.user_settings import NOT_MODELLED, OFFLOADS, ZERO, Finding, UserFile, known_settings
 from study.config.errors import UserError, WrongFile, clip
 from study.config.flags import Precision
@@ -16,12 +17,10 @@ from study.config.strategies import ModelParallelGroup, Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
 from study.predictor.memory import predict_memory
 from study.predictor.request import (
-    DEFAULT_TRAINER,
-    Attention,
     MemoryUse,
     OptimizerName,
+    Program,
     Request,
-    TrainerSettings,
     auto_bucket_sizes,
     with_tensor_group,
 )
@@ -36,23 +35,16 @@ MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumula
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramSettings:
+class ProgramSettings(Program):
     """Sizes and precision that the training script sets, not the config."""
 
     sequence_length: int = USUAL_LENGTH
-    # Of a decoder, if it has another length than its encoder.
-    target_length: int | None = None
     # Used if the config leaves them to the script; None: 1.
     micro_batch: int | None = None
     accumulation: int | None = None
     gradient_checkpointing: bool = False
     # Value of --precision: no, bf16 or fp16.
     mixed_precision: str | None = None
-    optimizer: OptimizerName = "adamw"
-    reference_model: bool = False
-    quantized: bool = False
-    attention: Attention = "sdpa"
-    trainer: TrainerSettings = DEFAULT_TRAINER
     # Without DeepSpeed: the 16-bit type in which weights are loaded and trained, or frozen next to adapters.
     pure: Literal["bf16", "fp16"] | None = None
     # With DeepSpeed: the weights are loaded in 16 bits; None: with adapters.
@@ -109,6 +101,12 @@ class ConfigCase:
     @functools.cached_property
     def memory(self) -> MemoryUse:
         return predict_memory(self.request)
+
+    @functools.cached_property
+    def step(self) -> PredictedStep | None:
+        """The step of a rank; None for any device, and if no step time is predicted."""
+        is_timed = self.request.box.device is not ANY_DEVICE and not self.memory.missing
+        return PredictedStep.predict(self.request) if is_timed and not has_features(self.request) else None
 
     @property
     def state(self) -> State:
@@ -207,27 +205,29 @@ def resolve(
         strategy=strategy,
         box=box,
         sequence_length=work.sequence_length,
-        target_length=work.target_length,
         micro_batch=micro_batch,
         accumulation=accumulation,
         precision=precision,
         gradient_checkpointing=work.gradient_checkpointing or checkpoints,
-        attention=work.attention,
         pure=is_pure,
         loads_16_bits=_loads_16_bits(shape, strategy, precision, work),
         autocast=not strategy.is_fsdp and (work.pure is None or work.mixed_precision != "no"),
-        optimizer=_optimizer(file, strategy, work, findings),
         fsdp_offloads=offloads,
         fsdp_keeps_gathered=_keeps_gathered(file),
         fsdp_unwrapped=strategy.is_fsdp and _is_unwrapped(file, shape),
         fsdp_version=1 if strategy.is_fsdp and file.sharding else 2,
-        reference_model=work.reference_model,
-        quantized=work.quantized,
-        **vars(dataclasses.replace(work.trainer, compiled=work.trainer.compiled or file.compiled)),
+        **_program(file, strategy, work, findings).request_fields,
     )
     request, notes = _divide_tensors(file, request)
     request, sample_notes = _divide_samples(file, request)
     return ConfigCase(file, zero, dict(file.deepspeed or {}), request, (*findings, *notes, *sample_notes))
+
+
+def _program(file: UserFile, strategy: Strategy, work: ProgramSettings, findings: list[Finding]) -> Program:
+    """Return the program with the optimizer and the compilation of the file; add findings about the optimizer."""
+    compiled = work.trainer.compiled or file.compiled
+    trainer = dataclasses.replace(work.trainer, compiled=compiled)
+    return dataclasses.replace(work, optimizer=_optimizer(file, strategy, work, findings), trainer=trainer)
 
 
 def _divide_samples(file: UserFile, request: Request) -> tuple[Request, list[Finding]]:

@@ -9,8 +9,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,48 @@ _ACCELERATE = re.compile(r"^(compute_environment\s*:|distributed_type\s*:\s*[\"'
 _OTHER_LAUNCHERS = {"AMAZON_SAGEMAKER", "XLA", "TPU", "MEGATRON_LM"}
 _QUOTED = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
 _NUMBER = re.compile(r"\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*")
+
+
+@dataclass(frozen=True)
+class CheckedFiles:
+    """The answer of `study explain --strict`."""
+
+    names: Sequence[str]
+    # Number of files that are none of DeepSpeed or Accelerate.
+    skipped: int
+    # By file, then by line.
+    findings: Sequence[Finding]
+
+    @property
+    def levels(self) -> Counter[str]:
+        return Counter[str](finding.severity for finding in self.findings)
+
+    @property
+    def status(self) -> int:
+        """Exit status: 1 with an error, 3 with warnings alone."""
+        if self.levels["error"]:
+            return 1
+        return 3 if self.levels["warning"] else 0
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The answer as --json prints it."""
+        return {"checked": self.names, "findings": [finding.document for finding in self.findings]}
+
+    def page(self) -> list[str]:
+        """Return a line per finding, and their number."""
+        lines = [f"{item.file}:{item.line}: {item.severity}: {item.kind}: {item.text}" for item in self.findings]
+        return [*lines, self._total()]
+
+    def annotations(self) -> list[str]:
+        """Return the same as annotations of GitHub Actions."""
+        return [*(finding.annotation for finding in self.findings), self._total()]
+
+    def _total(self) -> str:
+        levels = self.levels
+        notes = f", notes: {levels['note']}" * bool(levels["note"])
+        files = f"{len(self.names)} configuration files checked, {self.skipped} other files skipped"
+        return f"errors: {levels['error']}, warnings: {levels['warning']}{notes}; {files}"
 
 
 def checked_tree(name: str) -> Path:

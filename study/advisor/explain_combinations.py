@@ -119,17 +119,16 @@ def stored_answer(case: ConfigCase) -> FeatureAnswer | None:
     return find_answer(combination, read_stack(case))
 
 
-def untested_line(case: ConfigCase, *, details: bool = False) -> str | None:
+def untested_line(case: ConfigCase, answer: FeatureAnswer | None, *, details: bool = False) -> str | None:
     """Return that no stored run has a config's combination on its stack, and the command that tests it; else None.
 
-    With `details` also where each pair of its features was equal in a run.
+    `answer` is that of `stored_answer`. With `details` also where each pair of its features was equal in a run.
     """
     if any(_wrong_or_refused(case)):
         return None
     combination = _combination(case)
     if combination is not None and case.request.precision == "fp16":
         return "autocast in fp16 is in no stored run; run: study verify --precision fp16"
-    answer = stored_answer(case)
     if answer is None or (answer.kind != "untested" and not (details and answer.kind == "pairs")):
         return None
     together = "each pair of these features is tested, and not all together" * (answer.kind == "pairs")

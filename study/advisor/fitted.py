@@ -30,6 +30,11 @@ _C = TypeVar("_C")
 _V = TypeVar("_V")
 
 
+def usual_precision(box: Hardware) -> str:
+    """Return the default precision of the hardware."""
+    return "fp32" if box.is_cpu_only else "bf16" if box.device.peak_tflops["bf16"] else "fp16"
+
+
 def precision_under(strategy: Strategy, precision: str) -> Precision:
     """Return the --precision of study/train.py that is mixed precision under this strategy."""
     # DeepSpeed's fp16 does not train at stage 0.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from study.advisor.advise import Advice, AdviceRequest, Option, candidates
@@ -237,23 +237,39 @@ def _longest(question: AdviceRequest, features: _Features, chosen: Request) -> i
     return low * step
 
 
-def longer_lines(advice: Advice) -> Iterator[str | TextTable]:
-    """Yield the table of rows, and the settings of their features; without rows the settings alone."""
-    question, rows = advice.question, longer_rows(advice)
-    if rows:
-        length = f"at {question.sequence_length:,} tokens, micro-batch 1 and checkpointing"
-        yield f"\nfor longer samples, {length}, each row with those above it (no speed is predicted):"
-        yield TextTable(_COLUMNS, [_texts(row) for row in rows])
-    elif question.shape.family != "causal-lm" or not _is_full_of_one_sample(advice):
-        return
-    else:
-        yield "for longer samples, without a predicted peak for this model or program:"
-    for feature in [row.feature for row in rows] or SETTINGS:
-        if feature is not None:
-            yield f"{feature}: {SETTINGS[feature]}"
-    for row in rows:
-        if row.feature == HOST:
-            yield _copies_line(row.request)
+@dataclasses.dataclass(frozen=True)
+class LongerSamples:
+    """Features that make room for longer samples, with their settings."""
+
+    tokens: int
+    rows: Sequence[LongerRow]
+    # No peak is predicted, and one sample fills the memory all the same: the settings are named alone.
+    is_unpredicted: bool
+    # Bytes and time of checkpoints on the host, if a row has them.
+    copies: Sequence[str]
+
+    @classmethod
+    def find(cls, advice: Advice) -> LongerSamples:
+        """Return the features for the question of some advice."""
+        question, rows = advice.question, longer_rows(advice)
+        is_full = not rows and question.shape.family == "causal-lm" and _is_full_of_one_sample(advice)
+        copies = [_copies_line(row.request) for row in rows if row.feature == HOST]
+        return cls(question.sequence_length, rows, is_full, copies)
+
+    def lines(self) -> Iterator[str | TextTable]:
+        """Yield the table of rows, and the settings of their features; without rows the settings alone."""
+        if self.rows:
+            length = f"at {self.tokens:,} tokens, micro-batch 1 and checkpointing"
+            yield f"\nfor longer samples, {length}, each row with those above it (no speed is predicted):"
+            yield TextTable(_COLUMNS, [_texts(row) for row in self.rows])
+        elif self.is_unpredicted:
+            yield "for longer samples, without a predicted peak for this model or program:"
+        else:
+            return
+        for feature in [row.feature for row in self.rows] or SETTINGS:
+            if feature is not None:
+                yield f"{feature}: {SETTINGS[feature]}"
+        yield from self.copies
 
 
 def _texts(row: LongerRow) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,18 +87,27 @@ def choice_without_bf16(request: Request, *, is_certain: bool = True) -> str:
     return f"use fp16, {factor} times as fast as fp32, while its losses are numbers; else fp32"
 
 
-def request_notes(request: Request, details: bool = False, without: str | None = None) -> list[str]:
-    """Return the findings about a request as text, without those of one rule."""
-    hidden = [without] if details else [*known_settings()["details"], without]
-    notes = [f"{item.key}: {item.says}" for item in request_findings(request) if item.rule not in hidden]
+def request_notes(request: Request, without: str) -> list[str]:
+    """Return the usual notes on a request, without those of one rule."""
+    findings = (item for item in request_findings(request) if item.rule != without)
+    return [*finding_notes(findings), *input_gradient_notes(request)]
+
+
+def finding_notes(findings: Iterable[Finding], details: bool = False) -> Iterator[str]:
+    """Yield findings about a request as text: the usual ones, or with details all."""
+    hidden = [] if details else known_settings()["details"]
+    yield from (f"{item.key}: {item.says}" for item in findings if item.rule not in hidden)
+
+
+def input_gradient_notes(request: Request) -> Iterator[str]:
+    """Yield that frozen modules before the first trained one have a backward pass, if they have one for nothing."""
     shape = request.shape
     if shape.has_input_gradients(request.gradient_checkpointing) and shape.gathered_once(recomputes=False):
-        notes.append(
+        yield (
             "freeze: gradient checkpointing of transformers makes the outputs of all input embeddings require"
             " gradients, so that frozen modules before the first trained one have a backward pass; with"
             " model.disable_input_require_grads() they have none (--frozen_without_backward)"
         )
-    return notes
 
 
 # Models of pairs whose loss compares each sample with the others of a batch.

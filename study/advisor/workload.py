@@ -12,7 +12,7 @@ from study.predictor.hardware import parse_int, parse_tokens
 from study.predictor.live import with_frozen
 from study.predictor.lora_targets import ALL_LINEAR, DEFAULT_TARGETS, is_pattern
 from study.predictor.losses import WITHOUT_LOGITS, LossKernel
-from study.predictor.request import Attention, OptimizerName, Request, TrainerSettings
+from study.predictor.request import Attention, OptimizerName, Program, Request, TrainerSettings
 from study.predictor.shape import USUAL_LENGTH, ModelShape, with_adapters
 from study.predictor.tensor_group import TensorPlan
 from study.workloads.presets import split_4_bits
@@ -280,6 +280,17 @@ class Workload:
             compiled=self.compile,
             sync_each_batch=self.sync_each_batch,
             in_8_bits=self.quantization == "8bit",
+        )
+
+    def program(self, target_length: int | None) -> Program:
+        """Return the settings of the program that no strategy changes, with the tokens of a decoder."""
+        return Program(
+            target_length=target_length,
+            attention=self.attn_implementation,
+            optimizer=self.optimizer,
+            reference_model=self.with_reference,
+            quantized=self.is_quantized,
+            trainer=self.trainer,
         )
 
     def adapt(self, shape: ModelShape) -> ModelShape:

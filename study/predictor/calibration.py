@@ -54,16 +54,20 @@ class PredictedRun:
     state_bytes: float
     # The step waits for the CPU to launch kernels.
     is_launch_bound: bool = False
+    # Why its memory is predicted not to fit; empty if it fits.
+    misfit: str = ""
 
     @classmethod
     def predict(cls, run: MeasuredRun) -> PredictedRun:
         memory, state, time = predict_memory(run.request), predict_state(run.request), predict_time(run.request)
+        box = run.request.box
         return cls(
             run=run,
             step_s=time.step_s.value,
             peak_bytes=peak_of_kind(memory, run.peak_kind),
             state_bytes=state.params_device + state.optimizer_device,
             is_launch_bound=time.is_launch_bound,
+            misfit="" if fits(memory, box) else why(memory, box),
         )
 
     @property
@@ -229,6 +233,5 @@ def calibration_lines(runs: Sequence[PredictedRun]) -> Iterator[str]:
         batch = f"micro-batch {request.micro_batch} x accumulation {request.accumulation}"
         configuration = f"{request.strategy.name}, {batch}, {checkpointing}, {request.sequence_length} tokens"
         yield f"{run.run.name}: {configuration}: {'; '.join(figures)}"
-        memory = predict_memory(request)
-        if not fits(memory, request.box):
-            yield f"  it is predicted not to fit ({why(memory, request.box)}): was it in full, and without offload?"
+        if run.misfit:
+            yield f"  it is predicted not to fit ({run.misfit}): was it in full, and without offload?"

@@ -46,8 +46,6 @@ class LiveShape(ModelShape):
 
     is_traced = True
 
-    # config.json sets no size of images, so they have the usual one.
-    has_usual_images: bool = False
     # Frozen modules before all trained ones have no backward pass under gradient checkpointing, either.
     stops_at_frozen: bool = False
     survey: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, compare=False)
@@ -157,9 +155,8 @@ def with_frozen(shape: ModelShape, modules: tuple[str, ...], *, stops: bool = Fa
     """Return the shape of transformers' class with frozen modules; UserError if a module is not there. `stops`: those
     before all trained ones have no backward pass under gradient checkpointing, either."""
     frozen = live_shape(shape.name, json.loads(shape.document), frozen=modules)
-    has_usual_images = isinstance(shape, LiveShape) and shape.has_usual_images
     return dataclasses.replace(
-        frozen, quantized_by=shape.quantized_by, has_usual_images=has_usual_images, stops_at_frozen=stops
+        frozen, quantized_by=shape.quantized_by, has_usual_images=shape.has_usual_images, stops_at_frozen=stops
     )
 
 

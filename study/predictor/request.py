@@ -162,6 +162,25 @@ class TrainerSettings:
 DEFAULT_TRAINER = TrainerSettings()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """Settings of the user's program that no strategy changes, as the fields of Request of the same names."""
+
+    # Tokens of an encoder-decoder model's decoder; None: as many as the sequence length.
+    target_length: int | None = None
+    attention: Attention = "sdpa"
+    optimizer: OptimizerName = "adamw"
+    reference_model: bool = False
+    quantized: bool = False
+    trainer: TrainerSettings = DEFAULT_TRAINER
+
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        """The fields of Request that these settings set."""
+        names = [field.name for field in dataclasses.fields(Program) if field.name != "trainer"]
+        return {name: getattr(self, name) for name in names} | vars(self.trainer)
+
+
 @dataclasses.dataclass(frozen=True)
 class Configuration:
     """One of several configurations of the same model, hardware and program."""

@@ -143,6 +143,8 @@ class ModelShape(abc.ABC):
     # Labels are the tokens of a decoder, whose encoder reads tokens, too, or sounds and images of a fixed size.
     has_decoder: bool = False
     encoder_reads_tokens: bool = True
+    # config.json sets no size of images, so they have the usual one.
+    has_usual_images: bool = False
     # Class of a decoder that config.json names, if it has no output layer over the vocabulary: one for labels, whose
     # number `vocabulary` is, or none.
     headless_class: str = ""

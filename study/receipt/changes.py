@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from study.advisor.advise import AdviceRequest, candidates
 from study.advisor.fitted import fit_settings
-from study.advisor.predict_command import workload_text
+from study.advisor.request_text import batch_text
 from study.config.errors import UserError
 from study.config.precisions import computing_type
 from study.config.strategies import read_strategy
@@ -107,7 +107,7 @@ def _single_changes(now: Request) -> Iterator[tuple[str, Request]]:
         larger = dataclasses.replace(
             now, micro_batch=micro_batch, accumulation=now.accumulation * now.micro_batch // micro_batch
         )
-        yield workload_text(larger).partition(",")[0], larger
+        yield batch_text(larger), larger
     if now.gradient_checkpointing:
         yield "no gradient checkpointing", dataclasses.replace(now, gradient_checkpointing=False)
     if now.shape.has_word_logits and now.loss_kernel == "transformers":

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
 import math
 import os
 import subprocess
@@ -18,24 +16,32 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from study.compositions import command as compositions
 from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig, resolve_config
 from study.config.places import IMPORT_ROOT, install_command
-from study.config.printing import TextTable, print_page, print_result
+from study.config.printing import print_page, print_result
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
-from study.config.text import format_duration
 from study.host.folders import cache_directory, folder_argument
 from study.host.machine import Machine, detect_machine
 from study.host.stacks import ENGINE_PACKAGES, ENGINES_ONLY_VARIABLE, UNVERIFIED_VARIABLE, is_at_least, package_version
 from study.predictor.hardware import parse_int
 from study.records.directory import find_runs, read_json
 from study.records.schema import RecordError
-from study.releases.causes import GRID, PACKAGES, Cause, find_causes, find_races, known_faults
+from study.releases.causes import PACKAGES, find_causes, find_races, known_faults
 from study.releases.judged_stack import UNTESTED
 from study.releases.verdict import Reference, Verdict, reference_precision, trace_at
+from study.releases.verification import (
+    ONE_RANK,
+    Option,
+    Verification,
+    VerifyAnswer,
+    VerifyRow,
+    fault_text,
+    stack_text,
+)
 from study.sweep.cell import Cell
 from study.sweep.execute import run_cells
 from study.sweep.plan import RANKS_WITHOUT_A_GPU
@@ -45,7 +51,6 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "bf16-engine")
 # Only on request: few CPUs have fp16, and its tolerances are derived from its bits, not measured.
 ON_REQUEST: tuple[Precision, ...] = ("fp16", "fp16-engine")
 QUICK_STRATEGIES = ("zero1", "zero2", "zero3")
-Option = Literal["", "muon", "lora"]
 # Flags of the runs with an option. DeepSpeed's stages would clip Muon's updates instead of gradients.
 _FLAGS: dict[Option, dict[str, Any]] = {
     "": {},
@@ -86,46 +91,6 @@ _COMPILE_MIN = 6
 _FIRST_TIME = f"the first time {_COMPILE_MIN} more, since DeepSpeed compiles an operator"
 # The first run on a machine also compiles a DeepSpeed operator, and ranks may share cores.
 _TIME_LIMIT_S = 900.0
-# An equal run under a stack with a known race condition proves nothing, so this kind is not in _FINE. An engine that
-# cannot run here computes nothing wrong.
-BY_LUCK = "equal, by chance"
-_FINE = ("equal", "refuses", "not judged")
-ONE_RANK = "one rank exchanges nothing, so faults between ranks are not detected"
-
-
-@dataclasses.dataclass(frozen=True)
-class VerifyRow:
-    """One cell of the matrix with its verdict."""
-
-    strategy: str
-    precision: Precision
-    micro_steps: int
-    verdict: Verdict
-    causes: tuple[Cause, ...] = ()
-    option: Option = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.option} {self.strategy}".lstrip()
-
-    @property
-    def is_fine(self) -> bool:
-        return self.kind in _FINE
-
-    @property
-    def kind(self) -> str:
-        """Kind of the verdict; `BY_LUCK` if an equal run has a known race condition."""
-        return BY_LUCK if self.verdict.kind == "equal" and self.causes else self.verdict.kind
-
-    @property
-    def says(self) -> str:
-        titles = "; ".join(cause.title for cause in self.causes)
-        description = BY_LUCK if self.kind == BY_LUCK else self.verdict.describe
-        return f"{description} (known: {titles})" if titles else description
-
-    @property
-    def place(self) -> str:
-        return f"{self.precision}, {self.micro_steps} micro-step{'s'[: self.micro_steps > 1]}"
 
 
 EPILOG = """\
@@ -191,15 +156,20 @@ def run(options: argparse.Namespace, run_mine: Callable[[argparse.Namespace], in
         root = options.runs_dir or Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="study-verify-")))
         matrix = _plan_matrix(options, root, stack, extras)
         cells = _planned_cells(matrix, strategies)
-        print_page([f"Testing {_stack_text(stack)}: {_tested_text(matrix, strategies, len(cells))}"], sys.stderr)
+        print_page([f"Testing {stack_text(stack)}: {_tested_text(matrix, strategies, len(cells))}"], sys.stderr)
         _check_imports(min(strategies, key=lambda name: read_strategy(name).deepspeed is None))
         if options.quick:
             matrix.run(strategies)
         verification = _verification(matrix, strategies)
-    untested = _not_tested(options, matrix, strategies)
-    answer = f"{verification.answer} ({format_duration(time.monotonic() - started)})"
-    page: tuple[str | TextTable, ...] = (answer, f"tested: {_stack_text(stack)}", *untested, "", _table(verification))
-    print_result(options.json, lambda: _document(stack, matrix, verification) | {"not_tested": untested}, page)
+    answer = VerifyAnswer(
+        stack=stack,
+        on_gpu=matrix.box.gpus > 0,
+        verification=verification,
+        tolerances={key: reference.tolerance for key, reference in matrix.references.items()},
+        not_tested=_not_tested(options, matrix, strategies),
+        seconds=time.monotonic() - started,
+    )
+    print_result(options.json, lambda: answer.document, answer.page())
     if verification.agrees is False:
         return 1
     # A strategy or an option that the user asked for, and that cannot run here, is not verified.
@@ -268,35 +238,27 @@ def _tested_text(matrix: VerifyMatrix, strategies: Sequence[str], cells: int) ->
 
 def _verification(matrix: VerifyMatrix, strategies: Sequence[str]) -> Verification:
     """Return the verdicts on the strategies, and print those of each one as soon as it has run."""
-    verification = Verification(strategies, matrix.ranks)
+    rows = list[VerifyRow]()
     for number, strategy in enumerate(strategies, start=1):
-        rows = list(matrix.rows(strategy))
-        verification.rows += rows
-        wrong = [f"{row.option} {row.place}: {row.says}".lstrip() for row in rows if row.kind != "equal"]
+        strategy_rows = list(matrix.rows(strategy))
+        rows += strategy_rows
+        wrong = [f"{row.option} {row.place}: {row.says}".lstrip() for row in strategy_rows if row.kind != "equal"]
         outcome = " | ".join(wrong) or "reproduces one process"
         print_page([f"[{number}/{len(strategies)}] {strategy}: {outcome}"], sys.stderr)
-    return verification
+    return Verification(strategies, matrix.ranks, rows)
 
 
 def _not_tested(options: argparse.Namespace, matrix: VerifyMatrix, strategies: Sequence[str]) -> list[str]:
     """Return a line for each known fault of other strategies, and one for the precisions that only a request tests."""
     on_gpu = matrix.box.gpus > 0
     lines = [
-        f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
+        f"not tested: {', '.join(cause.strategies)} ({fault_text(cause)})"
         for cause in known_faults(matrix.stack, on_gpu)
         if not set(cause.strategies) & set(strategies)
     ]
     if on_gpu and not options.quick and not set(ON_REQUEST) & set(matrix.precisions):
         lines.append(f"not tested: fp16 (--precision {' '.join(ON_REQUEST)} tests it)")
     return lines
-
-
-def _table(verification: Verification) -> TextTable:
-    """Return the verdicts by strategy and place."""
-    places = list(dict.fromkeys(row.place for row in verification.rows))
-    kinds = {(row.name, row.place): row.kind for row in verification.rows}
-    lines = [[name, *(kinds.get((name, place), "-") for place in places)] for name in verification.names]
-    return TextTable(["strategy", *places], lines)
 
 
 def _check_packages(strategies: Sequence[str], stack: Mapping[str, str | None], extras: Sequence[Option]) -> None:
@@ -311,82 +273,6 @@ def _check_packages(strategies: Sequence[str], stack: Mapping[str, str | None], 
     if "muon" in extras and not is_at_least("deepspeed", _MUON_SINCE):
         problem = f"deepspeed {stack['deepspeed']} has no Muon outside ZeRO, so no run of one process to compare with"
         raise UserError(problem, f"leave out --optimizer muon, or use {_MUON_SINCE} or later")
-
-
-@dataclasses.dataclass
-class Verification:
-    """Verdicts on all cells of the verified strategies."""
-
-    strategies: Sequence[str]
-    ranks: int
-    rows: list[VerifyRow] = dataclasses.field(default_factory=list)
-
-    @property
-    def names(self) -> list[str]:
-        return list(dict.fromkeys([*self.strategies, *(row.name for row in self.rows)]))
-
-    @property
-    def not_trusted(self) -> list[str]:
-        """Strategies that diverge or crash in a cell, or may be equal only because of a race that GPUs have, too."""
-        bad = {row.name for row in self.rows if not row.is_fine} - {row.name for row in self._by_chance_on_cpus}
-        return [name for name in self.names if name in bad]
-
-    @property
-    def _by_chance_on_cpus(self) -> list[VerifyRow]:
-        """Rows of strategies whose only reason for distrust is a race that no GPU has."""
-        rows = [row for row in self.rows if not row.is_fine]
-        bad = {row.name for row in rows if row.kind != BY_LUCK or any(cause.gpu != "hidden" for cause in row.causes)}
-        return [row for row in rows if row.name not in bad]
-
-    @property
-    def unverified(self) -> list[str]:
-        judged = {row.name for row in self.rows if row.kind not in ("refuses", "not judged")}
-        return [name for name in self.names if name not in judged]
-
-    @property
-    def agrees(self) -> bool | None:
-        """Whether no strategy diverges; None if DeepSpeed strategies were requested and none of them could run."""
-        engines = {name for name in self.strategies if read_strategy(name).deepspeed is not None}
-        nothing = bool(engines) and engines <= set(self.unverified)
-        return None if nothing and not self.not_trusted else not self.not_trusted
-
-    @property
-    def answer(self) -> str:
-        notes = f"; not judged here: {', '.join(self.unverified)}" if self.unverified else ""
-        if by_chance := self._by_chance_on_cpus:
-            notes = f"; {_names(by_chance)} {BY_LUCK} ({_faults(by_chance)}){notes}"
-        if self.agrees is None:
-            return f"NOT JUDGED: no engine of DeepSpeed could run here{notes}"
-        if self.agrees:
-            equal = [row for row in self.rows if row.verdict.kind == "equal"]
-            names, precisions = _names(equal), ", ".join(dict.fromkeys(row.precision for row in equal))
-            if self.ranks == 1:
-                notes = f"; {ONE_RANK}{notes}"
-            return f"PASS: {names}: gradients equal those of one process in {precisions}{notes}"
-        # Strategies that diverge alike: with or without accumulation, and with the same known causes.
-        groups: dict[tuple[str, str], list[VerifyRow]] = {}
-        for name in self.not_trusted:
-            wrong = [row for row in self.rows if row.name == name and not row.is_fine]
-            is_both = len({row.micro_steps for row in wrong}) > 1
-            where = "" if is_both else f" with{'out' * (wrong[0].micro_steps == 1)} accumulation"
-            groups.setdefault((where, _faults(wrong)), []).extend(wrong)
-        diverging = (f"{_names(rows)}{where} ({faults})" for (where, faults), rows in groups.items())
-        return f"FAIL: {'; '.join(diverging)}{notes}"
-
-
-def _names(rows: Sequence[VerifyRow]) -> str:
-    return ", ".join(dict.fromkeys(row.name for row in rows))
-
-
-def _faults(rows: Sequence[VerifyRow]) -> str:
-    causes = "; ".join(dict.fromkeys(_fault(cause) for row in rows for cause in row.causes))
-    return causes or next((row.verdict.describe[:160] for row in rows if row.kind == "crashes"), "no known cause")
-
-
-def _fault(cause: Cause) -> str:
-    letter = json.loads(GRID.read_text(encoding="utf-8"))["letters"].get(cause.id, cause.id)
-    limits = ["on CPUs only"] * (cause.gpu == "hidden") + [f"fixed in {cause.left.release}"] * bool(cause.left.release)
-    return "; ".join([f"cause {letter}: {cause.title}", *limits])
 
 
 class VerifyMatrix:
@@ -507,35 +393,4 @@ def _check_same_stack(root: Path, stack: dict[str, str | None], box: Machine) ->
                 where = "without a GPU" if box.gpus else "on GPUs"
                 raise UserError(f"{root} has runs {where}, unlike this machine", "name another folder")
             if differing := {name: packages.get(name) for name in stack if packages.get(name) != stack[name]}:
-                raise UserError(f"{root} has runs of another stack ({_stack_text(differing)})", "name another folder")
-
-
-def _stack_text(stack: dict[str, str | None]) -> str:
-    return ", ".join(f"{name} {version or 'not installed'}" for name, version in stack.items())
-
-
-def _document(stack: dict[str, str | None], matrix: VerifyMatrix, verification: Verification) -> dict[str, Any]:
-    references = matrix.references.items()
-    return {
-        "stack": stack,
-        "ranks": matrix.ranks,
-        "on_gpu": matrix.box.gpus > 0,
-        "answer": verification.answer,
-        "agrees": verification.agrees,
-        "not_trusted": verification.not_trusted,
-        "not_verified": verification.unverified,
-        "tolerances": {" ".join(key).rstrip(): dataclasses.asdict(item.tolerance) for key, item in references},
-        "rows": [
-            {
-                "strategy": row.strategy,
-                "option": row.option or None,
-                "precision": row.precision,
-                "micro_steps": row.micro_steps,
-                **dataclasses.asdict(row.verdict),
-                "kind": row.kind,
-                "says": row.says,
-                "causes": [cause.id for cause in row.causes],
-            }
-            for row in verification.rows
-        ],
-    }
+                raise UserError(f"{root} has runs of another stack ({stack_text(differing)})", "name another folder")

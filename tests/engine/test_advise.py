@@ -12,7 +12,7 @@ import pytest
 
 from engines import ONE_THREAD, ROOT
 from study.advisor.advise import AdviceRequest
-from study.advisor.advise_command import write_files
+from study.advisor.advised_files import write_files
 from study.config.strategies import WITH_REPLICAS
 from study.predictor.hardware import to_box
 from study.predictor.models import model_shape

@@ -14,9 +14,10 @@ import yaml
 
 from engines import ROOT, printed_json
 from forked import fork_ranks, fork_script
-from study.advisor.explain import LATE_ERRORS, bucket_bytes
 from study.advisor.explain_case import ACCUMULATION, ProgramSettings, resolve
+from study.advisor.explain_costs import bucket_bytes
 from study.advisor.explain_findings import findings
+from study.advisor.explanation_text import LATE_ERRORS
 from study.advisor.user_settings import ZERO, read_user_file
 from study.config.errors import UserError
 from study.config.strategies import read_strategy

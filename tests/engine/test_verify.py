@@ -18,7 +18,8 @@ from study.host.machine import detect_machine
 from study.releases import verify as verify_module
 from study.releases.causes import find_causes, find_races
 from study.releases.verdict import ROUNDING, Verdict, reference_precision
-from study.releases.verify import BY_LUCK, Verification, VerifyMatrix, VerifyRow
+from study.releases.verification import BY_LUCK, Verification, VerifyRow
+from study.releases.verify import VerifyMatrix
 
 PLANTED = ROOT / "tests" / "probes" / "planted"
 STACK = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}

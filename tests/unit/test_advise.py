@@ -23,7 +23,7 @@ import pytest
 
 from engines import ROOT
 from study.advisor import advise as rules
-from study.advisor import advise_command
+from study.advisor.advice_text import _left_out_lines, file_lines
 from study.advisor.advise import (
     SPEED_TOLERANCE,
     Advice,
@@ -39,18 +39,11 @@ from study.advisor.advise import (
     unchecked_needs,
     wrong_releases,
 )
-from study.advisor.advise_command import (
-    SAVES_SHARDS,
-    SUMS_WITHIN_GROUPS,
-    AdviseFlags,
-    _file_lines,
-    add_arguments,
-    build_advice_request,
-    write_files,
-)
+from study.advisor.advise_command import AdviseFlags, add_arguments, build_advice_request
+from study.advisor.advised_files import SAVES_SHARDS, SUMS_WITHIN_GROUPS, write_files
 from study.advisor.calculator import Calculator
 from study.advisor.fitted import RankKey, find_best, precision_under
-from study.advisor.predict_command import workload_text
+from study.advisor.request_text import workload_text
 from study.cli import main
 from study.compositions.answers import read_known_findings
 from study.config.errors import UserError
@@ -971,7 +964,7 @@ def test_a_limit_is_printed_as_it_was_given() -> None:
     # By the option's memory, not by its reason.
     advice = ask("qwen2.5-7b", "4x4090", "--host_memory", "128")
     left_out = [dataclasses.replace(option, why="") for option in advice.options if not option.fits]
-    lines = list(advise_command._left_out_lines(left_out, left_out[0].request.box))
+    lines = list(_left_out_lines(left_out, left_out[0].request.box))
     assert any(line.startswith("do not fit 128 GiB of host memory a node: ") for line in lines)
 
 
@@ -1119,7 +1112,7 @@ def test_half_the_micro_batch_is_an_option_with_more_room() -> None:
 def test_files_of_stage_3_say_what_saving_the_model_needs(name: str, tmp_path: Path) -> None:
     best = recommend(AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 2048, "bf16"), name)
     files = write_files(best, tmp_path, "/nvme", "llama-3.1-8b")
-    lines = "\n".join(_file_lines(files, best.request, "/nvme"))
+    lines = "\n".join(file_lines(files, best.request, "/nvme"))
     assert (SAVES_SHARDS in lines) == (name == "zero3")
 
 
@@ -1301,7 +1294,7 @@ def test_fsdp_reduces_in_each_micro_batch_where_whole_gradients_do_not_fit(tmp_p
     assert re.search(r"\nfsdp2 .* sync_each_batch\n", page)
     # The lines on the file have the setting.
     files = write_files(fsdp, tmp_path, "nvme", "llama-3.1-70b")
-    lines = list(_file_lines(files, fsdp.request, "nvme"))
+    lines = list(file_lines(files, fsdp.request, "nvme"))
     assert any("'sync_each_batch': True" in line for line in lines)
     small = ask("gpt2", "8xH100").options
     assert not any(option.request.sync_each_batch for option in small)

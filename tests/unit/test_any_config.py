@@ -19,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from engines import ROOT
-from study.advisor.advise_command import _study_command
+from study.advisor.advised_files import _study_command
 from study.advisor.predict_command import check_attention
 from study.advisor.request_notes import request_findings
 from study.cli import main

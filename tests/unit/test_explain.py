@@ -27,10 +27,11 @@ from transformers.models.auto import modeling_auto
 
 from engines import ROOT
 from study.advisor import explain_findings, explain_releases
-from study.advisor.explain import bucket_bytes, costs, find_answers
+from study.advisor.explain_answers import find_answers
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, is_config
 from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT, WRONG_TRAINING
+from study.advisor.explain_costs import bucket_bytes, costs
 from study.advisor.explain_findings import findings
 from study.advisor.explain_releases import read_stack, with_releases
 from study.advisor.other_programs import OF_LIGHTNING

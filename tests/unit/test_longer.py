@@ -21,7 +21,7 @@ from study.advisor import advise as rules
 from study.advisor.advise import AdviceRequest, advise
 from study.advisor.fitted import fit_settings
 from study.advisor.long_features import HOST, LOSS, RANKS, SETTINGS, TILES
-from study.advisor.longer import LongerRow, longer_lines, longer_rows
+from study.advisor.longer import LongerRow, LongerSamples, longer_rows
 from study.cli import main
 from study.config.strategies import read_strategy
 from study.config.text import rounded
@@ -213,13 +213,13 @@ def test_the_page_and_the_document_have_the_rows_and_their_settings() -> None:
     ],
 )
 def test_no_row_is_printed_if_a_sample_is_not_what_fills_the_memory(length: int, changes: dict[str, Any]) -> None:
-    assert list(longer_lines(advise(make_question(length, **changes), ["zero3"]))) == []
+    assert list(LongerSamples.find(advise(make_question(length, **changes), ["zero3"])).lines()) == []
 
 
 @pytest.mark.parametrize("changes", [{"reference_model": True}, {"attention": "eager"}, {"tensor_ranks": 2}])
 def test_without_a_prediction_the_settings_are_named_alone(changes: dict[str, Any]) -> None:
     advice = advise(make_question(65536, **changes), ["zero3"])
-    first, *lines = map(str, longer_lines(advice))
+    first, *lines = map(str, LongerSamples.find(advice).lines())
     assert first == "for longer samples, without a predicted peak for this model or program:"
     assert lines == [f"{feature}: {setting}" for feature, setting in SETTINGS.items()]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import random
@@ -14,12 +13,15 @@ from typing import NamedTuple
 
 import pytest
 
+from commands import parse
 from study.advisor import advise_command, explain, predict_command
 from study.advisor.advise import AdviceRequest, Option, advise, candidates
 from study.advisor.advise_command import AdviseFlags
+from study.advisor.advised_files import write_files
 from study.advisor.explain_case import ConfigCase, resolve
 from study.advisor.explain_combinations import WRONG_TRAINING
 from study.advisor.predict_command import PredictFlags, make_request
+from study.advisor.prediction import adapted_notes
 from study.advisor.user_settings import read_user_file
 from study.advisor.workload import FSDP_FLAGS, Workload
 from study.cli import main
@@ -70,12 +72,6 @@ def figures(request: Request) -> Figures:
         memory.nvme,
         predict_time(request).step_s.value,
     )
-
-
-def parse(command: object, words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)  # type: ignore[attr-defined]
-    return parser.parse_args(words)
 
 
 def explained(file: Path, model: str, flags: Sequence[str]) -> ConfigCase:
@@ -180,7 +176,7 @@ def figures_of_advised_files(
 ) -> dict[str, Figures]:
     """Return each command's figures of the settings that are advised: of the printed command and the written files."""
     work = work_flags(option.request)
-    files = advise_command.write_files(option, folder, "nvme", model)
+    files = write_files(option, folder, "nvme", model)
     command = shlex.split(advise_command.predict_words(option.request, requested))
     return {
         "advise": figures(option.request),
@@ -201,7 +197,7 @@ def figures_of_shipped_file(option: Option, model: str, flags: list[str]) -> dic
     precision = option.request.precision.removesuffix("-engine")
     stock = predicted([model, *engine_flags, "--precision", precision, "--strategy", option.name, *work])
     # study/train.py adapts these two settings of its files at the launch; a page of `predict` names them.
-    if [*predict_command._adapted_notes(stock)]:
+    if [*adapted_notes(stock)]:
         return {"predict": figures(stock)}
     half = ["--precision", "no" if precision == "fp32" else precision]
     ranks = ["--world_size", str(stock.box.ranks)]

@@ -8,7 +8,6 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,16 @@ import yaml
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from commands import parse
 from engines import ROOT
-from study.advisor import explain, predict_command
+from study.advisor import explain, explanation_text, predict_command
 from study.advisor.calculator import Calculator
-from study.advisor.explain import first_line
+from study.advisor.explain_answers import find_answers
 from study.advisor.explain_case import ACCUMULATION, ConfigCase
-from study.advisor.explain_combinations import untested_line
+from study.advisor.explain_combinations import stored_answer, untested_line
 from study.advisor.explain_findings import findings
 from study.advisor.explain_releases import release_line
+from study.advisor.explanation import ConfigExplanation
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.trainer_files import WITHOUT, read_trainer_file, shipped_engines
 from study.advisor.trainer_keys import (
@@ -58,17 +59,19 @@ RECOMPUTED = "--gradient_checkpointing"
 FLASH = "--attn_implementation flash_attention_2"
 
 
-def parse(command: Any, words: Sequence[str]) -> Any:
-    parser = Parser(prog="study", allow_abbrev=False)
-    command.add_arguments(parser)
-    return parser.parse_args(words)
-
-
 def read(file: Path | str, *words: str) -> ConfigCase:
     """Return the case that `study explain` prints."""
     options = parse(explain, [str(file), *words])
     explain._check_flags(options)
     return explain.read_case(options)
+
+
+def first_line(case: ConfigCase) -> str:
+    return explanation_text.first_line(ConfigExplanation.explain(case))
+
+
+def untested(case: ConfigCase) -> str | None:
+    return untested_line(case, stored_answer(case))
 
 
 def write(folder: Path, document: dict[str, Any], name: str = "trainer.yaml") -> Path:
@@ -323,7 +326,7 @@ def test_what_a_trainer_refuses_with_an_engine_is_its_error(
     case = read(write(tmp_path, document | engine), *BOX)
     (refused,) = (item for item in case.findings if item.kind == "refused")
     assert (refused.key, refused.rule) == (key, "trainer")
-    assert explain.first_line(case).startswith(f"Refused by the trainer: {key}. Apart from that: ")
+    assert first_line(case).startswith(f"Refused by the trainer: {key}. Apart from that: ")
     assert [
         item for item in read(write(tmp_path, document | no_refusal), *BOX).findings if item.kind == "refused"
     ] == []
@@ -347,7 +350,7 @@ def test_keys_that_llama_factory_refuses_together_are_its_error(
     keys: dict[str, Any], key: str, no_refusal: dict[str, Any], tmp_path: Path
 ) -> None:
     case = read(write(tmp_path, FACTORY | keys), *BOX)
-    assert explain.first_line(case).startswith(f"Refused by the trainer: {key}. Apart from that: ")
+    assert first_line(case).startswith(f"Refused by the trainer: {key}. Apart from that: ")
     case = read(write(tmp_path, FACTORY | keys | no_refusal), *BOX)
     assert [item for item in case.findings if item.kind == "refused"] == []
 
@@ -469,7 +472,7 @@ def test_fp16_of_deepspeed_was_run_and_autocast_was_not(tmp_path: Path, stage: i
     document = {name: value for name, value in ARGUMENTS.items() if name != "bf16"} | {"fp16": True}
     if stage == 2:
         document["deepspeed"] = Z2
-    assert untested_line(read(write(tmp_path, document), *BOX)) == line
+    assert untested(read(write(tmp_path, document), *BOX)) == line
 
 
 def test_stage_0_in_fp16_trains_something_else_since_the_release_that_no_longer_scales_the_loss(tmp_path: Path) -> None:
@@ -1466,7 +1469,7 @@ def test_grpo_generates_the_completions_of_its_file(tmp_path: Path) -> None:
         flags = ("--generated_tokens", *words) if words else ()
         assert read(write(tmp_path, GRPO | keys), *BOX, *flags).generated_tokens == tokens
     case = read(write(tmp_path, GRPO), *BOX)
-    (answer,) = (item for item in explain.find_answers(case) if "generating 512 tokens" in item.question)
+    (answer,) = (item for item in find_answers(case) if "generating 512 tokens" in item.question)
     # The embedding of qwen2.5-7b in 16 bits.
     assert answer.short.endswith("at most 1.02 GiB at once")
     assert read(write(tmp_path, SFT), *BOX).generated_tokens is None
@@ -1483,7 +1486,7 @@ def test_assumed_tokens_of_grpo_are_named(tmp_path: Path) -> None:
 def test_vllm_generates_without_gathers_for_each_token(mode: str, where: str, tmp_path: Path) -> None:
     for keys in ({"vllm_mode": mode}, {"use_vllm": False}):
         case = read(write(tmp_path, GRPO | keys), "--generated_tokens", "4096", *BOX)
-        (answer,) = (item for item in explain.find_answers(case) if "generating" in item.question)
+        (answer,) = (item for item in find_answers(case) if "generating" in item.question)
         assert (f"vLLM generates on {where}" in answer.short) == ("vllm_mode" in keys)
         assert ("min for each batch" in answer.short) != ("vllm_mode" in keys)
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from commands import parse
 from study.advisor import advise_command, explain, predict_command
+from study.advisor.advise import AdviceRequest
 from study.advisor.advise_command import AdviseFlags
+from study.advisor.explain_case import ProgramSettings
 from study.advisor.predict_command import PredictFlags
 from study.advisor.workload import LONG_FEATURES, Workload
 from study.cli import main
 from study.config.errors import UserError
-from study.config.flags import Parser, changed_flags
+from study.config.flags import changed_flags
 from study.predictor.hardware import HardwareFlags
+from study.predictor.request import Program, Request
 
 PREDICT = ["gpt2", "--strategy", "fsdp2", "--hardware", "8xH100"]
 # Another value than the default, for each field of a workload.
@@ -72,28 +74,23 @@ HARDWARE_CHANGES = {
 }
 
 
-def parse(command: ModuleType, words: list[str]) -> argparse.Namespace:
-    parser = Parser()
-    command.add_arguments(parser)
-    options: argparse.Namespace = parser.parse_args(words)
-    return options
-
-
 def make_words(changes: Mapping[str, str | None], names: Iterable[str]) -> list[str]:
     return [word for name in names for word in (f"--{name}", changes[name]) if word is not None]
 
 
 def drawn_flags() -> list[list[str]]:
-    """Return names of flags that may stand together, each of them in some."""
-    draw, accepted = random.Random(7), list[list[str]]()
-    # Some flags stand only with two others.
-    while len(accepted) < 50 or {*itertools.chain(*accepted)} != {*CHANGES}:
-        names = [name for name in CHANGES if draw.random() < 0.5]
+    """Return names of flags that may stand together, each of them in some, and 50 draws of half the flags."""
+    draw, accepted, halves = random.Random(7), list[list[str]](), 0
+    # Some flags stand only with two others, and some without all of a group: few draws of half the flags have them.
+    while halves < 50 or {*itertools.chain(*accepted)} != {*CHANGES}:
+        fraction = draw.choice((0.1, 0.5))
+        names = [name for name in CHANGES if draw.random() < fraction]
         try:
             PredictFlags.from_options(parse(predict_command, [*PREDICT, *make_words(CHANGES, names)]))
         except UserError:
             continue
         accepted.append(names)
+        halves += fraction == 0.5
     return accepted
 
 
@@ -182,3 +179,16 @@ def test_reentrant_units_of_the_second_version_of_fsdp_are_refused(version: list
     options = parse(explain, ["fsdp.yaml", "gpt2", "--peft", "lora", "--reentrant_units", *version])
     with pytest.raises(UserError, match="--reentrant_units is for FSDP1"):
         Workload.from_options(options, usual_fsdp_version=usual)
+
+
+def test_settings_of_a_program_are_fields_of_one_class_and_reach_each_request() -> None:
+    names = {field.name for field in dataclasses.fields(Program)}
+    for question in (AdviceRequest, ProgramSettings):
+        assert issubclass(question, Program)
+        assert names.isdisjoint(vars(question)["__annotations__"])
+    workload = Workload(attn_implementation="eager", optimizer="lion", with_reference=True, chunked_loss=True)
+    program = workload.program(target_length=256)
+    fields = program.request_fields
+    assert fields.keys() <= {field.name for field in dataclasses.fields(Request)}
+    assert (fields["attention"], fields["optimizer"], fields["reference_model"]) == ("eager", "lion", True)
+    assert (fields["target_length"], fields["loss_kernel"], fields["quantized"]) == (256, "liger", False)
