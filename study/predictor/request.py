@@ -587,6 +587,9 @@ class StepTime:
 
     # compute, communication_exposed, communication_overlapped, offload, cpu_adam, nvme.
     parts: Mapping[str, float]
+    # forward, backward and optimizer of compute; if the passes wait for the CPU to launch kernels, passes instead of
+    # the first two: their ratio is not measured then.
+    compute_parts: Mapping[str, float]
     step_s: Estimate
     tokens_per_s_per_gpu: Estimate
     mfu: float | None
