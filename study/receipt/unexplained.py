@@ -1,5 +1,5 @@
-"""Causes of what a receipt does not explain: bytes without a part, a peak far above its prediction, and a step outside
-of its stated error.
+"""Causes of figures that a receipt does not explain: bytes of no part, a peak far above its prediction, and a step
+outside of its stated error.
 
 It imports no torch.
 """

@@ -640,6 +640,34 @@ def test_an_embedding_that_fsdp1_could_wrap_apart_is_named() -> None:
         assert receipts[way].failures == ()
 
 
+def test_an_embedding_that_fsdp1_ignores_is_named() -> None:
+    receipt = wrapped("fsdp1_outside")["fsdp1_outside"]
+    fault = next(fault for fault in receipt.faults if fault.id == "outside-wrapping")
+    assert fault.says == (
+        "64,000 trained parameters are outside of FSDP, such as wte.weight: no rank shards them, and nothing reduces"
+        " their gradients"
+    )
+    assert receipt.failures == ()
+    assert all(wrapped(*WAYS_OF_FSDP1)[way].engine.unsharded_elements == 0 for way in WAYS_OF_FSDP1)
+
+
+ACCUMULATING = ("whole_forgets", "whole_waits", "fsdp1_forgets", "fsdp1_waits")
+
+
+@pytest.mark.parametrize(
+    ("version", "fix"), [("whole", "model.set_requires_gradient_sync(False)"), ("fsdp1", "model.no_sync()")]
+)
+def test_a_forgotten_no_sync_is_named_under_both_versions_of_fsdp(version: str, fix: str) -> None:
+    receipts = wrapped(*ACCUMULATING)
+    forgetting, waiting = receipts[f"{version}_forgets"], receipts[f"{version}_waits"]
+    fault = next(fault for fault in forgetting.faults if fault.id == "forgotten-no-sync")
+    assert "gradients are reduced in each of 2 micro-batches" in fault.says
+    assert fault.fix.startswith(fix)
+    assert forgetting.reduced_bytes[0] == forgetting.reduced_bytes[1] > 0
+    assert "forgotten-no-sync" not in {fault.id for fault in waiting.faults}
+    assert waiting.reduced_bytes == (0, forgetting.reduced_bytes[1])
+
+
 def test_gradients_reduced_in_every_micro_batch_and_a_slow_loader_are_named() -> None:
     receipt = measure("ddp", "--steps", "11", "--accumulation", "3", "--forgets_no_sync", "--sleep_s", "0.05")
     faults = {fault.id: fault.says for fault in receipt.faults}
