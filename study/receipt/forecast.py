@@ -42,6 +42,10 @@ _EXACT = 0.01
 _OTHER_FRACTION = 0.05
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw", "FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw", "Lion": "lion"}
 _FILE = "this engine"
+# Ends of keys of a config of transformers, those of attention, and the beginnings of those of a classifier's head.
+_DROPOUT = ("dropout", "pdrop", "dropout_prob")
+_ATTENTION_DROPOUT = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+_HEADS = ("summary_", "classifier_", "qa_", "seq_classif_")
 # Phases of the predictor's moments. A reference model's pass is in none.
 _PHASES = {
     "at the loss": "in the forward pass",
@@ -133,6 +137,7 @@ def config_case(receipt: ReceiptDocument) -> ConfigCase:
         adapters_in_16_bits=receipt.model.lora_dtype in ("bfloat16", "float16"),
         quantized=receipt.model.quantized,
         double_quantized=receipt.model.double_quantized,
+        uses_cache=bool((receipt.model.config or {}).get("use_cache")),
     )
     return dataclasses.replace(case, request=request, releases=receipt.packages)
 
@@ -216,12 +221,15 @@ def _wrapping(receipt: ReceiptDocument, shape: ModelShape) -> dict[str, Any]:
     whole_root = engine.engine == "fsdp2" and engine.embedding_in_root and not shape.tied
     # Without wrapped layers there are at most three groups: of the embedding, of norm and head, and the root.
     is_unwrapped = engine.wrapped_groups is not None and engine.wrapped_groups <= shape.layers
-    return {"fsdp_whole_root": whole_root, "fsdp_unwrapped": is_unwrapped, "dropout": _has_dropout(receipt)}
+    return {"fsdp_whole_root": whole_root, "fsdp_unwrapped": is_unwrapped, **_dropout(receipt)}
 
 
-def _has_dropout(receipt: ReceiptDocument) -> bool:
+def _dropout(receipt: ReceiptDocument) -> dict[str, bool]:
+    """Return whether attention has dropout, and other outputs in the layers."""
     config = receipt.model.config or {}
-    return any(bool(value) for key, value in config.items() if key.endswith(("dropout", "pdrop", "dropout_prob")))
+    is_on = {key for key, value in config.items() if key.endswith(_DROPOUT) and value}
+    in_layers = {key for key in is_on if key not in _ATTENTION_DROPOUT and not key.startswith(_HEADS)}
+    return {"dropout": bool(in_layers), "attention_dropout": not is_on.isdisjoint(_ATTENTION_DROPOUT)}
 
 
 def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow]:

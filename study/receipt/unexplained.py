@@ -16,8 +16,6 @@ MIN_ATTRIBUTED = 0.95
 FAR_FACTOR = 2
 # Python's objects and temporaries within the growth of a process's heap; PeakWatch waits while more have no owner.
 HEAP_BYTES = 2**18
-# In a config of transformers.
-_ATTENTION_DROPOUT = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 # The predictor's parts, and those of a receipt, by their common name.
 _STATE = ("parameters", "gradients", "optimizer")
 _GROUPS = {
@@ -66,10 +64,7 @@ def explain_peak(receipt: ReceiptDocument, predicted: Mapping[str, float]) -> st
         return None
     if largest == without_part and receipt.engine.device == "cpu" and excess[largest] <= HEAP_BYTES:
         return f"{binary_size(excess[largest])} of it have no part; {_heap_cause()}, which no prediction has"
-    cause = f"{largest} are {binary_size(excess[largest])} above their prediction"
-    if largest == "activations and logits" and _stores_dropped_attention(receipt):
-        cause += ": torch's attention on a CPU stores scores, weights and dropped weights if dropout is on"
-    return cause
+    return f"{largest} are {binary_size(excess[largest])} above their prediction"
 
 
 def explain_step(receipt: ReceiptDocument, step: ForecastRow, times: Mapping[str, tuple[float, float]]) -> str | None:
@@ -84,13 +79,6 @@ def explain_step(receipt: ReceiptDocument, step: ForecastRow, times: Mapping[str
     sign = 1 if step.measured > step.predicted else -1
     largest = max(differences, key=lambda part: sign * differences[part])
     return f"most of the difference, {rounded_seconds(abs(differences[largest]))}, is {_WHERE[largest]}"
-
-
-def _stores_dropped_attention(receipt: ReceiptDocument) -> bool:
-    """Whether torch's attention runs without a fused kernel: on a CPU none has dropout."""
-    config = receipt.model.config or {}
-    has_dropout = any(config.get(key) for key in _ATTENTION_DROPOUT)
-    return receipt.engine.device == "cpu" and receipt.model.attention == "sdpa" and has_dropout
 
 
 def _heap_cause() -> str:
