@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from study.config.places import REPOSITORY
+from study.predictor.calibration import PredictedRun
 from study.receipt.document import ForecastRow, ReceiptDocument, read_receipt
-from study.receipt.forecast import make_forecast
+from study.receipt.forecast import make_forecast, measured_run
 from study.receipt.page import receipt_lines
 from study.receipt.unexplained import explain_attribution
 
@@ -122,6 +123,18 @@ def test_keys_and_values_of_a_cache_are_in_the_prediction() -> None:
     for name in ("ddp", "logits", "cuda_ddp", "cuda_plain", "cuda_zero2", "cuda_zero3", "cuda_checkpointed"):
         row = peak_row(read(name))
         assert row.measured == pytest.approx(row.predicted, rel=0.005), name
+
+
+def test_answers_that_a_receipt_calibrates_have_the_bytes_of_its_dropout_and_cache() -> None:
+    receipt = read("cuda_ddp")
+    config = {**(receipt.model.config or {}), "resid_pdrop": 0.1}
+    receipt = receipt.model_copy(update={"model": receipt.model.model_copy(update={"config": config})})
+    run = PredictedRun.predict(measured_run(receipt, "a"))
+    # Twelve layers, each with keys and values in 16 bits, and two masks of a byte: of 4,096 tokens of width 768.
+    extra = 12 * (2 * 2 + 2) * 4096 * 768
+    row = peak_row(receipt)
+    assert run.excess_bytes is not None
+    assert run.excess_bytes == pytest.approx(row.measured - row.predicted + extra, rel=1e-6)
 
 
 def test_a_peak_near_its_prediction_has_no_cause() -> None:
