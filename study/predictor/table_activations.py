@@ -28,8 +28,8 @@ from study.predictor.table_shape import find_family, has_head
 _ATTENTION_TENSORS = 4
 # Inputs of attention and of the feed-forward block, which a group that divides the residual stream gathers.
 _GATHERED_INPUTS = 2
-# Score tensors in fp32 of torch's attention without a kernel. Saved: weights, factors of dropout, and their product. Live
-# in its _safe_softmax: scores, weights, a mask of a byte an element, and the result.
+# Score tensors in fp32 of torch's attention without a kernel. It saves weights, factors of dropout, their product.
+# In its _safe_softmax are live scores, weights, a mask of a byte an element, and the result.
 _MATH_SCORES, _MATH_SCORES_FORWARD = 3, 3.25
 # Its queries, keys and values are in fp32.
 _MATH_INPUTS = 3

@@ -102,8 +102,8 @@ def test_a_cache_of_keys_and_values_is_counted(kind: str, tensors: int) -> None:
         layers.append(second - first)
         request = make_request(configs[1], Hardware("1", CPU_CORE, 1), "fp32", False, False)
         predicted.append(predict_activations(dataclasses.replace(request, uses_cache=is_on)).layer)
-    of_a_tensor = 4 * SAMPLES * LENGTH * 32
-    assert layers[1] - layers[0] == predicted[1] - predicted[0] == tensors * of_a_tensor
+    tensor_bytes = 4 * SAMPLES * LENGTH * 32
+    assert layers[1] - layers[0] == predicted[1] - predicted[0] == tensors * tensor_bytes
     # Recomputed layers fill none.
     recomputed = dataclasses.replace(request, uses_cache=True, gradient_checkpointing=True)
     assert predict_activations(recomputed).layer == pytest.approx(predicted[0])
@@ -127,6 +127,6 @@ def test_dropout_of_the_family_is_that_of_attention_unless_it_is_known_apart() -
     # Llama's configs have none.
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     llama = shape_of_document({"model_type": "llama", "vocab_size": 128, **sizes}, "model")
-    of_llama = dataclasses.replace(request, shape=llama, attention_dropout=None)
-    assert is_fused(of_llama)
-    assert not is_fused(dataclasses.replace(of_llama, attention_dropout=True))
+    llama_request = dataclasses.replace(request, shape=llama, attention_dropout=None)
+    assert is_fused(llama_request)
+    assert not is_fused(dataclasses.replace(llama_request, attention_dropout=True))
