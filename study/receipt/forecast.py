@@ -83,7 +83,7 @@ def measured_run(receipt: ReceiptDocument, name: str) -> MeasuredRun:
     """Return step and peak of a receipt; UserError if its configuration cannot be predicted."""
     request = config_case(receipt).request
     # Questions have neither dropout nor a cache, whose bytes are in the measured excess, and so in each answer.
-    without = {"dropout": False, "attention_dropout": False, "uses_cache": False}
+    without: dict[str, Any] = {"dropout": False, "attention_dropout": False, "uses_cache": False}
     request = dataclasses.replace(request, strategy=_named_strategy(request.strategy), **without)
     memory, step_s = receipt.memory, receipt.time.step_s
     if step_s is not None:

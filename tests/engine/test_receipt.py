@@ -608,7 +608,7 @@ def wrapped(*ways: str) -> dict[str, ReceiptDocument]:
 
 
 WAYS = ("whole", "root", "outside", "fsdp1")
-WAYS_OF_FSDP1 = ("fsdp1", "fsdp1_whole", "fsdp1_tied")
+WAYS_OF_FSDP1 = ("fsdp1", "fsdp1_whole", "fsdp1_tied", "fsdp1_outside")
 
 
 def test_a_loop_without_accelerate_is_measured_under_both_versions_of_fsdp() -> None:
@@ -649,14 +649,17 @@ def test_an_embedding_that_fsdp1_could_wrap_apart_is_named() -> None:
 
 
 def test_an_embedding_that_fsdp1_ignores_is_named() -> None:
-    receipt = wrapped("fsdp1_outside")["fsdp1_outside"]
+    receipts = wrapped(*WAYS_OF_FSDP1)
+    receipt = receipts["fsdp1_outside"]
     fault = next(fault for fault in receipt.faults if fault.id == "outside-wrapping")
     assert fault.says == (
         "64,000 trained parameters are outside of FSDP, such as wte.weight: no rank shards them, and nothing reduces"
         " their gradients"
     )
     assert receipt.failures == ()
-    assert all(wrapped(*WAYS_OF_FSDP1)[way].engine.unsharded_elements == 0 for way in WAYS_OF_FSDP1)
+    # Its elements are of the model.
+    assert receipt.model.parameters == receipts["fsdp1"].model.parameters
+    assert [way for way in WAYS_OF_FSDP1 if receipts[way].engine.unsharded_elements] == ["fsdp1_outside"]
 
 
 ACCUMULATING = ("whole_forgets", "whole_waits", "fsdp1_forgets", "fsdp1_waits")
