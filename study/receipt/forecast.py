@@ -15,13 +15,14 @@ from study.config.strategies import DEFAULT_RANKS_PER_NODE, STRATEGY_NAMES, Stra
 from study.predictor.calibration import MeasuredRun
 from study.predictor.communication import sent_by_collective, sent_bytes
 from study.predictor.hardware import CPU_CORE, Hardware, box_from_device_name
+from study.predictor.intervals import Ends
 from study.predictor.live import with_frozen
 from study.predictor.memory import predict_memory
 from study.predictor.models import shape_of_document
 from study.predictor.request import Estimate, MemoryUse, Request, StepTime
 from study.predictor.shape import ModelShape, with_adapters
 from study.predictor.state import frozen_bytes, predict_state
-from study.predictor.time import predict_time
+from study.predictor.time import predict_time, speed_ends, step_ends
 from study.receipt.document import (
     BUFFERS,
     PASSES,
@@ -258,7 +259,8 @@ def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow
         yield row.model_copy(update={"cause": explain_peak(receipt, memory.device_parts)}) if is_far else row
     if receipt.time.step_s is not None and not request.box.is_cpu_only:
         time = predict_time(request, memory)
-        row = _compared("step", "s", time.step_s, receipt.time.step_s)
+        predicted = _with_ends(time.step_s, step_ends(request, time))
+        row = _compared("step", "s", predicted, receipt.time.step_s)
         cause = explain_step(receipt, row, _pair_times(receipt, time))
         yield row.model_copy(update={"cause": cause})
 
@@ -283,10 +285,9 @@ def _compare_parts(receipt: ReceiptDocument, request: Request) -> Iterator[Forec
     time = predict_time(request, memory)
     yield from _compare_times(receipt, time)
     if receipt.speed.tokens_per_s is not None:
-        speed, ranks = time.tokens_per_s_per_gpu, receipt.engine.input_ranks
-        low, high = (None if end is None else ranks * end for end in (speed.low, speed.high))
-        all_ranks = Estimate(ranks * speed.value, low, high)
-        yield _compared("tokens/s", "tokens/s", all_ranks, receipt.speed.tokens_per_s)
+        all_ranks = Estimate(receipt.engine.input_ranks * time.tokens_per_s_per_gpu.value)
+        predicted_speed = _with_ends(all_ranks, speed_ends(request, time))
+        yield _compared("tokens/s", "tokens/s", predicted_speed, receipt.speed.tokens_per_s)
 
 
 def _compare_peaks(memory: PeakFacts, prediction: MemoryUse) -> Iterator[ForecastRow]:
@@ -354,6 +355,11 @@ def _without_error(figure: str, unit: Any, predicted: float, measured: float) ->
 def _exact(figure: str, predicted: float, measured: float) -> ForecastRow:
     low, high = predicted * (1 - _EXACT), predicted * (1 + _EXACT)
     return ForecastRow(figure=figure, unit="bytes", predicted=predicted, low=low, high=high, measured=measured)
+
+
+def _with_ends(predicted: Estimate, ends: Ends | None) -> Estimate:
+    """Return a figure with its ends: with offload they are those of published hosts."""
+    return predicted if ends is None else Estimate(predicted.value, *ends)
 
 
 def _compared(figure: str, unit: Any, predicted: Estimate, measured: float) -> ForecastRow:

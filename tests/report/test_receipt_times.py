@@ -16,11 +16,14 @@ from study.receipt.document import (
     CollectiveTime,
     EngineFacts,
     ForecastRow,
+    HostFacts,
     ReceiptDocument,
+    StateFacts,
     TimeFacts,
     read_receipt,
     write_receipt,
 )
+from study.receipt.faults import find_faults
 from study.receipt.figures import list_figures
 from study.receipt.forecast import config_case, make_forecast
 from study.receipt.page import receipt_lines
@@ -138,20 +141,47 @@ def test_a_device_that_the_predictor_does_not_have_has_no_predicted_time(device:
     assert "step" not in {row.figure for row in receipt.forecast.comparisons}
 
 
-def test_an_offloaded_step_has_its_copies_and_the_hosts_adam() -> None:
+def make_offloaded(parts: Mapping[str, float], **times: Any) -> ReceiptDocument:
+    """Return the receipt of stage 2 with its optimizer on the host of eight H200."""
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
     settings = {"train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 2, **offload}
     engine: dict[str, Any] = {"engine": "deepspeed", "strategy": "zero2_cpu", "zero_stage": 2}
     engine |= {"offload_optimizer": "cpu", "settings": {**settings, "bf16": {"enabled": True}}}
-    times = {"offload": {"to_host": CollectiveTime(in_flight_s=0.02, exposed_s=0.01)}}
-    receipt = make(PARTS | {"offload": 0.01, "optimizer": 0.1}, times=times, **engine)
+    return make(PARTS | parts, times=times, optimizer="DeepSpeedCPUAdam", **engine)
+
+
+COPIES = {"to_host": CollectiveTime(in_flight_s=0.02, exposed_s=0.01)}
+
+
+def test_an_offloaded_step_has_its_copies_and_the_hosts_adam() -> None:
+    receipt = make_offloaded({"offload": 0.01, "optimizer": 0.1}, offload=COPIES)
     prediction = predict_time(config_case(receipt).request)
     rows = list_times(receipt)
     assert rows["optimizer"].predicted >= prediction.parts["cpu_adam"] > 0.05
     assert rows["offload"].predicted == prediction.parts["offload"] > 0
     assert sum(row.predicted for row in rows.values()) == pytest.approx(prediction.step_s.value, rel=0.02)
     # Copies that were not seen are in the other parts.
-    assert list_times(make(PARTS, **engine)) == {}
+    assert list_times(make_offloaded({})) == {}
+
+
+def test_a_slow_host_is_a_fault_where_a_step_is_longer_than_on_published_hosts() -> None:
+    usual, slow = (make_offloaded({"offload": 0.01, "optimizer": s}, offload=COPIES) for s in (0.1, 3.0))
+    for receipt, is_slow in ((usual, False), (slow, True)):
+        row = step_row(receipt)
+        assert row.low is not None
+        assert row.high is not None
+        assert row.low < row.predicted < row.high < 3
+        speed = next(row for row in receipt.forecast.parts if row.figure == "tokens/s")
+        assert speed.low is not None
+        assert row.is_outside == is_slow
+        state = StateFacts(params={}, grads={}, optimizer={"host": 12 * 10**8})
+        receipt = receipt.model_copy(update={"model_state": state, "host": HostFacts(cores=16, ranks=8)})
+        faults = {fault.id: fault.says for fault in find_faults(receipt)}
+        assert ("slow-host-optimizer" in faults) == is_slow
+    assert step_row(slow).cause == "most of the difference, 2.92 s, is in the optimizer"
+    assert faults["slow-host-optimizer"] == (
+        "Adam on the host moves 1 GB/s: 16 cores are shared by 8 ranks of this machine"
+    )
 
 
 def test_trackers_get_the_predicted_parts_under_the_names_of_the_measured_ones() -> None:
