@@ -476,8 +476,9 @@ class _TableLayer:
         """Eager attention's scores and their gradient, with those of the residual stream and of the values."""
         if self.is_fused:
             return 0.0
-        gradient_width = 4 if self.lacks_kernel else self.width
-        return self.largest_scores + self.pairs * gradient_width + self.residual + self.hidden_gradient
+        # Without a kernel the product of weights and dropout is freed before the second gradient.
+        second = 0.0 if self.lacks_kernel else self.pairs * self.width
+        return self.largest_scores + second + self.residual + self.hidden_gradient
 
     @functools.cached_property
     def backward_temporaries(self) -> float:

@@ -259,8 +259,8 @@ def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow
         yield row.model_copy(update={"cause": explain_peak(receipt, memory.device_parts)}) if is_far else row
     if receipt.time.step_s is not None and not request.box.is_cpu_only:
         time = predict_time(request, memory)
-        predicted = _with_ends(time.step_s, step_ends(request, time))
-        row = _compared("step", "s", predicted, receipt.time.step_s)
+        step = _with_ends(time.step_s, step_ends(request, time))
+        row = _compared("step", "s", step, receipt.time.step_s)
         cause = explain_step(receipt, row, _pair_times(receipt, time))
         yield row.model_copy(update={"cause": cause})
 

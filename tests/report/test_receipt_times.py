@@ -44,7 +44,11 @@ def make(
 ) -> ReceiptDocument:
     """Return the receipt of GPT-2 on eight H200 with these times, and its forecast."""
     receipt = read_receipt(str(RECEIPTS / "cuda_ddp.json"))
-    facts = {"step_s": sum(parts.values()) if step_s is None else step_s, "steps": 9, "parts": dict(parts)}
+    facts: dict[str, Any] = {
+        "step_s": sum(parts.values()) if step_s is None else step_s,
+        "steps": 9,
+        "parts": dict(parts),
+    }
     facts |= {"collectives": ALL_REDUCE, **(times or {})}
     update = {
         "engine": receipt.engine.model_copy(update={"ranks": 8, **engine}),
@@ -141,7 +145,7 @@ def test_a_device_that_the_predictor_does_not_have_has_no_predicted_time(device:
     assert "step" not in {row.figure for row in receipt.forecast.comparisons}
 
 
-def make_offloaded(parts: Mapping[str, float], **times: Any) -> ReceiptDocument:
+def make_offloaded(parts: dict[str, float], **times: Any) -> ReceiptDocument:
     """Return the receipt of stage 2 with its optimizer on the host of eight H200."""
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
     settings = {"train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 2, **offload}
