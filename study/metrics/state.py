@@ -300,7 +300,7 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
     if zero.swap_optimizer:
         infos = zero.optimizer_swapper.swap_params_info.values()
         inventory.claim("buffers", "nvme_optimizer_swap", zero.optimizer_swapper.swap_buffer_manager.all_buffers, True)
-        inventory.add_files("optimizer", "swap_files", [path for info in infos for path in info.get_swap_paths()])
+        inventory.add_files("optimizer", "swap_files", [path for info in infos for path in _swap_paths(info)])
         inventory.claim("grads", "unswapped", [info.unswapped_gradients for info in infos], True)
         inventory.add_files("grads", "swap_files", [p for info in infos for p in info.get_swap_gradient_paths()])
     inventory.claim("grads", "partitions", zero.grad_partitions_flat_buffer, offload_optimizer)
@@ -309,6 +309,12 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
     inventory.claim("grads", "gradients", [p.grad for p in parameters])
     inventory.claim("buffers", "host_parameter_memory", zero.param_groups_fp16_flat_cpu_memory, True)
     _claim_muon_buffers(inventory, zero)
+
+
+def _swap_paths(info: Any) -> list[str]:
+    """Return the files of a sub-group's optimizer state; before 0.16.9 they are an attribute."""
+    paths: list[str] = info.get_swap_paths() if hasattr(info, "get_swap_paths") else info.swap_paths
+    return paths
 
 
 def _claim_muon_buffers(inventory: Inventory, zero: Any) -> None:

@@ -114,7 +114,13 @@ class Activations:
 
 def is_fused(request: Request) -> bool:
     """Whether the prediction counts a fused attention kernel for the request."""
-    return request.attention in request.shape.fused_attentions
+    return request.attention in request.shape.fused_attentions and not lacks_kernel(request)
+
+
+def lacks_kernel(request: Request) -> bool:
+    """Whether torch's attention has no fused kernel: on a CPU none has dropout (check_for_dropout in sdp_utils_cpp.h),
+    and _scaled_dot_product_attention_math of attention.cpp takes its place."""
+    return request.box.is_cpu_only and request.attention == "sdpa" and request.drops_attention
 
 
 def computing_mode(request: Request) -> str:

@@ -86,6 +86,9 @@ class ModelFamily:
     # transformers sets that with gradient checkpointing (_gradient_checkpointing_enable).
     sums_embeddings: bool = False
     has_dropout: bool = False
+    # Tensors of the hidden width that a fused attention saves in addition with use_cache: its keys and values are then
+    # copies (DynamicLayer.update in cache_utils.py), and no views of the product that queries or values still refer to.
+    cached: float = 0.0
     # Sines and cosines of each position are in a table.
     has_sine_table: bool = False
 
@@ -198,6 +201,7 @@ FAMILIES = {
         keeps_output=True,
         sums_embeddings=True,
         has_dropout=True,
+        cached=2.0,
     ),
     "gpt_neo": ModelFamily(
         parameters=(
@@ -261,6 +265,7 @@ FAMILIES = {
         tied=False,
         attention_bias=True,
         inner_gradients=1.0,
+        cached=-2.0,
     ),
     "llama": _LLAMA,
     "mistral": _LLAMA,

@@ -258,8 +258,10 @@ class Request:
     checkpoint_every: int = 1
     # A recomputed layer saves its attention output and every second product: torchtitan's selective option.
     saves_matmul_outputs: bool = False
-    # The model's dropout is on: masks are saved, and eager attention saves its scores twice.
+    # The model's dropout is on: masks are saved.
     dropout: bool = False
+    # The dropout of attention is on: eager attention saves its scores twice. None: as the other dropout of the family.
+    attention_dropout: bool | None = None
     # For bf16 and fp16. False: FSDP alone casts to 16 bits, Accelerate's default; then norms, the residual stream and
     # the gathered parameters are 16-bit, too. This study's runs use autocast.
     autocast: bool = True
@@ -272,6 +274,8 @@ class Request:
     # The loop has a name for the model's output (`output = model(...)`), so its logits live until the next one exists.
     # torchtitan and torchtune delete them before the backward pass, and transformers' Trainer returns the loss alone.
     keeps_outputs: bool = False
+    # transformers caches keys and values in the forward pass (use_cache), which its Trainer switches off.
+    uses_cache: bool = False
     # The kept output has the keys and values of all layers: torch's checkpoint wrapper leaves use_cache on, which
     # transformers' own checkpointing switches off.
     keeps_cache: bool = False
@@ -401,6 +405,13 @@ class Request:
     def weight_bytes(self) -> int:
         """Bytes per weight: autocast keeps fp32 weights, DeepSpeed's bf16 and fp16 do not."""
         return 2 if in_engine(self.precision) else FP32_BYTES
+
+    @property
+    def drops_attention(self) -> bool:
+        """Whether the weights of attention have dropout."""
+        if self.attention_dropout is None:
+            return self.dropout and self.shape.has_dropout
+        return self.attention_dropout
 
     @property
     def offloads(self) -> bool:
@@ -606,6 +617,9 @@ class StepTime:
 
     # compute, communication_exposed, communication_overlapped, offload, cpu_adam, nvme.
     parts: Mapping[str, float]
+    # forward, backward and optimizer of compute; if the passes wait for the CPU to launch kernels, passes instead of
+    # the first two: their ratio is not measured then.
+    compute_parts: Mapping[str, float]
     step_s: Estimate
     tokens_per_s_per_gpu: Estimate
     mfu: float | None

@@ -159,6 +159,11 @@ class ModelShape(abc.ABC):
         """Names of the attentions that are counted as fused, as --attn_implementation has them."""
 
     @property
+    def has_dropout(self) -> bool:
+        """Whether its family has dropout unless config.json sets it to 0."""
+        return False
+
+    @property
     def flash_kernels(self) -> tuple[str, ...]:
         """The kernels of flash attention that compute its sinks; none: it has no sinks, and any kernel does."""
         return ()

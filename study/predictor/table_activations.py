@@ -8,7 +8,14 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from study.predictor.activations import Activations, computing_mode, is_fused, loss_bytes, saves_parameters
+from study.predictor.activations import (
+    Activations,
+    computing_mode,
+    is_fused,
+    lacks_kernel,
+    loss_bytes,
+    saves_parameters,
+)
 from study.predictor.adapters import dora_saved, dora_saved_weights, dora_temporaries
 from study.predictor.families import READS_INPUT, Kept
 from study.predictor.products import adapter_products
@@ -21,6 +28,11 @@ from study.predictor.table_shape import find_family, has_head
 _ATTENTION_TENSORS = 4
 # Inputs of attention and of the feed-forward block, which a group that divides the residual stream gathers.
 _GATHERED_INPUTS = 2
+# Score tensors in fp32 of torch's attention without a kernel. It saves weights, factors of dropout, their product.
+# In its _safe_softmax are live scores, weights, a mask of a byte an element, and the result.
+_MATH_SCORES, _MATH_SCORES_FORWARD = 3, 3.25
+# Its queries, keys and values are in fp32.
+_MATH_INPUTS = 3
 # Tensors of the hidden width that a norm's backward pass has at once.
 _NORM_GRADIENTS = 5
 
@@ -80,6 +92,8 @@ class _TableLayer:
         self.family = find_family(request.shape)
         self.mode = computing_mode(request)
         self.is_fused = is_fused(request)
+        # torch's attention without a kernel computes in fp32.
+        self.lacks_kernel = lacks_kernel(request)
         self.is_autocast_on_cuda = self.mode == "autocast" and not request.box.is_cpu_only
         self.has_dropout = request.dropout and self.family.has_dropout
         self.tokens = request.micro_batch * request.sequence_length
@@ -196,8 +210,25 @@ class _TableLayer:
 
     @property
     def dropout_masks_per_token(self) -> int:
-        """Masks of two outputs, one byte per element (BertSelfOutput and BertOutput; torch: native_dropout)."""
-        return 2 * self.shape.hidden if self.has_dropout else 0
+        """Masks of two outputs (BertSelfOutput and BertOutput)."""
+        return 2 * self.mask_width * self.shape.hidden if self.has_dropout else 0
+
+    @property
+    def mask_width(self) -> int:
+        """Bytes per element of a mask of dropout: one on a GPU (torch: native_dropout), and on a CPU those of its
+        factors (_dropout_impl in Dropout.cpp)."""
+        return self.width if self.request.box.is_cpu_only else 1
+
+    @property
+    def cached_per_token(self) -> float:
+        """Copies of keys and values in a cache, which transformers does not fill under gradient checkpointing."""
+        has_cache = self.request.uses_cache and self.is_fused and not self.request.gradient_checkpointing
+        return self.width * self.family.cached * self.query if has_cache else 0.0
+
+    @property
+    def fp32_inputs_per_token(self) -> int:
+        """Queries, keys and values of torch's attention without a kernel, above those in the computing type."""
+        return _MATH_INPUTS * (4 - self.width) * self.query if self.lacks_kernel else 0
 
     @functools.cached_property
     def saved(self) -> float:
@@ -212,6 +243,8 @@ class _TableLayer:
             + self.head_norms_per_token
             + self.adapters.layer
             + self.dropout_masks_per_token
+            + self.fp32_inputs_per_token
+            + self.cached_per_token
         )
         return self.tokens * per_token + self.scores
 
@@ -230,6 +263,8 @@ class _TableLayer:
     @property
     def softmax_in_fp32(self) -> bool:
         """Whether the softmax is in fp32 (eager_attention_forward; autocast_mode.h)."""
+        if self.lacks_kernel:
+            return True
         on_cuda = self.is_autocast_on_cuda and self.family.softmax_in_fp32_on_cuda
         return self.mode in self.family.softmax_in_fp32 or on_cuda
 
@@ -237,9 +272,11 @@ class _TableLayer:
     def bytes_per_pair(self) -> float:
         """Eager attention's scores: the softmax's output, its fp32 copy, and with dropout a mask, and dropout's output
         in addition to its input, which an fp32 softmax does not save (eager_attention_forward; torch: softmax)."""
+        if self.lacks_kernel:
+            return 4.0 * _MATH_SCORES
         per_pair = self.family.scores * self.width + (4 if self.softmax_in_fp32 else 0)
-        if self.has_dropout:
-            per_pair += 1 + (0 if self.softmax_in_fp32 else self.width)
+        if self.request.drops_attention:
+            per_pair += self.mask_width + (0 if self.softmax_in_fp32 else self.width)
         return per_pair
 
     @property
@@ -308,7 +345,8 @@ class _TableLayer:
         if self.request.tiled_mlp:
             # The outputs of all tiles, and the tensor that joins them.
             in_block += 2 * self.hidden_gradient
-        return max(in_block, self.family.scores_forward * self.largest_scores)
+        scores = _MATH_SCORES_FORWARD if self.lacks_kernel else self.family.scores_forward
+        return max(in_block, scores * self.largest_scores)
 
     # The backward pass.
 
@@ -438,7 +476,9 @@ class _TableLayer:
         """Eager attention's scores and their gradient, with those of the residual stream and of the values."""
         if self.is_fused:
             return 0.0
-        return self.largest_scores + self.pairs * self.width + self.residual + self.hidden_gradient
+        # Without a kernel the product of weights and dropout is freed before the second gradient.
+        second = 0.0 if self.lacks_kernel else self.pairs * self.width
+        return self.largest_scores + second + self.residual + self.hidden_gradient
 
     @functools.cached_property
     def backward_temporaries(self) -> float:
@@ -519,7 +559,8 @@ class _TableEnds:
     def masks(self) -> float:
         """Causal masks over every pair of tokens, which a recomputed layer saves as one of its inputs
         (eager_mask in masking_utils.py)."""
-        if self.layer.is_fused or self.is_classifier or not self.request.gradient_checkpointing:
+        has_mask = not (self.layer.is_fused or self.layer.lacks_kernel or self.is_classifier)
+        if not (has_mask and self.request.gradient_checkpointing):
             return 0.0
         pairs = self.request.micro_batch * self.request.sequence_length**2
         return float(pairs * self.layer.stream * self.family.masks)
@@ -528,8 +569,13 @@ class _TableEnds:
     def saved(self) -> float:
         """All that is saved outside the layers, without the logits."""
         adapters = self.layer.adapters
-        per_token = self.shape.hidden * self.bytes_per_element + adapters.tail + adapters.first
+        per_token = self.shape.hidden * (self.bytes_per_element + self.embedding_mask) + adapters.tail + adapters.first
         return self.layer.tokens * per_token + self.masks
+
+    @property
+    def embedding_mask(self) -> float:
+        """Bytes per element of the factors of dropout behind the embedding on a CPU; the byte of a GPU is left out."""
+        return self.stream if self.layer.has_dropout and self.request.box.is_cpu_only else 0.0
 
     @property
     def tail(self) -> float:

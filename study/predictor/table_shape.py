@@ -61,6 +61,10 @@ class TableShape(ModelShape):
         return FUSED_ATTENTIONS if find_family(self).fused is not None else ()
 
     @property
+    def has_dropout(self) -> bool:
+        return find_family(self).has_dropout
+
+    @property
     def has_position_table(self) -> bool:
         family = find_family(self)
         return family.has_sine_table or " positions " in f" {family.parameters[0]} "

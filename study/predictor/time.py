@@ -243,12 +243,13 @@ def predict_time(
     A search over settings, which compares hundreds of times, needs no notes.
     """
     peak = request.box.device.peak_tflops.get(computing_type(request.precision))
-    parts, is_launch_bound = _parts(request, constants)
+    parts, compute_parts, is_launch_bound = _parts(request, constants)
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
     tokens = request.micro_batch * request.sequence_length * request.accumulation
     tokens_per_s = tokens / request.tensor_ranks / total
     return StepTime(
         parts=parts,
+        compute_parts=compute_parts,
         step_s=_time_estimate(request, "step_s", total),
         tokens_per_s_per_gpu=_time_estimate(request, "tokens", tokens_per_s),
         mfu=None if peak is None else model_flops(request) / (total * peak * 1e12),
@@ -258,8 +259,9 @@ def predict_time(
     )
 
 
-def _parts(request: Request, constants: Constants) -> tuple[dict[str, float], bool]:
-    """Return the seconds of each part of a step, and whether it waits for the CPU to launch kernels."""
+def _parts(request: Request, constants: Constants) -> tuple[dict[str, float], dict[str, float], bool]:
+    """Return the seconds of each part of a step, those of its computation, and whether it waits for the CPU to launch
+    kernels."""
     forward, backward = passes_s(request, constants)
     # TRL's reference model has a forward pass in each micro-batch.
     forward *= 1 + request.reference_model
@@ -268,9 +270,18 @@ def _parts(request: Request, constants: Constants) -> tuple[dict[str, float], bo
     factor = correction.find_step_factor(request)
     # The CPU runs ahead of the GPU, so the longer of the two counts.
     on_device = factor * request.accumulation * (forward + backward)
-    on_cpu = (correction.launch_factor or 1.0) * _launch_s(request, constants)
+    launches = _launch_s(request, constants)
+    launch_factor = correction.launch_factor or 1.0
+    on_cpu = launch_factor * sum(launches.values())
+    optimizer = factor * _device_optimizer_s(request)
+    if on_cpu > on_device:
+        compute_parts = {name: launch_factor * seconds for name, seconds in launches.items()}
+        compute_parts["optimizer"] += optimizer
+    else:
+        each_pass = factor * request.accumulation
+        compute_parts = {"forward": each_pass * forward, "backward": each_pass * backward, "optimizer": optimizer}
     parts = {
-        "compute": max(on_device, on_cpu) + factor * _device_optimizer_s(request),
+        "compute": max(on_device, on_cpu) + optimizer,
         "communication_exposed": factor * (exchange.exposed + constants.hidden_share * exchange.overlapped),
         # The rest of it: both together are all of the communication.
         "communication_overlapped": factor * (1 - constants.hidden_share) * exchange.overlapped,
@@ -280,8 +291,12 @@ def _parts(request: Request, constants: Constants) -> tuple[dict[str, float], bo
     }
     measured_factor = correction.find_measured_factor(request)
     if measured_factor is not None:
-        parts = {name: seconds * measured_factor for name, seconds in _uncorrected(request, constants).parts.items()}
-    return parts, on_cpu > on_device
+        uncorrected = _uncorrected(request, constants)
+        parts, compute_parts = (
+            {name: seconds * measured_factor for name, seconds in times.items()}
+            for times in (uncorrected.parts, uncorrected.compute_parts)
+        )
+    return parts, compute_parts, on_cpu > on_device
 
 
 def _fraction_on_host(request: Request) -> float:
@@ -378,8 +393,9 @@ def _host_link_bytes_per_s(request: Request, offload: Offload) -> float:
     return link / (_PINNED_SPEEDUP_ALONE if request.box.gpus_per_node == 1 else _PINNED_SPEEDUP)
 
 
-def _launch_s(request: Request, constants: Constants) -> float:
-    """Return CPU seconds of a step to launch its kernels: a backward pass takes as long as two forward passes."""
+def _launch_s(request: Request, constants: Constants) -> dict[str, float]:
+    """Return CPU seconds in which a step launches the kernels of its passes and of its optimizer: a backward pass takes
+    as long as two forward passes."""
     shape, stage = request.shape, request.strategy.zero_stage
     passes = 3 + request.reference_model + (1 / request.checkpoint_every if request.gradient_checkpointing else 0)
     operators = 1 + adapter_operators(request) / LAYER_OPERATORS
@@ -388,7 +404,8 @@ def _launch_s(request: Request, constants: Constants) -> float:
         launches += constants.gather_hook_s * len(shape.params) * passes
     elif stage:
         launches += _REDUCE_HOOK_S * len(shape.trained_params)
-    return request.accumulation * launches + _ENGINE_STEP_S.get(stage or 0, 0.0) * len(shape.trained_params)
+    engine_step = _ENGINE_STEP_S.get(stage or 0, 0.0) * len(shape.trained_params)
+    return {"passes": request.accumulation * launches, "optimizer": engine_step}
 
 
 def _uncorrected(request: Request, constants: Constants) -> StepTime:

@@ -53,7 +53,7 @@ def _traced(request: Request, has_casts: bool) -> Trace:
     answer = live.measure(
         shape,
         mode=computing_mode(request),
-        dropout=request.dropout,
+        dropout=request.dropout or request.drops_attention,
         fused=is_fused(request),
         cuda=not request.box.is_cpu_only,
         length=request.sequence_length,

@@ -40,15 +40,23 @@ def predict_changes(receipt: ReceiptDocument) -> PredictedChanges:
 def repeat_prediction(receipt: ReceiptDocument) -> ReceiptDocument:
     """Return the receipt of a file with the predictions of today's predictor: those in the file may be of an earlier
     one. They stay if today's needs a package that is not installed."""
+    repeated = repeat_forecast(receipt)
+    if repeated is receipt:
+        return receipt
+    differs = repeated.forecast.differs_from_file
+    changes = predict_changes(receipt) if differs or receipt.changes is None else receipt.changes
+    return repeated.model_copy(update={"changes": changes})
+
+
+def repeat_forecast(receipt: ReceiptDocument) -> ReceiptDocument:
+    """Return the receipt of a file with today's predicted figures alone; itself if they stay."""
     if receipt.state != "complete":
         return receipt
     forecast, stored = make_forecast(receipt), receipt.forecast
     if forecast.missing is not None and stored.comparisons:
         return receipt
     differs = stored != MeasuredForecast() and not _is_same(forecast, stored)
-    changes = predict_changes(receipt) if differs or receipt.changes is None else receipt.changes
-    forecast = forecast.model_copy(update={"differs_from_file": differs})
-    return receipt.model_copy(update={"forecast": forecast, "changes": changes})
+    return receipt.model_copy(update={"forecast": forecast.model_copy(update={"differs_from_file": differs})})
 
 
 def _is_same(first: MeasuredForecast, second: MeasuredForecast) -> bool:

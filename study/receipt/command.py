@@ -10,7 +10,7 @@ from study.benchmark.contributed import FOLDER
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
 from study.host.folders import resolve_path
-from study.receipt.changes import repeat_prediction
+from study.receipt.changes import repeat_forecast, repeat_prediction
 from study.receipt.compare import comparison_page, confounded_by
 from study.receipt.contribution import check_rows, file_name, list_problems, make_row, row_text
 from study.receipt.document import MemoryTimeline, ReceiptDocument, read_receipt
@@ -55,8 +55,9 @@ def _print(options: argparse.Namespace) -> int:
     receipts = [read_receipt(name) for name in options.files]
     written = list(_write_timeline(options, receipts))
     confounds = confounded_by(*receipts) if len(receipts) == 2 else []
-    if options.json or len(receipts) == 1:
-        receipts = [repeat_prediction(receipt) for receipt in receipts]
+    # A comparison has no changes.
+    repeat = repeat_prediction if options.json or len(receipts) == 1 else repeat_forecast
+    receipts = [repeat(receipt) for receipt in receipts]
     if options.json:
         print(json.dumps(_document(receipts, confounds), indent=2))
     else:

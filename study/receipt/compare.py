@@ -1,14 +1,17 @@
-"""Two receipts next to each second_value, and the differences that confound them. It imports no torch."""
+"""Two receipts next to each other, and the differences that confound them. It imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from study.config.errors import UserError
 from study.config.printing import TextTable
 from study.config.text import binary_size, rounded_seconds
-from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ReceiptDocument
+from study.receipt.document import BUFFERS, MEMORY_PARTS, PASSES, TIME_PARTS, ReceiptDocument, sum_parts
 from study.receipt.page import describe
+
+# A figure's name, the text of its values, and those of both receipts.
+Figure = tuple[str, Callable[[float], str], tuple[float, float]]
 
 
 def comparison_page(
@@ -23,8 +26,7 @@ def comparison_page(
     confounds = confounded_by(*receipts)
     if confounds:
         yield f"confounded by: {'; '.join(confounds)}"
-    rows = list(_rows(*receipts))
-    yield TextTable(("", names[0], names[1], "ratio"), rows)
+    yield _table(names, receipts)
     for name, receipt in zip(names, receipts, strict=True):
         for fault in receipt.faults:
             yield f"{name}: {fault.says}. To fix it: {fault.fix}"
@@ -68,33 +70,69 @@ def _text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _rows(first: ReceiptDocument, second: ReceiptDocument) -> Iterator[tuple[str, ...]]:
-    for part in ("peak", *MEMORY_PARTS):
+def _table(names: tuple[str, str], receipts: tuple[ReceiptDocument, ReceiptDocument]) -> TextTable:
+    """Return the figures of both receipts; behind those of one with a prediction is the predicted figure."""
+    figures = list(_figures(*receipts))
+    names_of_figures = {figure for figure, *_ in figures}
+    predictions = [
+        {figure: value for figure, value in _predicted(receipt) if figure in names_of_figures} for receipt in receipts
+    ]
+    columns: list[str] = [""]
+    for name, predicted in zip(names, predictions, strict=True):
+        columns += [name, "predicted"] if predicted else [name]
+    rows = []
+    for figure, text, values in figures:
+        row = [figure]
+        for value, predicted in zip(values, predictions, strict=True):
+            row.append(text(value))
+            if predicted:
+                row.append(text(predicted[figure]) if figure in predicted else "")
+        rows.append((*row, _ratio(*values)))
+    return TextTable((*columns, "ratio"), rows)
+
+
+def _predicted(receipt: ReceiptDocument) -> Iterator[tuple[str, float]]:
+    """Yield the predicted figures under their names in the table."""
+    names = {"peak of tensors": "memory: peak", "step": "time: step"}
+    for row in (*receipt.forecast.comparisons, *receipt.forecast.parts):
+        yield names.get(row.figure, row.figure), row.predicted
+
+
+def _figures(first: ReceiptDocument, second: ReceiptDocument) -> Iterator[Figure]:
+    """Yield each figure that one of the receipts has."""
+    predicted = {figure for receipt in (first, second) for figure, _ in _predicted(receipt)}
+    for part in ("peak", *MEMORY_PARTS, BUFFERS):
+        figure = f"memory: {part.replace('_', ' ')}"
         values = _memory(first, part), _memory(second, part)
-        if any(values):
-            yield (f"memory: {part.replace('_', ' ')}", *map(binary_size, values), _ratio(*values))
-    for part in ("step", *TIME_PARTS):
+        if any(values) and (part != BUFFERS or figure in predicted):
+            yield figure, binary_size, values
+    for part in ("step", *TIME_PARTS, PASSES):
+        figure = f"time: {part}"
         seconds = _seconds(first, part), _seconds(second, part)
-        if any(seconds):
-            yield (f"time: {part}", *map(rounded_seconds, seconds), _ratio(*seconds))
+        if any(seconds) and (part != PASSES or figure in predicted):
+            yield figure, rounded_seconds, seconds
     kinds = sorted({*(first.traffic or {}), *(second.traffic or {})})
     for kind in kinds:
         sent = _ring_bytes(first, kind), _ring_bytes(second, kind)
         if any(sent):
-            yield (f"ring bytes: {kind}", *map(binary_size, sent), _ratio(*sent))
+            yield f"ring bytes: {kind}", binary_size, sent
     speeds = first.speed.tokens_per_s or 0.0, second.speed.tokens_per_s or 0.0
     if any(speeds):
-        yield ("tokens/s", *(f"{speed:,.0f}" for speed in speeds), _ratio(*speeds))
+        yield "tokens/s", _tokens_text, speeds
+
+
+def _tokens_text(speed: float) -> str:
+    return f"{speed:,.0f}"
 
 
 def _memory(receipt: ReceiptDocument, part: str) -> float:
     if receipt.memory is None:
         return 0.0
-    return receipt.memory.total_bytes if part == "peak" else receipt.memory.parts.get(part, 0)
+    return receipt.memory.total_bytes if part == "peak" else sum_parts(receipt.memory.parts, part)
 
 
 def _seconds(receipt: ReceiptDocument, part: str) -> float:
-    return (receipt.time.step_s or 0.0) if part == "step" else receipt.time.parts.get(part, 0.0)
+    return (receipt.time.step_s or 0.0) if part == "step" else sum_parts(receipt.time.parts, part)
 
 
 def _ring_bytes(receipt: ReceiptDocument, kind: str) -> float:

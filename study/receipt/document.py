@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,9 @@ PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Parts of a step's time. Communication is the part in which nothing is computed. Offload is waiting for NVMe, and a
 # GPU's copies to and from the host while it computes nothing.
 TIME_PARTS = ("forward", "backward", "communication", "offload", "optimizer", "data", "rest")
+# Two parts may have one prediction, whose row has both names.
+_AND = " and "
+BUFFERS, PASSES = f"gathered{_AND}buckets", f"forward{_AND}backward"
 # DeepSpeed, two versions of FSDP, DDP, or a model on one rank.
 Engine = Literal["deepspeed", "fsdp2", "fsdp1", "ddp", "none"]
 State = Literal["complete", "too_short", "interrupted"]
@@ -249,7 +253,8 @@ class ForecastRow(Part):
     low: float | None = None
     high: float | None = None
     measured: float
-    # Why the measured figure is more than twice the predicted one; None: it is not, or an earlier receipt.
+    # Why a measured peak is more than twice the predicted one, or a step outside of its stated error; None: it is
+    # neither, or an earlier receipt.
     cause: str | None = None
 
     @property
@@ -260,7 +265,7 @@ class ForecastRow(Part):
 
 class MeasuredForecast(Part):
     comparisons: tuple[ForecastRow, ...] = ()
-    # Predictions on the lines of the measured figures: parts of the peak, collectives and tokens/s.
+    # Predictions on the lines of the measured figures: parts of peak and step, collectives and tokens/s.
     parts: tuple[ForecastRow, ...] = ()
     # Why there is no prediction.
     missing: str | None = None
@@ -357,6 +362,11 @@ class ReceiptDocument(Part):
         """Whether the bytes at the peak were counted: on a CPU before psutil 7.2 they are the sum of the parts."""
         memory = self.memory
         return memory is None or self.engine.device != "cpu" or memory.outside_torch_bytes is not None
+
+
+def sum_parts(parts: Mapping[str, float], names: str) -> float:
+    """Return the sum of parts such as PASSES; 0 for one that is missing."""
+    return sum(parts.get(name, 0.0) for name in names.split(_AND))
 
 
 def write_receipt(path: Path, receipt: ReceiptDocument) -> None:

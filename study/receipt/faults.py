@@ -129,12 +129,16 @@ def _wrong_combination(receipt: ReceiptDocument, results: Sequence[Finding]) -> 
 
 def _unsharded(receipt: ReceiptDocument) -> Iterator[Fault]:
     engine = receipt.engine
-    if engine.engine == "fsdp2" and engine.ranks > 1 and engine.unsharded_elements:
-        says = (
-            f"{engine.unsharded_elements:,} trained parameters are outside of fully_shard, such as"
-            f" {engine.largest_unsharded}: no rank shards them, and nothing reduces their gradients"
-        )
-        yield Fault(id="outside-wrapping", says=says, fix="call fully_shard(model) after its layers")
+    if engine.ranks == 1 or not engine.unsharded_elements:
+        return
+    where, fix = "fully_shard", "call fully_shard(model) after its layers"
+    if engine.engine == "fsdp1":
+        where, fix = "FSDP", "leave their module out of ignored_modules"
+    says = (
+        f"{engine.unsharded_elements:,} trained parameters are outside of {where}, such as"
+        f" {engine.largest_unsharded}: no rank shards them, and nothing reduces their gradients"
+    )
+    yield Fault(id="outside-wrapping", says=says, fix=fix)
 
 
 def _without_engine(receipt: ReceiptDocument) -> Iterator[Fault]:

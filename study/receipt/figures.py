@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from study.host.memory import GIB
-from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ReceiptDocument
+from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ForecastRow, ReceiptDocument
 from study.receipt.host_optimizer import read_host_optimizer
 
 _TIME_NAMES = {"data": "data_loading", "communication": "exposed_communication", "offload": "exposed_offload"}
@@ -130,3 +130,16 @@ def _predicted(receipt: ReceiptDocument) -> Iterator[tuple[str, float]]:
             yield f"predicted/{figure}(s)", row.predicted
         else:
             yield f"predicted/{figure}(GiB)", row.predicted / GIB
+    for row in receipt.forecast.parts:
+        yield _predicted_part(row, receipt.engine.ranks)
+
+
+def _predicted_part(row: ForecastRow, ranks: int) -> tuple[str, float]:
+    """Return the predicted part under the name of the measured one."""
+    kind, _, part = row.figure.partition(": ")
+    if row.unit == "tokens/s":
+        return "predicted/throughput(tps)", row.predicted / ranks
+    name = part.replace(" ", "_")
+    if row.unit == "s":
+        return f"predicted/time_metrics/{_TIME_NAMES.get(name, name)}(s)", row.predicted
+    return f"predicted/{'memory' if kind == 'memory' else 'communication'}/{name}(GiB)", row.predicted / GIB

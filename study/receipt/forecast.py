@@ -15,14 +15,17 @@ from study.config.strategies import DEFAULT_RANKS_PER_NODE, STRATEGY_NAMES, Stra
 from study.predictor.calibration import MeasuredRun
 from study.predictor.communication import sent_by_collective, sent_bytes
 from study.predictor.hardware import CPU_CORE, Hardware, box_from_device_name
+from study.predictor.intervals import Ends
 from study.predictor.live import with_frozen
 from study.predictor.memory import predict_memory
 from study.predictor.models import shape_of_document
-from study.predictor.request import Estimate, MemoryUse, Request
+from study.predictor.request import Estimate, MemoryUse, Request, StepTime
 from study.predictor.shape import ModelShape, with_adapters
 from study.predictor.state import frozen_bytes, predict_state
-from study.predictor.time import predict_time
+from study.predictor.time import predict_time, speed_ends, step_ends
 from study.receipt.document import (
+    BUFFERS,
+    PASSES,
     PRECISIONS,
     EngineFacts,
     ForecastRow,
@@ -30,8 +33,9 @@ from study.receipt.document import (
     PeakFacts,
     ReceiptDocument,
     read_receipt,
+    sum_parts,
 )
-from study.receipt.unexplained import FAR_FACTOR, explain_peak
+from study.receipt.unexplained import FAR_FACTOR, explain_peak, explain_step
 
 # State and traffic are counted exactly: only buffers of a few bytes may be missing.
 _EXACT = 0.01
@@ -39,6 +43,10 @@ _EXACT = 0.01
 _OTHER_FRACTION = 0.05
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw", "FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw", "Lion": "lion"}
 _FILE = "this engine"
+# Ends of keys of a config of transformers, those of attention, and the beginnings of those of a classifier's head.
+_DROPOUT = ("dropout", "pdrop", "dropout_prob")
+_ATTENTION_DROPOUT = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+_HEADS = ("summary_", "classifier_", "qa_", "seq_classif_")
 # Phases of the predictor's moments. A reference model's pass is in none.
 _PHASES = {
     "at the loss": "in the forward pass",
@@ -75,7 +83,9 @@ def read_run(name: str) -> MeasuredRun:
 def measured_run(receipt: ReceiptDocument, name: str) -> MeasuredRun:
     """Return step and peak of a receipt; UserError if its configuration cannot be predicted."""
     request = config_case(receipt).request
-    request = dataclasses.replace(request, strategy=_named_strategy(request.strategy))
+    # Questions have neither dropout nor a cache, whose bytes are in the measured excess, and so in each answer.
+    without: dict[str, Any] = {"dropout": False, "attention_dropout": False, "uses_cache": False}
+    request = dataclasses.replace(request, strategy=_named_strategy(request.strategy), **without)
     memory, step_s = receipt.memory, receipt.time.step_s
     if step_s is not None:
         # The data loader waits as long with any strategy.
@@ -130,6 +140,7 @@ def config_case(receipt: ReceiptDocument) -> ConfigCase:
         adapters_in_16_bits=receipt.model.lora_dtype in ("bfloat16", "float16"),
         quantized=receipt.model.quantized,
         double_quantized=receipt.model.double_quantized,
+        uses_cache=bool((receipt.model.config or {}).get("use_cache")),
     )
     return dataclasses.replace(case, request=request, releases=receipt.packages)
 
@@ -213,12 +224,15 @@ def _wrapping(receipt: ReceiptDocument, shape: ModelShape) -> dict[str, Any]:
     whole_root = engine.engine == "fsdp2" and engine.embedding_in_root and not shape.tied
     # Without wrapped layers there are at most three groups: of the embedding, of norm and head, and the root.
     is_unwrapped = engine.wrapped_groups is not None and engine.wrapped_groups <= shape.layers
-    return {"fsdp_whole_root": whole_root, "fsdp_unwrapped": is_unwrapped, "dropout": _has_dropout(receipt)}
+    return {"fsdp_whole_root": whole_root, "fsdp_unwrapped": is_unwrapped, **_dropout(receipt)}
 
 
-def _has_dropout(receipt: ReceiptDocument) -> bool:
+def _dropout(receipt: ReceiptDocument) -> dict[str, bool]:
+    """Return whether attention has dropout, and other outputs in the layers."""
     config = receipt.model.config or {}
-    return any(bool(value) for key, value in config.items() if key.endswith(("dropout", "pdrop", "dropout_prob")))
+    is_on = {key for key, value in config.items() if key.endswith(_DROPOUT) and value}
+    in_layers = {key for key in is_on if key not in _ATTENTION_DROPOUT and not key.startswith(_HEADS)}
+    return {"dropout": bool(in_layers), "attention_dropout": not is_on.isdisjoint(_ATTENTION_DROPOUT)}
 
 
 def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow]:
@@ -244,7 +258,11 @@ def _compare(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow
         is_far = row.measured > FAR_FACTOR * row.predicted
         yield row.model_copy(update={"cause": explain_peak(receipt, memory.device_parts)}) if is_far else row
     if receipt.time.step_s is not None and not request.box.is_cpu_only:
-        yield _compared("step", "s", predict_time(request, memory).step_s, receipt.time.step_s)
+        time = predict_time(request, memory)
+        step = _with_ends(time.step_s, step_ends(request, time))
+        row = _compared("step", "s", step, receipt.time.step_s)
+        cause = explain_step(receipt, row, _pair_times(receipt, time))
+        yield row.model_copy(update={"cause": cause})
 
 
 def _measures_other_bytes(request: Request) -> bool:
@@ -255,18 +273,21 @@ def _measures_other_bytes(request: Request) -> bool:
 
 def _compare_parts(receipt: ReceiptDocument, request: Request) -> Iterator[ForecastRow]:
     """Yield predictions of measured parts, with the names of `study receipt a.json b.json`. They state no error, but
-    for tokens/s."""
+    for tokens/s. Times are predicted on GPUs alone."""
     memory = predict_memory(request)
     if receipt.memory is not None and not _measures_other_bytes(request):
         yield from _compare_peaks(receipt.memory, memory)
     for kind, predicted in sorted(sent_by_collective(request).items()):
         if (measured := (receipt.traffic or {}).get(kind)) is not None:
-            yield _without_error(f"ring bytes: {kind}", predicted, measured.ring_bytes)
-    if receipt.speed.tokens_per_s is not None and not request.box.is_cpu_only:
-        speed, ranks = predict_time(request, memory).tokens_per_s_per_gpu, receipt.engine.input_ranks
-        low, high = (None if end is None else ranks * end for end in (speed.low, speed.high))
-        all_ranks = Estimate(ranks * speed.value, low, high)
-        yield _compared("tokens/s", "tokens/s", all_ranks, receipt.speed.tokens_per_s)
+            yield _without_error(f"ring bytes: {kind}", "bytes", predicted, measured.ring_bytes)
+    if request.box.is_cpu_only:
+        return
+    time = predict_time(request, memory)
+    yield from _compare_times(receipt, time)
+    if receipt.speed.tokens_per_s is not None:
+        all_ranks = Estimate(receipt.engine.input_ranks * time.tokens_per_s_per_gpu.value)
+        predicted_speed = _with_ends(all_ranks, speed_ends(request, time))
+        yield _compared("tokens/s", "tokens/s", predicted_speed, receipt.speed.tokens_per_s)
 
 
 def _compare_peaks(memory: PeakFacts, prediction: MemoryUse) -> Iterator[ForecastRow]:
@@ -278,7 +299,7 @@ def _compare_peaks(memory: PeakFacts, prediction: MemoryUse) -> Iterator[Forecas
     if not all(_is_similar(measured.get(part, 0), predicted[part], memory.total_bytes) for part in _MOMENT_PARTS):
         return
     gathered, buckets = measured.get("gathered", 0), measured.get("buckets", 0)
-    buffers = "buckets" if not gathered else "gathered" if not buckets else "gathered and buckets"
+    buffers = "buckets" if not gathered else "gathered" if not buckets else BUFFERS
     for part, predicted_bytes, measured_bytes in (
         ("gradients", predicted["gradients"], measured.get("gradients", 0)),
         (buffers, predicted["buffers"], gathered + buckets),
@@ -286,7 +307,7 @@ def _compare_peaks(memory: PeakFacts, prediction: MemoryUse) -> Iterator[Forecas
         ("logits", predicted["logits"], measured["logits"]),
     ):
         if max(predicted_bytes, measured_bytes) >= _SMALL_FRACTION * memory.total_bytes:
-            yield _without_error(f"memory: {part}", predicted_bytes, measured_bytes)
+            yield _without_error(f"memory: {part}", "bytes", predicted_bytes, measured_bytes)
 
 
 def _is_similar(first: float, second: float, peak_bytes: float) -> bool:
@@ -294,13 +315,51 @@ def _is_similar(first: float, second: float, peak_bytes: float) -> bool:
     return high < _SMALL_FRACTION * peak_bytes or high <= _SAME_FACTOR * low
 
 
-def _without_error(figure: str, predicted: float, measured: float) -> ForecastRow:
-    return ForecastRow(figure=figure, unit="bytes", predicted=predicted, measured=measured)
+def _compare_times(receipt: ReceiptDocument, prediction: StepTime) -> Iterator[ForecastRow]:
+    """Yield the parts of a step's time that both have."""
+    total = sum(receipt.time.parts.values())
+    for part, (predicted_s, measured_s) in _pair_times(receipt, prediction).items():
+        if max(predicted_s, measured_s) >= _SMALL_FRACTION * total:
+            yield _without_error(f"time: {part}", "s", predicted_s, measured_s)
+
+
+def _pair_times(receipt: ReceiptDocument, prediction: StepTime) -> dict[str, tuple[float, float]]:
+    """Return the predicted and the measured seconds of each part of a step that both have; empty if collectives or
+    copies are predicted, and the profiler has separated none from the parts in which they are."""
+    predicted, measured = _predicted_times(prediction), receipt.time.parts
+    transfers = {"communication": receipt.time.collectives, "offload": receipt.time.offload}
+    is_separated = all(rows or not predicted[part] for part, rows in transfers.items())
+    if not measured or not is_separated:
+        return {}
+    return {part: (seconds, sum_parts(measured, part)) for part, seconds in predicted.items()}
+
+
+def _predicted_times(prediction: StepTime) -> dict[str, float]:
+    """Return the predicted seconds of a step under the names of a receipt's parts. They add up to the step."""
+    compute, parts = dict(prediction.compute_parts), prediction.parts
+    optimizer = compute.pop("optimizer") + parts["cpu_adam"]
+    # Two parts may have one prediction.
+    passes = {PASSES if name == "passes" else name: seconds for name, seconds in compute.items()}
+    return {
+        **passes,
+        "communication": parts["communication_exposed"],
+        "offload": parts["offload"] + parts["nvme"],
+        "optimizer": optimizer,
+    }
+
+
+def _without_error(figure: str, unit: Any, predicted: float, measured: float) -> ForecastRow:
+    return ForecastRow(figure=figure, unit=unit, predicted=predicted, measured=measured)
 
 
 def _exact(figure: str, predicted: float, measured: float) -> ForecastRow:
     low, high = predicted * (1 - _EXACT), predicted * (1 + _EXACT)
     return ForecastRow(figure=figure, unit="bytes", predicted=predicted, low=low, high=high, measured=measured)
+
+
+def _with_ends(predicted: Estimate, ends: Ends | None) -> Estimate:
+    """Return a figure with its ends: with offload they are those of published hosts."""
+    return predicted if ends is None else Estimate(predicted.value, *ends)
 
 
 def _compared(figure: str, unit: Any, predicted: Estimate, measured: float) -> ForecastRow:

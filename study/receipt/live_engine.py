@@ -18,7 +18,7 @@ from study.metrics.inventory import dtensor_type, fsdp_groups
 from study.metrics.state import base_optimizer, find_quant_states, fsdp1_parameters
 from study.receipt.document import Engine, EngineFacts, ModelFacts
 from study.receipt.live_adapters import adapter_facts, frozen_modules
-from study.receipt.live_fsdp import fsdp1_facts, fsdp2_facts, is_in_fsdp1_root, is_in_fsdp2_root
+from study.receipt.live_fsdp import fsdp1_facts, fsdp1_ignored, fsdp2_facts, is_in_fsdp1_root, is_in_fsdp2_root
 from study.workloads.architecture import find_adapters
 
 # Names of the study's strategies by stage and offloads.
@@ -242,9 +242,11 @@ def _types_of_gradients(inner: nn.Module) -> dict[str, Any]:
 
 def _whole_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the parameters, or FSDP1's flat ones, whose sizes are those of all ranks."""
-    flats = fsdp1_parameters(getattr(model, "_orig_mod", model))
+    plain = getattr(model, "_orig_mod", model)
+    flats = fsdp1_parameters(plain)
     if flats:
         yield from ((f"flat {number}", flat) for number, flat in enumerate(flats))
+        yield from fsdp1_ignored(plain).items()
     else:
         yield from find_inner(model).named_parameters()
 

@@ -18,11 +18,11 @@ def fsdp2_facts(model: nn.Module) -> dict[str, Any]:
     sizes = [param._orig_size.numel() for group in _outermost(model) for param in group.fsdp_params]
     gathered = {id(getattr(param, "_unsharded_param", None)) for group in groups for param in group.fsdp_params}
     # Parameters that no call of fully_shard has reached are plain tensors, equal on all ranks at first.
-    plain = [
-        (name, parameter.numel())
+    plain = {
+        name: parameter.numel()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and not isinstance(parameter, dtensor_type()) and id(parameter) not in gathered
-    ]
+    }
     largest = max(groups, key=lambda group: sum(param._orig_size.numel() for param in group.fsdp_params))
     replicas = int(getattr(largest.mesh_info, "replicate_mesh_size", 1))
     weights = largest.fsdp_params[0].sharded_param.dtype
@@ -33,8 +33,7 @@ def fsdp2_facts(model: nn.Module) -> dict[str, Any]:
         "wrapped_groups": live.get("fsdp_groups"),
         "root_elements": sum(sizes) if len(groups) > 1 else None,
         "reshard_after_forward": live.get("fsdp_reshard_after_forward"),
-        "unsharded_elements": sum(size for _, size in plain),
-        "largest_unsharded": max(plain, key=lambda row: row[1])[0] if plain else None,
+        **_unsharded(plain),
         **_offloads(bool(live.get("fsdp_offload_params"))),
         **_types(weights, casts, largest.mp_policy.reduce_dtype or casts),
     }
@@ -44,14 +43,32 @@ def fsdp1_facts(model: Any) -> dict[str, Any]:
     flats, handle = fsdp1_parameters(model), _fsdp1_handle(model)
     sharding = model.sharding_strategy.name
     replicas = model._inter_node_pg.size() if "HYBRID" in sharding else 1
+    ignored = fsdp1_ignored(model).items()
+    plain = {name: parameter.numel() for name, parameter in ignored if parameter.requires_grad}
     return {
         "sharding": sharding,
         "replicas": replicas,
         "wrapped_groups": len(flats),
         "root_elements": handle.flat_param._unpadded_unsharded_size.numel() if _has_root(model) else None,
+        **_unsharded(plain),
         **_offloads(handle._offload_params),
         **_types(handle._orig_param_dtype, handle._fwd_bwd_param_dtype, handle._reduce_dtype),
     }
+
+
+def fsdp1_ignored(model: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters that are in no flat one: of `ignored_modules`. With use_orig_params a flat parameter is in
+    no list of a module's, and has the program's."""
+    flats = fsdp1_parameters(model)
+    inside = [inner for flat in flats for inner in (*(flat._params or ()), *(flat._shared_params or ()))]
+    sharded = {id(parameter) for parameter in (*flats, *inside)}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in sharded}
+
+
+def _unsharded(plain: dict[str, int]) -> dict[str, Any]:
+    """Return the number of trained elements that no group shards, and the largest such parameter."""
+    largest = max(plain, key=plain.__getitem__).replace("_fsdp_wrapped_module.", "") if plain else None
+    return {"unsharded_elements": sum(plain.values()), "largest_unsharded": largest}
 
 
 def _offloads(is_offloading: bool) -> dict[str, Any]:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from study.config.text import binary_size, rounded_seconds
 from study.receipt.changes import change_lines
-from study.receipt.document import MEMORY_PARTS, TIME_PARTS, ForecastRow, ReceiptDocument
+from study.receipt.document import (
+    BUFFERS,
+    MEMORY_PARTS,
+    PASSES,
+    TIME_PARTS,
+    CollectiveTime,
+    ForecastRow,
+    ReceiptDocument,
+)
 from study.receipt.failures import WRONG_USE
 from study.receipt.host_optimizer import read_host_optimizer
 from study.receipt.unexplained import explain_attribution
@@ -114,7 +122,7 @@ def _memory(receipt: ReceiptDocument) -> Iterator[str]:
             prediction = _prediction_text(receipt, f"memory: {part}")
             if part == "gathered" and not prediction:
                 # Two parts may have one prediction.
-                prediction = _prediction_text(receipt, "memory: gathered and buckets", " with buckets")
+                prediction = _prediction_text(receipt, f"memory: {BUFFERS}", " with buckets")
             bar = _bar(count, largest) if count else ""
             if prediction:
                 bar = f"{bar:<{_BAR}}{prediction}"
@@ -142,18 +150,27 @@ def _time(receipt: ReceiptDocument) -> Iterator[str]:
         yield f"time of a step: {rounded_seconds(times.step_s)} (median of {times.steps}){parts}"
     if not total:
         return
+    widest = len(_bar(max(times.parts.values()), total))
     for part in TIME_PARTS:
         seconds = times.parts.get(part, 0.0)
-        if seconds >= SHOWN_FRACTION * total:
+        prediction = _prediction_text(receipt, f"time: {part}")
+        if part == "forward" and not prediction:
+            prediction = _prediction_text(receipt, f"time: {PASSES}", " with backward")
+        if prediction or seconds >= SHOWN_FRACTION * total:
             transfers = {"communication": times.collectives, "offload": times.offload}.get(part, {})
-            rows = [
-                f"{kind} {rounded_seconds(row.exposed_s)} of {rounded_seconds(row.in_flight_s)}"
-                for kind, row in sorted(transfers.items(), key=lambda item: -item[1].exposed_s)
-            ]
-            extra = f"  exposed of in flight: {', '.join(rows)}" if rows else ""
             fraction = f"{seconds / total:.0%}"
-            bar = "" if extra else _bar(seconds, total)
-            yield f"  {NAMES.get(part, part):<16}{rounded_seconds(seconds):>12} {fraction:>4}  {bar}{extra}".rstrip()
+            bar = "" if transfers else f"{_bar(seconds, total):<{widest}}"
+            line = f"  {NAMES.get(part, part):<16}{rounded_seconds(seconds):>12} {fraction:>4}  {bar}{prediction}"
+            yield f"{line}{_transfer_text(transfers)}".rstrip()
+
+
+def _transfer_text(transfers: Mapping[str, CollectiveTime]) -> str:
+    """Return the exposed time of each kind of collective or copy, the longest first; empty without one."""
+    rows = [
+        f"{kind} {rounded_seconds(row.exposed_s)} of {rounded_seconds(row.in_flight_s)}"
+        for kind, row in sorted(transfers.items(), key=lambda item: -item[1].exposed_s)
+    ]
+    return f"  exposed of in flight: {', '.join(rows)}" if rows else ""
 
 
 def _traffic(receipt: ReceiptDocument) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""Causes of bytes that a receipt does not explain: those without a part, and a peak far above its prediction.
+"""Causes of figures that a receipt does not explain: bytes of no part, a peak far above its prediction, and a step
+outside of its stated error.
 
 It imports no torch.
 """
@@ -7,22 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from study.config.text import binary_size
-from study.receipt.document import PeakFacts, ReceiptDocument
+from study.config.text import binary_size, rounded_seconds
+from study.receipt.document import PASSES, ForecastRow, PeakFacts, ReceiptDocument
 
 MIN_ATTRIBUTED = 0.95
 # A measured peak of more than this many times the predicted one has its cause with it.
 FAR_FACTOR = 2
 # Python's objects and temporaries within the growth of a process's heap; PeakWatch waits while more have no owner.
 HEAP_BYTES = 2**18
-# In a config of transformers.
-_ATTENTION_DROPOUT = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 # The predictor's parts, and those of a receipt, by their common name.
 _STATE = ("parameters", "gradients", "optimizer")
 _GROUPS = {
     "model state": (_STATE, _STATE),
     "gathered parameters and buckets": (("buffers",), ("gathered", "buckets")),
     "activations and logits": (("activations", "attention", "logits"), ("activations", "logits")),
+}
+# Parts of a step's time, in a sentence.
+_WHERE = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    PASSES: "in both passes",
+    "communication": "in exposed communication",
+    "offload": "in host and NVMe traffic",
+    "optimizer": "in the optimizer",
+    "data": "in waiting for data, which no prediction has",
+    "rest": "in the rest of a step, which no prediction has",
+    "others": "in other steps than the one with these parts",
 }
 
 
@@ -53,17 +64,21 @@ def explain_peak(receipt: ReceiptDocument, predicted: Mapping[str, float]) -> st
         return None
     if largest == without_part and receipt.engine.device == "cpu" and excess[largest] <= HEAP_BYTES:
         return f"{binary_size(excess[largest])} of it have no part; {_heap_cause()}, which no prediction has"
-    cause = f"{largest} are {binary_size(excess[largest])} above their prediction"
-    if largest == "activations and logits" and _stores_dropped_attention(receipt):
-        cause += ": torch's attention on a CPU stores scores, weights and dropped weights if dropout is on"
-    return cause
+    return f"{largest} are {binary_size(excess[largest])} above their prediction"
 
 
-def _stores_dropped_attention(receipt: ReceiptDocument) -> bool:
-    """Whether torch's attention runs without a fused kernel: on a CPU none has dropout."""
-    config = receipt.model.config or {}
-    has_dropout = any(config.get(key) for key in _ATTENTION_DROPOUT)
-    return receipt.engine.device == "cpu" and receipt.model.attention == "sdpa" and has_dropout
+def explain_step(receipt: ReceiptDocument, step: ForecastRow, times: Mapping[str, tuple[float, float]]) -> str | None:
+    """Return the part with most of the difference between a step and its prediction, of predicted and measured seconds;
+    None within the stated error, or without parts."""
+    if not step.is_outside or not times:
+        return None
+    measured = receipt.time.parts
+    differences = {part: measured_s - predicted_s for part, (predicted_s, measured_s) in times.items()}
+    differences |= {part: measured.get(part, 0.0) for part in ("data", "rest")}
+    differences["others"] = step.measured - sum(measured.values())
+    sign = 1 if step.measured > step.predicted else -1
+    largest = max(differences, key=lambda part: sign * differences[part])
+    return f"most of the difference, {rounded_seconds(abs(differences[largest]))}, is {_WHERE[largest]}"
 
 
 def _heap_cause() -> str:

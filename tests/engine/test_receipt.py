@@ -155,6 +155,13 @@ def test_the_prediction_agrees_in_state_and_traffic_with_what_was_measured(strat
     assert sent == pytest.approx(times * weights, rel=0.1)
 
 
+def test_the_peak_of_a_model_with_dropout_is_that_of_the_prediction() -> None:
+    receipt = measure("ddp")
+    assert (receipt.model.config or {})["attn_pdrop"] == 0.1
+    (row,) = (row for row in receipt.forecast.comparisons if row.figure.startswith("peak"))
+    assert row.predicted == pytest.approx(row.measured, rel=0.05)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_parts_of_a_step_add_up_to_it(strategy: str) -> None:
     times = measure(strategy).time
@@ -600,7 +607,7 @@ def wrapped(*ways: str) -> dict[str, ReceiptDocument]:
 
 
 WAYS = ("whole", "root", "outside", "fsdp1")
-WAYS_OF_FSDP1 = ("fsdp1", "fsdp1_whole", "fsdp1_tied")
+WAYS_OF_FSDP1 = ("fsdp1", "fsdp1_whole", "fsdp1_tied", "fsdp1_outside")
 
 
 def test_a_loop_without_accelerate_is_measured_under_both_versions_of_fsdp() -> None:
@@ -638,6 +645,37 @@ def test_an_embedding_that_fsdp1_could_wrap_apart_is_named() -> None:
     for way in ("fsdp1_whole", "fsdp1_tied"):
         assert "embedding-outside-wrapping" not in faults[way]
         assert receipts[way].failures == ()
+
+
+def test_an_embedding_that_fsdp1_ignores_is_named() -> None:
+    receipts = wrapped(*WAYS_OF_FSDP1)
+    receipt = receipts["fsdp1_outside"]
+    fault = next(fault for fault in receipt.faults if fault.id == "outside-wrapping")
+    assert fault.says == (
+        "64,000 trained parameters are outside of FSDP, such as wte.weight: no rank shards them, and nothing reduces"
+        " their gradients"
+    )
+    assert receipt.failures == ()
+    # Its elements are of the model.
+    assert receipt.model.parameters == receipts["fsdp1"].model.parameters
+    assert [way for way in WAYS_OF_FSDP1 if receipts[way].engine.unsharded_elements] == ["fsdp1_outside"]
+
+
+ACCUMULATING = ("whole_forgets", "whole_waits", "fsdp1_forgets", "fsdp1_waits")
+
+
+@pytest.mark.parametrize(
+    ("version", "fix"), [("whole", "model.set_requires_gradient_sync(False)"), ("fsdp1", "model.no_sync()")]
+)
+def test_a_forgotten_no_sync_is_named_under_both_versions_of_fsdp(version: str, fix: str) -> None:
+    receipts = wrapped(*ACCUMULATING)
+    forgetting, waiting = receipts[f"{version}_forgets"], receipts[f"{version}_waits"]
+    fault = next(fault for fault in forgetting.faults if fault.id == "forgotten-no-sync")
+    assert "gradients are reduced in each of 2 micro-batches" in fault.says
+    assert fault.fix.startswith(fix)
+    assert forgetting.reduced_bytes[0] == forgetting.reduced_bytes[1] > 0
+    assert "forgotten-no-sync" not in {fault.id for fault in waiting.faults}
+    assert waiting.reduced_bytes == (0, forgetting.reduced_bytes[1])
 
 
 def test_gradients_reduced_in_every_micro_batch_and_a_slow_loader_are_named() -> None:

@@ -5,6 +5,7 @@ It prints the receipt of each way of wrapping.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -56,16 +57,34 @@ def wrap(model: NanoGpt, way: str) -> Any:
         kinds = {Block, nn.Embedding} if way == "fsdp1_whole" else {Block}
         if way == "fsdp1_tied":
             model.head.weight = model.wte.weight
-        return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy(kinds), device_id=device)
+        ignored = [model.wte] if way == "fsdp1_outside" else None
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy(kinds),
+            device_id=device,
+            ignored_modules=ignored,
+            use_orig_params=way == "fsdp1_outside",
+        )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    if way == "whole":
+    if way.startswith("whole"):
         fully_shard(model.wte, mesh=mesh)
         fully_shard(model.head, mesh=mesh)
     if way != "outside":
         fully_shard(model, mesh=mesh)
     return model
+
+
+def without_reduction(model: Any, way: str, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+    """Leave the reduction to the last micro-batch, unless the loop of this way forgets to."""
+    if way.endswith("_forgets"):
+        return contextlib.nullcontext()
+    if way.startswith("fsdp1"):
+        return contextlib.nullcontext() if is_last else model.no_sync()
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(is_last)
+    return contextlib.nullcontext()
 
 
 def train(way: str) -> dict[str, Any]:
@@ -77,9 +96,12 @@ def train(way: str) -> dict[str, Any]:
         receipt = Receipt(model, optimizer, path=path, after=2, steps=3, quiet=True)
         for _ in range(7):
             with receipt.step():
-                tokens = torch.randint(VOCABULARY, (4, LENGTH))
-                _, loss = model(tokens, tokens.roll(-1, 1))
-                loss.backward()
+                count = 2 if way.endswith(("_forgets", "_waits")) else 1
+                for number in range(count):
+                    tokens = torch.randint(VOCABULARY, (4, LENGTH))
+                    with without_reduction(model, way, is_last=number == count - 1):
+                        _, loss = model(tokens, tokens.roll(-1, 1))
+                        loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
         receipt.close()

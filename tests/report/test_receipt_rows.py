@@ -71,8 +71,9 @@ def test_a_row_is_predicted_as_its_receipt(loop: str) -> None:
     name = f"tests/data/receipts/cuda_{loop}.json"
     receipt = read_receipt(str(ROOT / name))
     row = make_row(receipt, name)
-    # A row does not have the model's dropout.
-    request = dataclasses.replace(config_case(receipt).request, dropout=False)
+    # A row has neither the model's dropout nor its cache of keys and values.
+    without: dict[str, Any] = {"dropout": False, "attention_dropout": False, "uses_cache": False}
+    request = dataclasses.replace(config_case(receipt).request, **without)
     memory = predict_memory(request)
     item = next(item for item in predict_contributed() if item.file == file_name(row))
     assert item.row == row

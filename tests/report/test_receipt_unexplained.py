@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from study.config.places import REPOSITORY
+from study.predictor.calibration import PredictedRun
 from study.receipt.document import ForecastRow, ReceiptDocument, read_receipt
-from study.receipt.forecast import make_forecast
+from study.receipt.forecast import make_forecast, measured_run
 from study.receipt.page import receipt_lines
 from study.receipt.unexplained import explain_attribution
 
@@ -95,15 +96,45 @@ def test_a_peak_of_more_than_twice_its_prediction_has_the_part_that_exceeds_it()
     assert "which states no error here: activations and logits are " in join_screen(receipt)
 
 
-def test_a_cpu_without_a_fused_kernel_for_dropped_attention_is_the_cause() -> None:
-    receipt = read(activations=24 * MIB)
+def predicted_peak(receipt: ReceiptDocument, **config: object) -> float:
+    model = receipt.model.model_copy(update={"config": {**(receipt.model.config or {}), **config}})
+    return peak_row(receipt.model_copy(update={"model": model})).predicted
+
+
+def test_dropped_attention_of_a_cpu_without_a_fused_kernel_is_in_the_prediction() -> None:
+    receipt = read()
     assert receipt.model.attention == "sdpa"
-    for dropout, is_cause in ((0.1, True), (0.0, False)):
-        config = {**(receipt.model.config or {}), "attn_pdrop": dropout}
-        model = receipt.model.model_copy(update={"config": config})
-        cause = peak_row(receipt.model_copy(update={"model": model})).cause
-        assert cause is not None
-        assert ("torch's attention on a CPU stores scores" in cause) == is_cause
+    plain = predicted_peak(receipt, use_cache=False)
+    # Two layers, two samples, four heads, 64 tokens: weights, factors of dropout and their product in fp32, and no
+    # logarithms of sums.
+    pairs, rows = 2 * 2 * 4 * 64**2, 2 * 2 * 4 * 64
+    assert predicted_peak(receipt, use_cache=False, attn_pdrop=0.1) - plain == 12 * pairs - 4 * rows
+    # Its kernel on a GPU saves no more than without dropout.
+    on_gpu = read("cuda_ddp")
+    assert predicted_peak(on_gpu, attn_pdrop=0.1) == predicted_peak(on_gpu)
+    # Dropout of a head that GPT-2 does not have.
+    assert predicted_peak(receipt, summary_first_dropout=0.0) == predicted_peak(receipt)
+
+
+def test_keys_and_values_of_a_cache_are_in_the_prediction() -> None:
+    receipt = read()
+    # Two layers, each with keys and values of 128 tokens of width 128.
+    assert predicted_peak(receipt, use_cache=True) - predicted_peak(receipt, use_cache=False) == 2 * 2 * 4 * 128 * 128
+    for name in ("ddp", "logits", "cuda_ddp", "cuda_plain", "cuda_zero2", "cuda_zero3", "cuda_checkpointed"):
+        row = peak_row(read(name))
+        assert row.measured == pytest.approx(row.predicted, rel=0.005), name
+
+
+def test_answers_that_a_receipt_calibrates_have_the_bytes_of_its_dropout_and_cache() -> None:
+    receipt = read("cuda_ddp")
+    config = {**(receipt.model.config or {}), "resid_pdrop": 0.1}
+    receipt = receipt.model_copy(update={"model": receipt.model.model_copy(update={"config": config})})
+    run = PredictedRun.predict(measured_run(receipt, "a"))
+    # Twelve layers, each with keys and values in 16 bits, and two masks of a byte: of 4,096 tokens of width 768.
+    extra = 12 * (2 * 2 + 2) * 4096 * 768
+    row = peak_row(receipt)
+    assert run.excess_bytes is not None
+    assert run.excess_bytes == pytest.approx(row.measured - row.predicted + extra, rel=1e-6)
 
 
 def test_a_peak_near_its_prediction_has_no_cause() -> None:

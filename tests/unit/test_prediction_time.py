@@ -24,7 +24,7 @@ from study.predictor.memory import device_snapshots, predict_memory
 from study.predictor.micro_batch import hardware_flops, model_flops
 from study.predictor.models import model_shape
 from study.predictor.products import forward_flops
-from study.predictor.request import Request
+from study.predictor.request import Request, SetupCorrection
 from study.predictor.shape import with_adapters
 from study.predictor.state import adapter_units, predict_state
 from study.predictor.time import CPU_ADAM_BYTES, offload_range, predict_time
@@ -466,6 +466,23 @@ def test_a_step_that_waits_for_the_cpu_says_so() -> None:
     # A launch that waits takes the same time with twice the tokens.
     twice = predict_time(make_request(shape=model_shape("gpt2"), strategy=read_strategy("single"), micro_batch=2))
     assert twice.step_s.value == pytest.approx(small.step_s.value, rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero2", "zero2_cpu"])
+@pytest.mark.parametrize(("batch", "parts"), [(1, {"passes", "optimizer"}), (64, {"forward", "backward", "optimizer"})])
+def test_the_parts_of_compute_add_up_to_it(strategy: str, batch: int, parts: set[str]) -> None:
+    request = make_request(shape=model_shape("gpt2"), strategy=read_strategy(strategy), micro_batch=batch)
+    time = predict_time(request)
+    assert set(time.compute_parts) == parts
+    assert sum(time.compute_parts.values()) == pytest.approx(time.parts["compute"])
+    # The optimizer's part on the GPU does not grow with the micro-batch.
+    larger = predict_time(dataclasses.replace(request, micro_batch=2 * batch))
+    assert larger.compute_parts["optimizer"] == time.compute_parts["optimizer"]
+    # A measured step corrects all parts alike.
+    correction = SetupCorrection(measured_step_factors=((request.configuration, 1.5),))
+    corrected = predict_time(dataclasses.replace(request, correction=correction))
+    for name, seconds in time.compute_parts.items():
+        assert corrected.compute_parts[name] == pytest.approx(1.5 * seconds), name
 
 
 def test_a_device_without_published_runs_is_named() -> None:
