@@ -40,6 +40,8 @@ _NO_INPUTS = {
     "use_memory",
     "url",
     "refuse",
+    "quote",
+    "read_on",
 }
 # Fields of the request that are inputs under the same name.
 _REQUEST_FIELDS = (
@@ -52,12 +54,14 @@ _REQUEST_FIELDS = (
     "torch_gate",
     "loss_kernel",
     "keeps_outputs",
+    "keeps_cache",
     "optimizer",
     "step_copies",
     "expandable_segments",
     "fsdp_version",
     "fsdp_whole_root",
     "fsdp_reduces_fp32",
+    "sync_each_batch",
     "reentrant_units",
     "fsdp_mixed_units",
     "checkpoint_every",
@@ -84,6 +88,8 @@ class BenchmarkQuestion:
     # Title of the source, and the facts about all of its rows.
     title: str
     note: str
+    # The page's own words of this row; empty if the note has them, or none are kept.
+    quote: str
     kind: Literal["full", "offload", "adapters"]
     engine: Engine
     inputs: Mapping[str, Any]
@@ -127,6 +133,7 @@ class BenchmarkQuestion:
             "address": self.address,
             "title": self.title,
             "note": " ".join(self.note.split()),
+            "quote": self.quote,
             "kind": self.kind,
             "engine": self.engine,
             **self.inputs,
@@ -199,6 +206,7 @@ def _question(
         address=measurement.url,
         title=page["title"],
         note=page["note"],
+        quote=keys.get("quote", ""),
         kind=kind,
         engine=sharding_engine(strategy),
         inputs=_inputs(keys, request, measurement),

@@ -738,16 +738,23 @@ def _stage2(request: Request) -> Iterator[Snapshot]:
 
 
 def _flat_step(request: Request, grads: float, staging: float) -> Iterator[Snapshot]:
-    """Optimizer step of stages 1 and 2: the norm in fp64, the shard flattened and cast to fp32."""
-    weight, stepped, elements = request.weight_bytes, request.settings.master_bytes, flat_elements(request)
-    shard = elements // request.data_ranks
-    if request.settings.optimizer is None:
-        masters = shard * stepped if stepped != weight else 0
+    """Optimizer step of stages 1 and 2: the norm in fp64, the shard flattened and cast to fp32.
+
+    Gradients that accumulate in fp32 are one tensor of the step's type already (_get_preflattened_grad_partition).
+    """
+    settings, weight, elements = request.settings, request.weight_bytes, flat_elements(request)
+    stepped, shard = settings.master_bytes, elements // request.data_ranks
+    if settings.optimizer is None:
+        width = FP32_BYTES if settings.accumulates_in_fp32 else weight
+        flattened = 0 if settings.accumulates_in_fp32 else shard * weight
+        masters = shard * stepped if stepped != width else 0
         largest = min(shard, max(param.elements for param, _ in rank0_shards(request)))
         yield Snapshot(BEFORE, grads, float(largest * NORM_BYTES), step=True)
-        yield Snapshot(BEFORE, grads, float(shard * weight + masters), step=True)
+        yield Snapshot(BEFORE, grads, float(flattened + masters), step=True)
         if request.step_copies:
-            yield Snapshot(BEFORE, 0.0, masters + float(request.step_copies * stepped * shard), step=True)
+            remaining = 0.0 if masters or flattened else grads
+            copies = float(request.step_copies * stepped * shard)
+            yield Snapshot(BEFORE, remaining, masters + copies, step=True)
     if request.box.gloo_copies_gathers and request.data_ranks > 1:
         yield Snapshot(BEFORE, 0.0, float(elements * weight) + staging, step=True)
 

@@ -22,6 +22,7 @@ from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
+from study.config.strategy_names import apply_overrides
 from study.host.memory import GIB
 from study.predictor import recorded_runs
 from study.predictor import run_predictions as own
@@ -520,6 +521,24 @@ def test_a_gate_of_torch_saves_its_product_and_a_whole_root_gathers_the_embeddin
     assert saved == 2 * 512 * 2 * shape.inner
     begun = [gradient_snapshots(request)[0].buffers for request in (fused, whole_root)]
     assert begun[1] - begun[0] == 2 * shape.embedding.elements
+
+
+def test_gradients_that_accumulate_in_fp32_are_not_copied_before_a_step_of_stages_1_and_2() -> None:
+    """They are one tensor of the step's type (_get_preflattened_grad_partition in stage_1_and_2.py)."""
+    shape = model_shape("llama-3.1-8b")
+    shard = shape.parameters // 8
+    for name in ("zero1", "zero2"):
+        strategy = read_strategy(name)
+        assert strategy.deepspeed is not None
+        settings = apply_overrides(strategy.deepspeed, ['data_types.grad_accum_dtype="fp32"'])
+        request = Request(shape, strategy, to_box("8xH100"), 512, 2, 2, "bf16-engine", True, "sdpa")
+        in_fp32 = dataclasses.replace(request, strategy=dataclasses.replace(strategy, deepspeed=settings))
+        copies = [gradient_snapshots(item)[-1].buffers for item in (request, in_fp32)]
+        assert copies == [pytest.approx((2 + 4) * shard, rel=1e-3), 0]
+        # An optimizer that copies one moment has these gradients next to it.
+        last = gradient_snapshots(dataclasses.replace(in_fp32, step_copies=1))[-1]
+        assert last.buffers == pytest.approx(4 * shard, rel=1e-3)
+        assert last.grads >= 4 * shard
 
 
 @pytest.mark.parametrize(

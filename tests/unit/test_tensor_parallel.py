@@ -22,7 +22,10 @@ from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.workload import Workload
 from study.cli import main
 from study.config.errors import UserError
+from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
+from study.config.strategy_names import apply_overrides
+from study.host.memory import GIB
 from study.predictor.communication import (
     LINE_SHARE,
     communication_time,
@@ -224,13 +227,16 @@ def test_a_group_divides_state_and_layers_and_all_ranks_of_it_count_as_one_sampl
 PUBLISHED = yaml.safe_load((Path(__file__).parents[1] / "data/tensor_steps.yaml").read_text(encoding="utf-8"))
 
 
-def megatron_step_s(sizes: str, ranks: int, accumulation: int) -> float:
-    """Return the predicted seconds of a step of Megatron on eight B200."""
+def megatron_request(sizes: str, ranks: int, accumulation: int) -> Request:
+    """Return the request of a step of Megatron on eight B200, whose gradients accumulate in fp32."""
     shape = model_shape(sizes)
     group = tensor_group(shape, ranks, is_deepspeed=False, divides_stream=True)
-    request = Request(
+    strategy = read_strategy("zero1")
+    assert strategy.deepspeed is not None
+    settings = apply_overrides(strategy.deepspeed, ['data_types.grad_accum_dtype="fp32"'])
+    return Request(
         shape=part_of_model(group),
-        strategy=read_strategy("zero1"),
+        strategy=dataclasses.replace(strategy, deepspeed=settings),
         box=to_box("8xB200"),
         sequence_length=4096,
         micro_batch=1,
@@ -242,7 +248,6 @@ def megatron_step_s(sizes: str, ranks: int, accumulation: int) -> float:
         loss_kernel="same_type",
         tensor_group=group,
     )
-    return predict_time(request).step_s.value
 
 
 def torchtitan_step_s(model: str, hardware: str, micro_batch: int, is_selective: bool) -> float:
@@ -261,7 +266,7 @@ def torchtitan_step_s(model: str, hardware: str, micro_batch: int, is_selective:
 def test_published_steps_with_a_sequence_plan_took_as_many_times_the_prediction_as_its_note_says() -> None:
     megatron, torchtitan = PUBLISHED
     shares = [
-        milliseconds / 1000 / megatron_step_s(megatron["sizes"][model], ranks, accumulation)
+        milliseconds / 1000 / predict_time(megatron_request(megatron["sizes"][model], ranks, accumulation)).step_s.value
         for model, ranks, accumulation, milliseconds in megatron["rows"]
     ]
     torchtitan_shares = [
@@ -275,6 +280,17 @@ def test_published_steps_with_a_sequence_plan_took_as_many_times_the_prediction_
     assert any(says in note for note in predict_time(request).notes)
     plain = predict_time(dataclasses.replace(parse_request("llama-3.1-8b", "zero1", "2x8xH100", 8))).notes
     assert any(f"With --tensor_plan sequence {says}" in note for note in plain)
+
+
+def test_published_peaks_with_a_sequence_plan_are_as_many_times_the_prediction_as_the_page_has() -> None:
+    megatron = PUBLISHED[0]
+    shares = [
+        peak_gib * GIB / predict_memory(megatron_request(megatron["sizes"][model], ranks, 4)).peak_allocated.value
+        for model, peaks in megatron["peak_gib"].items()
+        for ranks, peak_gib in peaks.items()
+    ]
+    line = f"18 steps; {min(shares):.2f} to {max(shares):.2f}, {len(shares)} peaks |"
+    assert line in (REPOSITORY / "docs/advice.md").read_text(encoding="utf-8")
 
 
 def test_a_sequence_plan_divides_norms_stream_and_loss_and_reduces_a_gradient_once_for_each_input() -> None:

@@ -21,7 +21,15 @@ from study.predictor.constants import FITTED
 from study.predictor.memory import kept_for_backward
 from study.predictor.nearest import describe_nearest
 from study.predictor.time import offload_range
-from study.predictor.validation import CAUSES, fit, implausibility, predicted_peak, predicted_step_s, published_rows
+from study.predictor.validation import (
+    CAUSES,
+    fit,
+    implausibility,
+    predicted_peak,
+    predicted_step_s,
+    published_rows,
+    score,
+)
 from study.predictor.zero3_gathers import simulate_gathers
 from study.report.pages import prediction as report
 from study.report.pages import prediction_intervals
@@ -124,8 +132,29 @@ def test_steps_of_several_nodes_do_not_grow_with_the_nodes_of_one_cluster() -> N
     assert steps[16] / steps[1] < 1.4
 
 
+def test_steps_that_composer_took_fit_since_fsdp_reduces_in_each_micro_batch() -> None:
+    """Its no_sync is for DDP alone. With gradients unsharded between micro-batches 13 of these rows would not fit."""
+    rows = [row for row in COUNTED if row.source.startswith("llm-foundry")]
+    assert len(rows) == 108
+    assert sum(row.request.accumulation > 1 for row in rows) == 67
+    assert all(score(row)["predicted_fits"] for row in rows if row.request.accumulation > 1)
+    unsharded = [
+        dataclasses.replace(row, request=dataclasses.replace(row.request, sync_each_batch=False)) for row in rows
+    ]
+    assert sum(not score(row)["predicted_fits"] for row in unsharded) == 13
+
+
+def test_foreach_adam_decides_whether_stage_3_fits_in_24_gb() -> None:
+    rows = [row for row in COUNTED if row.source in ("llamafactory-5977", "h2o-llmstudio-288")]
+    assert [score(row)["predicted_fits"] for row in rows] == [row.fits for row in rows]
+    fused = [dataclasses.replace(row, request=dataclasses.replace(row.request, step_copies=0)) for row in rows]
+    fitting = [score(row)["predicted_fits"] for row in fused]
+    changed = [row.request.strategy.name for row, fits in zip(rows, fitting, strict=True) if fits != row.fits]
+    assert changed == ["zero3", "zero3"]
+
+
 @pytest.mark.parametrize(
-    ("names", "rel"), [(("fms-bf16", "torchao-optimizers"), 0.04), (("deepspeed-bf16-states",), 0.015)]
+    ("names", "rel"), [(("fms-bf16", "fms-bf16-foak", "torchao-optimizers"), 0.04), (("deepspeed-bf16-states",), 0.015)]
 )
 def test_states_of_16_and_8_bits_have_the_published_sizes(names: tuple[str, ...], rel: float) -> None:
     """Those of DeepSpeed are of stage 3, which has its gradients in the forward pass as well. One of them is 1.3 % too

@@ -1,18 +1,19 @@
 """Measurements that validate predictions, published and of this project, and checks that they are possible.
 
-Keys of published.yaml: a group has `common` keys that each of its rows inherits; its rows were read on its `read_on`,
-or on that of the file. model, box, strategy, precision, attention, sequence, micro_batch, accumulation and
-checkpointing make the request; `override` holds DeepSpeed's settings as --engine_override takes them; dropout,
-compiled, torch_gate, loss_kernel, optimizer, step_copies, pure, expandable_segments, checkpoint_every, fsdp_version,
-fsdp_whole_root, fsdp_reduces_fp32 and autocast (false where FSDP alone computes in 16 bits) describe the page's
-trainer, as in Request, and so do keeps_outputs, adapters_in_16_bits, fsdp_offloads, reentrant_units,
-fsdp_mixed_units, lora_dropout, quantized and double_quantized; lora_rank and lora_targets make the shape's adapters.
-`device` replaces figures of the box's device, network_gb_per_s its network. One of tokens_per_s_per_gpu,
-samples_per_s (of all GPUs), step_s and mfu is the time; memory_gib, memory_mib or memory_bytes is the memory,
-memory_kind its kind, and context_mib the driver's memory that the page reports before any tensor. A row with a time
-or with `fits` did fit, one with out_of_memory did not, and one with `refuse` is excluded for that reason. A row by
-which a constant was fitted or a rule found is not held out: with `use: fit` (of a constant) or `use: rule` it scores
-no time, with `use_memory: fit` no memory.
+Keys of published.yaml: a group has `common` keys that each of its rows inherits; a row was read on its `read_on`, on
+that of its group, or on that of the file. `quote` has the page's own words on a row, if its group's note has not.
+model, box, strategy, precision, attention, sequence, micro_batch, accumulation and checkpointing make the request;
+`override` holds DeepSpeed's settings as --engine_override takes them; dropout, compiled, torch_gate, loss_kernel,
+optimizer, step_copies, pure, expandable_segments, checkpoint_every, fsdp_version, fsdp_whole_root, fsdp_reduces_fp32,
+sync_each_batch and autocast (false where FSDP alone computes in 16 bits) describe the page's trainer, as in Request,
+and so do keeps_outputs, keeps_cache, adapters_in_16_bits, fsdp_offloads, reentrant_units, fsdp_mixed_units,
+lora_dropout, quantized and double_quantized; lora_rank and lora_targets make the shape's adapters. `device` replaces
+figures of the box's device, network_gb_per_s its network. One of tokens_per_s_per_gpu, samples_per_s (of all GPUs),
+step_s and mfu is the time; memory_gib, memory_mib or memory_bytes is the memory, memory_kind its kind, and context_mib
+the driver's memory that the page reports before any tensor. A row with a time or with `fits` did fit, one with
+out_of_memory did not, and one with `refuse` is excluded for that reason. A row by which a constant was fitted or a rule
+found is not held out: with `use: fit` (of a constant) or `use: rule` it scores no time, with `use_memory: fit` no
+memory.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ CAUSES = FILE.with_name("causes.yaml")
 _CONVERTED = {
     "model", "box", "strategy", "sequence", "checkpointing", "override", "device", "network_gb_per_s",
     "tokens_per_s_per_gpu", "samples_per_s", "step_s", "mfu", "memory_gib", "memory_mib", "memory_bytes", "memory_kind",
-    "context_mib", "lora_rank", "lora_targets", "fits", "out_of_memory", "use", "use_memory", "url", "refuse",
+    "context_mib", "lora_rank", "lora_targets", "fits", "out_of_memory", "use", "use_memory", "url", "refuse", "quote",
+    "read_on",
 }  # fmt: skip
 
 
@@ -182,7 +184,8 @@ def published_entries(
         for place in range(len(group["rows"])):
             keys = _keys(number, place)
             if is_wanted(keys):
-                yield group.get("read_on", document["read_on"]), keys, _measurement(number, place)
+                group_day = group.get("read_on", document["read_on"])
+                yield keys.get("read_on", group_day), keys, _measurement(number, place)
 
 
 def _keys(number: int, place: int) -> dict[str, Any]:
