@@ -6,6 +6,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -717,6 +718,7 @@ def _page(
         *_adapted_notes(request),
         *feature_notes(request),
         *(time.notes if _is_timed(request, memory) else []),
+        *_checkpoint_notes(request, memory),
         *memory.notes,
     )
 
@@ -773,6 +775,14 @@ def _sent_text(request: Request) -> str:
         return "none"
     payload = [f"{kind.replace('_', ' ')} {rounded(size / unit)}" for kind, size in predict_payload(request).items()]
     return f"{rounded(sent / unit)} {name} in ring bytes (NCCL); payload: {', '.join(payload)}"
+
+
+def _checkpoint_notes(request: Request, memory: MemoryUse) -> Iterator[str]:
+    """Yield where saving and loading were measured, if one of them needs more host memory than a node has."""
+    box, parts = request.box, memory.host_parts
+    limit = (box.host_gib_per_node or math.inf) * GIB
+    if not box.is_cpu_only and max(parts.get("load", 0.0), parts.get("save", 0.0)) > limit:
+        yield "host memory of saving and loading checkpoints, measured by strategy: reports/checkpoints/summary.md"
 
 
 def _intervals(request: Request, memory: MemoryUse, time: StepTime) -> TextTable:
