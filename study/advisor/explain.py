@@ -33,7 +33,7 @@ from study.advisor.explain_releases import (
 )
 from study.advisor.fitted import precision_under
 from study.advisor.long_features import has_features
-from study.advisor.request_notes import lacks_bf16
+from study.advisor.request_notes import MIXED_ADAPTERS, lacks_bf16
 from study.advisor.user_settings import ZERO, Finding, UserFile, is_inside, known_settings, read_user_file
 from study.advisor.workload import FSDP1_UNITS, FSDP_FLAGS, Workload, WorkloadError
 from study.config.errors import UserError, clip
@@ -91,7 +91,7 @@ _FALLS_TO = 2 / 3
 # The peak falls with more ranks if twice as many have less than this fraction of it.
 _FALLS = 0.95
 # Rules of settings that DeepSpeed's reader accepts and with which a run ends all the same.
-LATE_ERRORS = (WRONG_ARGUMENT, ENDS_WITH_ERROR)
+LATE_ERRORS = (WRONG_ARGUMENT, ENDS_WITH_ERROR, MIXED_ADAPTERS)
 # Flags with a default, which a trainer's file replaces.
 _WITH_DEFAULT = ("peft", "optimizer", "quantization", "attn_implementation", "loss_kernel")
 
@@ -261,14 +261,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         workload = _workload(options)
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
-    try:
-        model = model_shape(name, ask_hub=options.hub, check_traced=workload.check_traced)
-    except WorkloadError as refusal:
-        raise trainer_files.values_error(trainer, refusal) from None
-    except UserError as refusal:
-        if name != trainer.values.get("model_name_or_path"):
-            raise
-        raise trainer_files.model_error(trainer, refusal) from None
+    model = _trainer_model(trainer, options, workload)
     if (script := trainer_files.reread_for(trainer, model)) is not None:
         return _read_trainer_case(script, line_options)
     trainer, workload = _for_model(trainer, workload, model, line_options)
@@ -278,7 +271,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
             program_settings(workload, shape),
             pure=trainer_files.trained_type(trainer, file, options.precision),
             loads_16_bits=trainer_files.loads_for_engine(trainer) or None,
-            freezes_fp32=trainer_files.freezes_fp32(trainer),
+            loads_fp32=trainer_files.loads_fp32(trainer),
         )
         keeps_16_bits = bool(work.pure) or trainer.trainer.keeps_16_bits
         case = resolve(file, shape, options.world_size, work, box)
@@ -296,11 +289,25 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
     )
 
 
+def _trainer_model(trainer: trainer_files.TrainerFile, options: argparse.Namespace, workload: Workload) -> ModelShape:
+    """Return the model of a trainer's file, or that of the command line."""
+    name = options.model[0]
+    try:
+        return model_shape(name, ask_hub=options.hub, check_traced=workload.check_traced)
+    except WorkloadError as refusal:
+        raise trainer_files.values_error(trainer, refusal) from None
+    except UserError as refusal:
+        if name != trainer.values.get("model_name_or_path"):
+            raise
+        raise trainer_files.model_error(trainer, refusal) from None
+
+
 def _for_model(
     trainer: trainer_files.TrainerFile, workload: Workload, model: ModelShape, line_options: argparse.Namespace
 ) -> tuple[trainer_files.TrainerFile, Workload]:
-    """Return a trainer's file and its workload with the lengths of samples that a model has, and its frozen parts."""
-    trainer = trainer_files.fit_length(trainer, model)
+    """Return a trainer's file and its workload with the lengths of samples that a model has, its frozen parts, and the
+    type of its checkpoint."""
+    trainer = trainer_files.with_checkpoint_type(trainer_files.fit_length(trainer, model), model)
     if workload.freeze is None and (frozen := trainer_files.frozen_parts(trainer, model)):
         trainer = trainer_files.with_value(trainer, "freeze", frozen)
         workload = dataclasses.replace(workload, freeze=frozen, frozen_without_backward=True)

@@ -57,8 +57,10 @@ class ProgramSettings:
     pure: Literal["bf16", "fp16"] | None = None
     # With DeepSpeed: the weights are loaded in 16 bits; None: with adapters.
     loads_16_bits: bool | None = None
-    # With adapters: the frozen weights are loaded in fp32, and without DeepSpeed stay so.
-    freezes_fp32: bool = False
+    # The weights are loaded in fp32. Frozen ones stay so without DeepSpeed.
+    loads_fp32: bool = False
+    # The program is transformers' Trainer.
+    is_trainer: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,8 @@ class ConfigCase:
     required_by: str = ""
     # The program's loop, if its file shows it.
     loop: Loop | None = None
+    # The program loads weights in fp32, whatever the checkpoint's type.
+    loads_fp32: bool = False
 
     @property
     def stage(self) -> int:
@@ -191,7 +195,7 @@ def resolve(
     is_pure = False
     if file.deepspeed is None:
         strategy, precision = _strategy_without_engine(file, box, work)
-        if not (shape.lora_rank and work.freezes_fp32):
+        if not (shape.lora_rank and work.loads_fp32):
             precision, is_pure = usual_weights(shape, strategy, precision)
         if work.pure is not None:
             precision, is_pure = _ENGINES[work.pure], True
@@ -227,7 +231,15 @@ def resolve(
     )
     request, notes = _divide_tensors(file, request)
     request, sample_notes = _divide_samples(file, request)
-    return ConfigCase(file, zero, dict(file.deepspeed or {}), request, (*findings, *notes, *sample_notes))
+    return ConfigCase(
+        file,
+        zero,
+        dict(file.deepspeed or {}),
+        request,
+        (*findings, *notes, *sample_notes),
+        loop="trainer" if work.is_trainer else None,
+        loads_fp32=work.loads_fp32,
+    )
 
 
 def _divide_samples(file: UserFile, request: Request) -> tuple[Request, list[Finding]]:
@@ -307,7 +319,7 @@ def _undivided_reason(file: UserFile, request: Request, ranks: int) -> str | Non
 
 def _loads_16_bits(shape: ModelShape, strategy: Strategy, precision: Precision, work: ProgramSettings) -> bool:
     if work.loads_16_bits is None:
-        return loads_16_bits(shape, strategy, precision) and not work.freezes_fp32
+        return loads_16_bits(shape, strategy, precision) and not work.loads_fp32
     return work.loads_16_bits and strategy.deepspeed is not None and precision == "bf16-engine"
 
 

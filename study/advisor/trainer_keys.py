@@ -27,10 +27,11 @@ ENGINE_KEYS = ("deepspeed", "fsdp", "fsdp_config", "fsdp_version")
 # LLaMA-Factory's keys of frozen parts, and their defaults.
 FREEZES = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
 # Modules of these parts, by model_type (model_utils/visual.py, _register_composite_model); "" for other models.
-_QWEN_PARTS = (("visual.patch_embed", "visual.blocks"), ("visual.merger",), ("language_model", "lm_head"))
+LANGUAGE_MODEL = "language_model"
+_QWEN_PARTS = (("visual.patch_embed", "visual.blocks"), ("visual.merger",), (LANGUAGE_MODEL, "lm_head"))
 FROZEN_PARTS: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN_PARTS),
-    "": (("vision_tower",), ("multi_modal_projector",), ("language_model", "lm_head")),
+    "": (("vision_tower",), ("multi_modal_projector",), (LANGUAGE_MODEL, "lm_head")),
 }
 
 
@@ -265,6 +266,16 @@ def to_sync(value: Any) -> bool | None:
     return to_switch(kwargs["sync_each_batch"]) if isinstance(kwargs, dict) and "sync_each_batch" in kwargs else None
 
 
+def in_kwargs(names: tuple[str, ...], convert: Convert) -> Convert:
+    """Return a converter of the arguments of from_pretrained that reads the first one with a value of these names."""
+
+    def read(value: Any) -> Any:
+        stated = [value[name] for name in names if isinstance(value, Mapping) and value.get(name) is not None]
+        return convert(stated[0]) if stated else None
+
+    return read
+
+
 def by_plugins(value: Any) -> str | None:
     """Return the loss that a plugin of axolotl sets by itself (integrations/cut_cross_entropy/args.py)."""
     names = value if isinstance(value, list) else [value]
@@ -392,6 +403,7 @@ AXOLOTL = Trainer(
         Key("lora_r", "lora_rank", to_count),
         Key("lora_dropout", "lora_dropout", to_fraction),
         Key("peft_use_dora", "lora_dora", to_switch),
+        Key("peft_autocast_adapter_dtype", "adapters_in_16_bits", lambda value: not is_on(value)),
         Key("lora_target_linear", "lora_targets", when_on((ALL_LINEAR,))),
         Key("lora_target_modules", "lora_targets", to_targets),
         Key("lora_modules_to_save", "lora_modules_to_save", to_saved),
@@ -834,6 +846,9 @@ TRL = Trainer(
         }
     ),
     keys=(
+        # They replace the keys of the file (trl/scripts/sft.py).
+        Key("model_init_kwargs", "loaded", in_kwargs(("dtype", "torch_dtype"), to_loaded)),
+        Key("model_init_kwargs", "attn_implementation", in_kwargs(("attn_implementation",), to_attention)),
         *_HF_KEYS,
         Key("max_length", "seq_length", to_count),
         Key("max_seq_length", "seq_length", to_count),

@@ -10,7 +10,7 @@ from typing import Any
 
 from study.advisor.explain_case import ConfigCase
 from study.advisor.explain_findings import NO_UNITS
-from study.advisor.request_notes import ADAPTERS_IN_FP32
+from study.advisor.request_notes import ADAPTER_TYPES, ADAPTERS_IN_FP32, MIXED_ADAPTERS
 from study.advisor.trainer_files import TrainerFile, converted, is_grpo, is_kto
 from study.advisor.trainer_keys import (
     GRPO_COUNTS,
@@ -44,6 +44,8 @@ _GATHERED_SINCE = {"sft": "1.6.0", "grpo": "1.6.0", "dpo": "1.9.0"}
 # The first release that casts the adapters of a 4-bit or 8-bit model to bf16, by trainer: in its __init__, after
 # get_peft_model. Before it peft's stay in fp32.
 _CASTS_SINCE = {"sft": "0.26.0", "grpo": "0.26.0", "reward": "0.26.0", "dpo": "0.29.0", "kto": "1.8.0"}
+# The first release that gives adapters the type of the weights at stage 3 (autocast_adapter_dtype=False).
+_ONE_TYPE_SINCE = "1.7.0"
 # vllm_gpu_memory_utilization without the key, and the first release whose vllm_mode is colocate without it.
 _VLLM_SHARE, _COLOCATES_SINCE = 0.3, "1.0.0"
 _SFT_LOSSES = ("nll", "dft", "chunked_nll")
@@ -72,8 +74,11 @@ def no_trl_file(name: str) -> UserError:
 
 
 def with_loss(file: TrainerFile, release: str) -> TrainerFile:
-    """Return TRL's file with the loss of a release, and findings of a loss_type that the release does not have."""
+    """Return TRL's file with the loss and the type of adapters of a release, and findings of a loss_type that the
+    release does not have."""
     values, findings = {**file.values, "loss_kernel": _loss(file, release)}, file.findings
+    if values.get("peft") == "lora" and "quantization" in values and _makes_adapters_bf16(file, release):
+        values["adapters_in_16_bits"] = True
     if is_grpo(file):
         if file.document.get("max_completion_length") is None:
             values["seq_length"] += completion_length(release) - GRPO_LENGTHS["max_completion_length"]
@@ -163,8 +168,12 @@ def with_release(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCas
     """Return the case of TRL's file with the errors and the memory that depend on the release and the engine."""
     errors = (*_unsharded_head(file, release, case.stage), *_scaled_adapters(file, release, case))
     errors += (*_partial_groups(file, release, case.request), *_unplaced_model(file, release, case))
-    findings = (*_fixed_for_adapters(file, release, case), *errors)
-    case = dataclasses.replace(case, trl=release, findings=findings, generated_tokens=_generated_tokens(file, release))
+    findings = [*_fixed_for_adapters(file, release, case), *errors]
+    if _is_since(release, _ONE_TYPE_SINCE):
+        findings = [finding for finding in findings if finding.rule not in (ADAPTER_TYPES, MIXED_ADAPTERS)]
+    case = dataclasses.replace(
+        case, trl=release, findings=tuple(findings), generated_tokens=_generated_tokens(file, release)
+    )
     return _with_vllm(file, release, case)
 
 
@@ -179,9 +188,13 @@ def _generated_tokens(file: TrainerFile, release: str) -> int | None:
 
 def casts_adapters(file: TrainerFile, release: str, request: Request) -> bool:
     """Whether the release casts the adapters of a quantized model to bf16."""
-    trainer = "kto" if is_kto(file) else trained_by(file)
     is_quantized = request.quantized or request.in_8_bits
-    return bool(request.shape.lora_rank) and is_quantized and _is_since(release, _CASTS_SINCE[trainer])
+    return bool(request.shape.lora_rank) and is_quantized and _makes_adapters_bf16(file, release)
+
+
+def _makes_adapters_bf16(file: TrainerFile, release: str) -> bool:
+    """Whether the release casts adapters to bf16 if the model is quantized."""
+    return _is_since(release, _CASTS_SINCE["kto" if is_kto(file) else trained_by(file)])
 
 
 # Without a loss scaler. TRL's notebook for a T4, sft_trl_lora_qlora.ipynb, has this type, and bf16 that torch emulates.

@@ -996,6 +996,97 @@ def test_frozen_weights_have_the_type_that_the_file_sets(tmp_path: Path) -> None
     assert in_fp16.memory.device_parts["parameters"] == parts["bfloat16"]
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(("model", "type_name"), [("llama-3.2-1b", "bf16"), ("llama-2-7b", "fp16"), ("gpt2", "fp32")])
+def test_auto_is_the_type_in_which_a_model_is_published(key: str, model: str, type_name: str, tmp_path: Path) -> None:
+    document = ARGUMENTS | {"model_name_or_path": model, "max_length": 512, "bf16": False, "fp16": False}
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    auto, stated = (read(write(tmp_path, document | {key: name}), *BOX) for name in ("auto", names[type_name]))
+    assert dataclasses.asdict(auto.memory) == dataclasses.asdict(stated.memory)
+    (filled,) = [item for item in auto.findings if item.kind == "filled"]
+    assert (filled.key, filled.message) == (key, f"auto: {type_name}, the type in which {model} is published")
+
+
+@pytest.mark.parametrize(("key", "stated"), [("dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16"), ("dtype", None)])
+def test_auto_is_the_type_of_config_json(key: str, stated: str | None, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, **sizes}
+    config |= {} if stated is None else {key: stated}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    document = ARGUMENTS | {"model_name_or_path": str(tmp_path / "model"), "max_length": 64, "dtype": "auto"}
+    case = read(write(tmp_path, document), *BOX)
+    assert case.request.pure == (stated is not None)
+    filled = [item.message for item in case.findings if item.kind == "filled"]
+    assert filled == ([] if stated is None else ["auto: bf16, the type of its config.json"])
+
+
+def test_auto_loads_16_bits_for_deepspeed(tmp_path: Path) -> None:
+    document = ARGUMENTS | {"model_name_or_path": "llama-3.2-1b", "max_length": 64, "deepspeed": Z2}
+    auto, wide = (read(write(tmp_path, document | {"dtype": dtype}), *BOX) for dtype in ("auto", "float32"))
+    assert (auto.request.loads_16_bits, wide.request.loads_16_bits) == (True, False)
+    assert auto.memory.host_parts["load"] < wide.memory.host_parts["load"]
+
+
+def test_a_type_that_the_trainer_loads_is_not_called_one_of_the_checkpoint(tmp_path: Path) -> None:
+    document = ARGUMENTS | {"model_name_or_path": "llama-3.2-1b", "max_length": 64}
+    for dtype in ({}, {"dtype": "float32"}):
+        case = read(write(tmp_path, document | dtype), *BOX)
+        (noted,) = [item for item in case.findings if item.rule == "fp32-weights"]
+        assert noted.message.startswith("weights are loaded and trained in fp32; in bf16, without fp32 masters, a peak")
+        in_bf16 = read(write(tmp_path, document | {"dtype": "bfloat16"}), *BOX)
+        assert f"a peak of {rounded(device_bytes(in_bf16.memory) / GIB)} GiB" in noted.message
+
+
+def test_arguments_of_from_pretrained_replace_keys_of_trl(tmp_path: Path) -> None:
+    arguments = {"torch_dtype": "bfloat16", "attn_implementation": "eager"}
+    document = ARGUMENTS | {"model_name_or_path": "llama-3.2-1b", "max_length": 64, "dtype": "float32"}
+    request = read(write(tmp_path, document | {"model_init_kwargs": arguments}), *BOX).request
+    assert (request.pure, request.attention) == (True, "eager")
+    request = read(write(tmp_path, document | {"model_init_kwargs": {"use_cache": False}}), *BOX).request
+    assert (request.pure, request.attention) == (False, "sdpa")
+
+
+@pytest.mark.parametrize(("release", "in_16_bits"), [("1.16.0", True), ("0.26.0", True), ("0.25.1", False)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_of_quantized_weights_have_the_type_that_trl_makes_them(
+    release: str, in_16_bits: bool, bits: int, tmp_path: Path
+) -> None:
+    document = ARGUMENTS | {"model_name_or_path": "llama-3.2-1b", "use_peft": True, "dtype": "bfloat16"}
+    quantized = read(write(tmp_path, document | {f"load_in_{bits}bit": True}), *BOX, "--release", f"trl={release}")
+    assert quantized.request.adapters_in_16_bits == in_16_bits
+    # Weight, gradient and two moments.
+    trained = quantized.request.full_shape.trained_parameters
+    assert predict_state(quantized.request).optimizer_device == pytest.approx(
+        (4 if in_16_bits else 8) * trained, rel=1e-3
+    )
+    assert not read(write(tmp_path, document), *BOX).request.adapters_in_16_bits
+
+
+def test_adapters_in_fp32_end_a_run_of_stage_3_under_one_release(tmp_path: Path) -> None:
+    factory = FACTORY | {"model_name_or_path": "llama-3.2-1b", "finetuning_type": "lora", "deepspeed": Z3}
+    trl = ARGUMENTS | {"model_name_or_path": "llama-3.2-1b", "use_peft": True, "dtype": "bfloat16", "deepspeed": Z3}
+    for document, releases, is_refused in (
+        (factory, "deepspeed=0.19.2", True),
+        (factory, "deepspeed=0.19.3", False),
+        (factory, "deepspeed=0.18.4", False),
+        (trl, "deepspeed=0.19.2,trl=1.6.0", True),
+        (trl, "deepspeed=0.19.2,trl=1.7.0", False),
+        (factory | {"quantization_bit": 4}, "deepspeed=0.19.2", False),
+    ):
+        case = read(write(tmp_path, document), "--release", releases, *BOX)
+        refused = [item for item in case.findings if "TypeError of _allgather_params_coalesced" in item.message]
+        assert [item.kind for item in refused if item.kind == "refused"] == ["refused"] * is_refused
+        assert first_line(case).startswith("Ends with an error") == is_refused
+
+
+def test_axolotl_keeps_adapters_in_16_bits_if_peft_shall_not_cast_them(tmp_path: Path) -> None:
+    document = AXOLOTL | {"adapter": "lora", "lora_target_linear": True}
+    for value, in_16_bits in ((None, False), (True, False), (False, True)):
+        request = read(write(tmp_path, document | {"peft_autocast_adapter_dtype": value}), *BOX).request
+        assert request.adapters_in_16_bits == in_16_bits
+
+
 def test_gradients_in_fp16_cannot_be_unscaled(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     parameter.grad = torch.ones_like(parameter)
@@ -1017,7 +1108,10 @@ def test_gradients_in_bf16_cannot_be_unscaled(keys: dict[str, Any], tmp_path: Pa
     for settings, kind in (
         ({"dtype": "bfloat16"}, "refused"),
         ({"torch_dtype": "bfloat16"}, "refused"),
-        ({"dtype": "auto"}, "conflict"),
+        # The type of a checkpoint: unknown, bf16, and fp32.
+        ({"dtype": "auto", "model_name_or_path": "gemma-2-2b"}, "conflict"),
+        ({"dtype": "auto", "model_name_or_path": "llama-3.2-1b"}, "refused"),
+        ({"dtype": "auto"}, None),
         ({"dtype": "float32"}, None),
         ({"dtype": "bfloat16", "fp16": False}, None),
         # DeepSpeed's own scaler, weights that Accelerate makes fp32, and adapters that peft keeps in fp32.
