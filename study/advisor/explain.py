@@ -158,6 +158,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--release", type=parse_releases, metavar="NAME=X", help=release_help)
     add("--engine", metavar="FILE", help="of a trainer's file: the DeepSpeed JSON or Accelerate YAML that it runs with")
+    trainer_help = (
+        'the program of the file is transformers\' Trainer or one over it, which fills in each "auto" and has its own'
+        " loop"
+    )
+    add("--trainer", action="store_true", help=trainer_help)
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
     add("--strict", action="store_true", help="check files, and fail on errors and warnings")
     skip_help = "of --strict: leave out the files of other programs"
@@ -224,6 +229,9 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
     if not options.hardware and box_options != (math.inf, None, None, None):
         raise UserError("a speed or a host memory is one of the hardware", "add --hardware BOX")
     if (trainer := trainer_files.read_trainer_file(options.config)) is not None:
+        if options.trainer:
+            problem = f"--trainer is for the file of an engine, and {options.config} is one of {trainer.trainer.name}"
+            raise UserError(problem, "leave it out")
         return _read_trainer_case(trainer, options)
     if options.engine:
         raise UserError(f"--engine is for the file of a trainer, and {options.config} is none", "leave it out")
@@ -236,7 +244,8 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
     model = model_shape(options.model[0], ask_hub=workload.hub, check_traced=workload.check_traced)
     shape = workload.adapt(model)
     box = HardwareFlags.from_options(options).box() if options.hardware else None
-    case = resolve(file, shape, options.world_size, program_settings(workload, shape), box)
+    work = dataclasses.replace(program_settings(workload, shape), is_trainer=options.trainer)
+    case = resolve(file, shape, options.world_size, work, box)
     case = with_releases(case, options.release)
     text = resolve_path(options.config).read_text(encoding="utf-8")
     results = tuple(in_file(finding, file, text) for finding in findings(case))
@@ -387,6 +396,7 @@ def _check(options: argparse.Namespace) -> int:
         if not options.skip_others and not resolve_path(name).is_file():
             raise UserError(f"there is no file {name}", "name files, and at most one MODEL after them")
     work, checked = program_settings(_workload(options), model), names
+    work = dataclasses.replace(work, is_trainer=options.trainer)
     if options.skip_others:
         checked = [name for name in names if not is_inside(name, checked_tree(name)) or is_config(name)]
     for name in checked:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from study.advisor.fitted import loads_16_bits, usual_weights
 from study.advisor.long_features import over_ranks
-from study.advisor.user_settings import NOT_MODELLED, OFFLOADS, ZERO, Finding, UserFile, known_settings
+from study.advisor.user_settings import (
+    NOT_MODELLED,
+    OFFLOADS,
+    ZERO,
+    Finding,
+    UserFile,
+    known_settings,
+    run_by_trainer,
+)
 from study.config.errors import UserError, WrongFile, clip
 from study.config.flags import Precision
 from study.config.strategies import ModelParallelGroup, Strategy
@@ -188,6 +197,7 @@ def resolve(
     file: UserFile, shape: ModelShape, ranks: int | None, work: ProgramSettings, hardware: Hardware | None = None
 ) -> ConfigCase:
     """Return the config with defaults and values for "auto"; raise UserError if the number of ranks is open."""
+    file = run_by_trainer(file) if work.is_trainer else file
     findings = list(file.findings)
     ranks = _rank_count(file, ranks, hardware, findings)
     box = _box(file, ranks, hardware)
@@ -470,8 +480,14 @@ def _auto(file: UserFile, shape: ModelShape, place: str, name: str, findings: li
     if key in known_settings()["filled_by_accelerate"]:
         findings.append(Finding("filled", key, f"auto: assumed to be {default}, since nothing else sets it"))
         return default
-    message = f"auto: Accelerate does not accept it here; the Trainer and the engine use the default, {default}"
-    findings.append(Finding("refused" if file.launcher == "accelerate" else "filled", key, message))
+    text = "true at stage 3, else false" if default is None else json.dumps(default)
+    if file.launcher == "deepspeed":
+        message = f"auto: deepspeed.initialize drops it and uses the default, {text}; Accelerate and the Trainer do not"
+        findings.append(Finding("filled", key, f"{message}, and end with an error"))
+    else:
+        # deepspeed_config_process in Accelerate's utils/dataclasses.py, which the Trainer calls, too.
+        message = "auto: neither Accelerate nor the Trainer fills it in, and the run ends with an error"
+        findings.append(Finding("refused", key, message, f"take it out: the default is {text}"))
     return default
 
 

@@ -35,6 +35,7 @@ from study.advisor.request_notes import (
 )
 from study.advisor.user_settings import (
     AUTO_VALUE,
+    FILLED_BY_TRAINER,
     OFFLOADS,
     ZERO,
     Finding,
@@ -69,7 +70,8 @@ _TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 def findings(case: ConfigCase) -> list[Finding]:
     """Return all findings of a config, including those of parsing it, for its releases."""
-    return [judge_by_release(case, finding) for finding in _findings(case)]
+    dropped = FILLED_BY_TRAINER if case.loop == "trainer" else ()
+    return [judge_by_release(case, finding) for finding in _findings(case) if finding.rule not in dropped]
 
 
 def _findings(case: ConfigCase) -> list[Finding]:

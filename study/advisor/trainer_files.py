@@ -42,8 +42,7 @@ from study.advisor.trainer_keys import (
     to_optimizer,
 )
 from study.advisor.user_settings import (
-    AUTO_VALUE,
-    DUMMY,
+    FILLED_BY_TRAINER,
     NOT_MODELLED,
     ZERO,
     Finding,
@@ -53,6 +52,7 @@ from study.advisor.user_settings import (
     read_fsdp,
     read_mapping,
     read_user_file,
+    run_by_trainer,
     section_entries,
 )
 from study.config.errors import MissingFile, UserError, WrongFile, clip, did_you_mean
@@ -558,7 +558,7 @@ def place_findings(file: TrainerFile, engine: Engine, results: Iterable[Finding]
     text = path.read_text(encoding="utf-8") if not is_inside and path.is_file() else ""
     for finding in results:
         # LLaMA-Factory casts loaded weights, and the Trainer fills in settings that DeepSpeed alone refuses.
-        if (finding.rule == "fp32-weights" and file.trainer.casts_to_fp32) or finding.rule in (AUTO_VALUE, DUMMY):
+        if (finding.rule == "fp32-weights" and file.trainer.casts_to_fp32) or finding.rule in FILLED_BY_TRAINER:
             continue
         if finding.rule == CONTRASTIVE and file.trainer.is_contrastive:
             continue
@@ -807,8 +807,7 @@ def _filled(user_file: UserFile, options: argparse.Namespace) -> UserFile:
     for kind in ("bf16", "fp16"):
         if isinstance(settings.get(kind), dict) and settings[kind].get("enabled") == "auto":
             settings[kind]["enabled"] = options.precision == kind
-    launcher = "trainer" if user_file.launcher == "deepspeed" else user_file.launcher
-    return dataclasses.replace(user_file, deepspeed=settings, launcher=launcher)
+    return run_by_trainer(dataclasses.replace(user_file, deepspeed=settings))
 
 
 def _mismatches(file: TrainerFile, user_file: UserFile, options: argparse.Namespace) -> Iterator[Finding]:

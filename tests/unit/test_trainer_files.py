@@ -962,6 +962,31 @@ def test_auto_of_an_accelerate_file_is_filled_in_by_the_trainer(tmp_path: Path) 
     assert all("the Trainer" in item.message or "unless the program" in item.message for item in alone.values())
     trained = read(write(tmp_path, ARGUMENTS | {"bf16": True}), "--engine", str(launcher), *BOX)
     assert not keys & {item.key for item in trained.findings}
+    # The same without the trainer's file, by a flag.
+    flagged = read(launcher, "gpt2", "--trainer", *BOX)
+    assert not keys & {item.key for item in flagged.findings}
+    assert flagged.loop == "trainer"
+    assert main(["explain", "--strict", str(launcher)]) == 1
+    assert main(["explain", "--strict", "--trainer", str(launcher)]) == 0
+    with pytest.raises(UserError, match="--trainer is for the file of an engine"):
+        read(write(tmp_path, ARGUMENTS), "--trainer", *BOX)
+
+
+def test_an_auto_that_nothing_fills_in_ends_the_run_of_a_trainer_too(tmp_path: Path) -> None:
+    settings = {ZERO: {"stage": 2, "overlap_comm": "auto"}, "train_micro_batch_size_per_gpu": 1}
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=settings)
+    with pytest.raises(ValueError, match=r"`zero_optimization\.overlap_comm` not found in kwargs"):
+        plugin.deepspeed_config_process(must_match=False)
+    # The Trainer prepares with it.
+    assert "deepspeed_config_process(must_match=False" in inspect.getsource(accelerate.Accelerator._prepare_deepspeed)
+    key = f"{ZERO}.overlap_comm"
+    document = ARGUMENTS | {"per_device_train_batch_size": 1, "deepspeed": settings}
+    (refused,) = [item for item in read(write(tmp_path, document), *BOX).findings if item.key == f"deepspeed.{key}"]
+    assert (refused.kind, refused.fix) == ("refused", "take it out: the default is true at stage 3, else false")
+    engine = write(tmp_path, settings, "ds.json")
+    (filled,) = [item for item in read(engine, "gpt2", *BOX).findings if item.key == key]
+    assert filled.kind == "filled"
+    assert filled.message.endswith("else false; Accelerate and the Trainer do not, and end with an error")
 
 
 @pytest.mark.parametrize("document", [ARGUMENTS, FACTORY, AXOLOTL, ARGUMENTS | {"max_length": 64}])
