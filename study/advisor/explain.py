@@ -46,6 +46,7 @@ from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, leavi
 from study.predictor.constants import FITTED
 from study.predictor.hardware import ANY_DEVICE, Hardware, HardwareFlags, parse_int
 from study.predictor.intervals import figure_document
+from study.predictor.lora_targets import ALL_LINEAR, is_pattern
 from study.predictor.memory import predict_memory
 from study.predictor.models import model_shape
 from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
@@ -320,12 +321,34 @@ def _for_model(
     if workload.freeze is None and (frozen := trainer_files.frozen_parts(trainer, model)):
         trainer = trainer_files.with_value(trainer, "freeze", frozen)
         workload = dataclasses.replace(workload, freeze=frozen, frozen_without_backward=True)
+    if line_options.lora_targets is None:
+        trainer, workload = _with_targets(trainer, workload, model)
+    if trainer_files.has_text_alone(trainer, model):
+        workload = dataclasses.replace(workload, text_only=True)
     if line_options.seq_length is None:
         workload = dataclasses.replace(workload, seq_length=trainer.values.get("seq_length"))
     if model.has_decoder:
         return trainer, workload
     workload = dataclasses.replace(workload, target_length=line_options.target_length)
     return trainer_files.without_value(trainer, "target_length"), workload
+
+
+def _with_targets(
+    trainer: trainer_files.TrainerFile, workload: Workload, model: ModelShape
+) -> tuple[trainer_files.TrainerFile, Workload]:
+    """Return a trainer's file and its workload with the modules that have adapters: those of the language model if the
+    trainer leaves others out, and all linear layers, with a finding, for a pattern that is not predicted."""
+    if (targets := trainer_files.language_targets(trainer, model)) is not None:
+        trainer = trainer_files.with_value(trainer, "lora_targets", targets)
+        return trainer, dataclasses.replace(workload, lora_targets=targets)
+    if not any(map(is_pattern, workload.lora_targets or ())):
+        return trainer, workload
+    try:
+        workload.adapt(model)
+    except UserError as refusal:
+        trainer = trainer_files.with_all_linear(trainer, refusal)
+        workload = dataclasses.replace(workload, lora_targets=(ALL_LINEAR,))
+    return trainer, workload
 
 
 def _check_fsdp_flags(file: UserFile, options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from study.config.errors import clip
-from study.predictor.lora_targets import ALL_LINEAR
+from study.predictor.lora_targets import ALL_LINEAR, is_pattern
 
 # Fields without a flag: the type that weights are loaded in, in which a program without DeepSpeed trains them; and a
 # micro-batch counts pairs of samples, with a reference model ("dpo") or without one ("pairs"), or completions with one
@@ -190,14 +190,16 @@ def to_choice(table: Mapping[str, Any]) -> Convert:
 
 
 def to_targets(value: Any) -> tuple[str, ...] | Counted:
-    """Return modules with adapters; a pattern of peft counts as all linear layers."""
+    """Return modules with adapters, or one pattern; peft finds no pattern in a list of several names."""
+    if isinstance(value, str) and is_pattern(value):
+        return (value.strip(),)
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError("names of modules")
     if {name.lower() for name in names} & {"all", ALL_LINEAR, "all_linear"}:
         return (ALL_LINEAR,)
-    if any(set(name) & set("*|^$()[]\\") for name in names):
-        return Counted((ALL_LINEAR,), "a pattern, counted as all linear layers")
+    if len(names) > 1 and any(is_pattern(name) for name in names):
+        return Counted((ALL_LINEAR,), "peft takes none of several names as a pattern; counted as all linear layers")
     return tuple(dict.fromkeys(names))
 
 

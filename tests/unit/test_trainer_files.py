@@ -46,6 +46,7 @@ from study.config.errors import UserError, did_you_mean
 from study.config.flags import Parser
 from study.config.text import rounded
 from study.host.memory import GIB
+from study.predictor.live import LiveShape
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
 from study.predictor.state import predict_state
@@ -377,6 +378,63 @@ def test_llama_factory_trains_parts_of_a_model_of_images(
     assert weights == inside
     # Its own gradient checkpointing leaves a frozen layer alone.
     assert not case.shape.has_input_gradients(recomputes=True)
+
+
+def write_llava(folder: Path) -> str:
+    """Write the config.json of a tiny model of images and text, and return its folder."""
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps({"model_type": "llava", **CONFIGS["llava"]}))
+    return str(model)
+
+
+@pytest.mark.parametrize("target", ["all", "q_proj,v_proj"])
+def test_llama_factory_leaves_the_tower_of_images_without_adapters(target: str, tmp_path: Path) -> None:
+    document = FACTORY | {"model_name_or_path": write_llava(tmp_path), "finetuning_type": "lora", "lora_target": target}
+    case = read(write(tmp_path, document), *BOX)
+    trained = [param.name for param in case.shape.trained_params]
+    assert trained
+    assert all("language_model" in name for name in trained)
+    unfrozen = read(write(tmp_path, document | {"freeze_vision_tower": False}), *BOX)
+    assert any("vision_tower" in param.name for param in unfrozen.shape.trained_params)
+    # A flag replaces the file's key, and a model of text has no such part.
+    flags = read(write(tmp_path, document), "--lora_targets", "all-linear", *BOX)
+    assert any("vision_tower" in param.name for param in flags.shape.trained_params)
+    text_model = read(write(tmp_path, document | {"model_name_or_path": "gpt2", "lora_target": "all"}), *BOX)
+    assert text_model.shape.lora_targets == ()
+
+
+def test_axolotl_reads_images_with_a_processor_alone(tmp_path: Path) -> None:
+    document = AXOLOTL | {"base_model": write_llava(tmp_path), "sequence_len": 64}
+    for keys, text_only in (({}, True), ({"processor_type": "AutoProcessor"}, False)):
+        shape = read(write(tmp_path, document | keys), *BOX).shape
+        assert isinstance(shape, LiveShape)
+        assert shape.text_only == text_only
+    flagged = read(write(tmp_path, document | {"processor_type": "AutoProcessor"}), "--text_only", *BOX)
+    assert flagged.memory == read(write(tmp_path, document), *BOX).memory
+
+
+@pytest.mark.parametrize(
+    "value", [r"model\.layers\.[\d]+\.(mlp|self_attn)\.(up|down|gate|q|k|v|o)_proj", ["all-linear"]]
+)
+def test_a_pattern_of_modules_is_matched_as_by_peft(value: Any, tmp_path: Path) -> None:
+    document = AXOLOTL | {"base_model": "llama-3.2-1b", "adapter": "lora", "lora_target_linear": True}
+    everywhere = read(write(tmp_path, document), *BOX)
+    document = document | {"lora_target_linear": False, "lora_target_modules": value}
+    case = read(write(tmp_path, document), *BOX)
+    assert case.shape.trained_parameters == everywhere.shape.trained_parameters
+    query = read(write(tmp_path, document | {"lora_target_modules": r".*\.q_proj"}), *BOX)
+    assert query.shape.trained_parameters < everywhere.shape.trained_parameters
+    # Adapters of some layers are not predicted, and of several names none is a pattern.
+    for targets, words in (
+        (r".*layers\.[0-7]\..*_proj", "the pattern has q_proj of 8 of 16 layers, which is not predicted"),
+        ([".*_proj", "q_proj"], "peft takes none of several names as a pattern"),
+    ):
+        case = read(write(tmp_path, document | {"lora_target_modules": targets}), *BOX)
+        (noted,) = [item for item in case.findings if item.key == "lora_target_modules"]
+        assert noted.message.startswith(words)
+        assert noted.message.endswith("counted as all linear layers")
+        assert case.shape.trained_parameters == everywhere.shape.trained_parameters
 
 
 def test_llama_factory_trains_all_of_a_model_of_text(tmp_path: Path) -> None:
