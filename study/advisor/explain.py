@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from study.advisor import predict_command, trainer_files, trl_files
+from study.advisor import predict_command, trainer_files, trainer_groups, trl_files
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_file, checked_tree, in_file, is_config
 from study.advisor.explain_combinations import (
@@ -262,6 +262,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
     box = HardwareFlags.from_options(options).box() if options.hardware else None
     ranks = options.world_size or (box.ranks if box else None)
     engine = trainer_files.read_engine(trainer, options, options.engine, ranks)
+    engine = trainer_groups.with_groups(trainer, engine)
     file, name = _with_fsdp_version(engine.file, options.fsdp_version), options.model[0]
     if file.fsdp is None and not line_options.sync_each_batch:
         # Without FSDP this key of a trainer changes no byte.
@@ -290,6 +291,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
     case = dataclasses.replace(case, findings=tuple(trainer_files.place_findings(trainer, engine, findings(case))))
+    case = trainer_groups.with_long_features(trainer, trainer_groups.with_rings(trainer, case))
     if trl is not None:
         case = trl_files.with_release(trainer, trl, case)
     return dataclasses.replace(
@@ -569,7 +571,8 @@ def first_line(case: ConfigCase) -> str:
         remedy = predict_command.loading_remedy(case.request)
         problem = f"Does not fit while quantized weights are loaded: {loaded} of {room}{remedy}"
         verdict = f"{problem}. After that: {verdict[0].lower()}{verdict[1:]}"
-    left_out = [key for _, key in group_keys(case)] if case.request.tensor_group is None else []
+    has_groups = case.request.tensor_group is not None or case.request.sequence_ranks > 1
+    left_out = [] if has_groups else [key for _, key in group_keys(case)]
     left_out += [item.key for item in case.findings if item.rule == trainer_files.WITHOUT]
     if left_out:
         verdict = f"Without {', '.join(left_out)} (not modelled): {verdict[0].lower()}{verdict[1:]}"

@@ -568,7 +568,7 @@ def place_findings(file: TrainerFile, engine: Engine, results: Iterable[Finding]
         field = _FIELDS.get(finding.key, "")
         if field in file.keys and not _is_of_the_json(finding.key, engine):
             key = file.keys[field]
-        elif is_inside:
+        elif is_inside or finding.key in engine.keys:
             prefix = "deepspeed." if engine.file.deepspeed is not None else ""
             key = engine.keys.get(finding.key, f"{prefix}{finding.key}")
         else:

@@ -45,13 +45,23 @@ class Counted(NamedTuple):
 Convert = Callable[[Any], Any]
 
 
+# The key of TrainingArguments for Accelerate's groups of ranks, and those of axolotl for ring attention: the first one
+# that is set (check_context_parallel_size in src/axolotl/utils/schemas/validation.py).
+MESH_KEY = "parallelism_config"
+RING_KEYS = ("context_parallel_size", "sequence_parallel_degree")
+# Keys of features for longer samples by their flags of `study predict`, with their effect.
+LONG_KEYS = {
+    "offload_checkpoints": ("activation_offloading", "activations go to the host"),
+    "tiled_mlp": ("tiled_mlp", "layers are computed in tiles of tokens"),
+}
+
 # Keys, some of them of several trainers, whose effect on the peak is large and not predicted.
 CHANGE_THE_PEAK = frozenset(
     {
         *("quantization_bit", "quantization_method", "gptq", "finetuning_type"),
         *("lora_target_parameters", "unfrozen_parameters", "quantize_moe_experts", "reward_model", "use_vllm"),
         "center_rewards_coefficient",
-        *("tensor_parallel_size", "expert_parallel_size", "sequence_parallel_degree", "context_parallel_size"),
+        *("tensor_parallel_size", "expert_parallel_size", *RING_KEYS),
         *("activation_offloading", "layer_offloading", "tiled_mlp", "use_galore", "use_apollo", "use_badam"),
     }
 )
@@ -120,6 +130,11 @@ class Trainer:
     def matches(self, document: Mapping[str, Any]) -> bool:
         """Whether a file with these keys is this trainer's."""
         return not self.marks.isdisjoint(document) and self.without.isdisjoint(document)
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether the trainer gives Accelerate the value of the key parallelism_config, as TrainingArguments do."""
+        return any(key.theirs == MESH_KEY for key in self.keys)
 
     @property
     def read(self) -> frozenset[str]:
@@ -286,10 +301,9 @@ def by_plugins(value: Any) -> str | None:
 
 # Effects that are not predicted. The sentence "not modelled: ..." follows.
 _PACKED = "samples fill the whole length, as they are counted; attention within each sample alone takes less time"
-_PARALLEL = "ranks share samples"
 _FP8 = "products in fp8"
 _RESUMED = "adapters of an earlier run: rank and targets are those of its adapter_config.json"
-_OFFLOADED = "activations go to the host"
+_OFFLOADED = LONG_KEYS["offload_checkpoints"][1]
 _OFFLOADING = ("offload", "offload_disk", "unsloth")
 _OF_ENCODERS = "an encoder's figures are those of a classifier"
 _SELF_SIZED = "the trainer halves the micro-batch until it fits"
@@ -426,6 +440,8 @@ AXOLOTL = Trainer(
         *_COMPILE[1:],
         Key("plugins", "loss_kernel", by_plugins),
         Key("precompute_ref_log_probs", "objective", when_on("pairs")),
+        *(Key(name, "", to_count) for name in RING_KEYS),
+        *(Key(name, "", lambda _: None) for name, _ in LONG_KEYS.values()),
         Key(
             "rl",
             "objective",
@@ -451,15 +467,11 @@ AXOLOTL = Trainer(
         peft_layers_to_transform="adapters of these layers alone; here all have them",
         relora="ReLoRA",
         unfrozen_parameters="the other parameters are frozen; here all are trained",
-        sequence_parallel_degree=_PARALLEL,
-        context_parallel_size=_PARALLEL,
         tensor_parallel_size="ranks share layers",
         expert_parallel_size="a rank has the weights of some experts, and sends tokens in place of them",
         dp_replicate_size="FSDP in replica groups",
-        activation_offloading=_OFFLOADED,
         layer_offloading="layers go to the host",
         selective_checkpointing="some outputs are saved, and not recomputed",
-        tiled_mlp="layers are computed in tiles of tokens",
         chunked_cross_entropy="the loss in chunks of tokens (--chunked_loss is Liger's)",
         fp8=_FP8,
         qat="quantization-aware training",
@@ -646,10 +658,11 @@ _HF_KEYS = (
     Key("torch_dtype", "loaded", to_loaded),
     Key("attn_implementation", "attn_implementation", to_attention),
     Key("accelerator_config", "sync_each_batch", to_sync),
+    # Read in trainer_groups.py.
+    Key(MESH_KEY, "", lambda _: None),
     Key("use_flash_attention_2", "attn_implementation", when_on("flash_attention_2")),
 )
 _HF_NOT_MODELLED = _shared(
-    parallelism_config=_PARALLEL,
     optim_target_modules=_PROJECTED,
 )
 
@@ -870,6 +883,8 @@ TRL = Trainer(
         *(Key(name, "objective", lambda value: "kto") for name in KTO_KEYS),
         *(Key(name, "objective", lambda value: "dpo") for name in ("beta", *DPO_KEYS)),
         Key("loss_type", "objective", by_dpo_loss),
+        # Read in trainer_groups.py.
+        Key("activation_offloading", "", lambda _: None),
         # Read with the hardware, in trl_files.py.
         Key("vllm_mode", "", to_choice({"colocate": None, "server": None})),
         Key("vllm_gpu_memory_utilization", "", to_fraction),
@@ -889,7 +904,6 @@ TRL = Trainer(
         "packing": _PACKED,
         "padding_free": "samples of a micro-batch are one row, without padding",
         "lora_target_parameters": "adapters of these parameters",
-        "activation_offloading": _OFFLOADED,
         "use_vllm": "vLLM's copy of the weights, and its cache",
     },
     similar=_SIMILAR

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from study.advisor.explain_case import ConfigCase
+from study.advisor.explain_combinations import WRONG_TRAINING
 from study.advisor.explain_findings import NO_UNITS
 from study.advisor.request_notes import ADAPTER_TYPES, ADAPTERS_IN_FP32, MIXED_ADAPTERS
 from study.advisor.trainer_files import TrainerFile, converted, is_grpo, is_kto
@@ -167,6 +168,7 @@ def _wrong_losses(file: TrainerFile, release: str) -> Iterator[Finding]:
 def with_release(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
     """Return the case of TRL's file with the errors and the memory that depend on the release and the engine."""
     errors = (*_unsharded_head(file, release, case.stage), *_scaled_adapters(file, release, case))
+    errors += tuple(_divided_samples(file, release, case.file.group_sizes))
     errors += (*_partial_groups(file, release, case.request), *_unplaced_model(file, release, case))
     findings = [*_fixed_for_adapters(file, release, case), *errors]
     if _is_since(release, _ONE_TYPE_SINCE):
@@ -278,6 +280,43 @@ def _partial_groups(file: TrainerFile, release: str, request: Request) -> Iterat
         message = f"{ends}: a generation has {total} completions" + f" ({' x '.join(factors)})" * (batch is None)
         fix = f"make them a multiple of {generations}, or num_generations a divisor of {total}"
         yield file.refused(key, f"{message}, which do not make groups of {generations}", fix)
+
+
+# The first releases of TRL that refuse: ranks that divide samples as an argument of GRPO, losses of SFT that are not
+# the model's own under Ulysses, and its packed samples under context parallelism (sft_trainer.py, grpo_config.py).
+_NO_DIVIDED_GRPO_SINCE, _OWN_LOSS_SINCE, _NO_PACKED_RINGS_SINCE = "1.4.0", "1.15.0", "1.16.0"
+
+
+def _divided_samples(file: TrainerFile, release: str, sizes: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield the settings that a trainer of TRL does not support where ranks divide the tokens of a sample."""
+    trainer, document, ends = trained_by(file), file.document, f"TRL {release} ends with an error"
+    key = next((name for name in ("cp_size", "sp_size") if name in sizes), None)
+    if key is None:
+        return
+    if trainer == "grpo":
+        name = next(name for name in GRPO_KEYS if document.get(name) is not None)
+        message = f"{key} does not divide samples that GRPO generates; since TRL {_NO_DIVIDED_GRPO_SINCE} a run with it"
+        message += " among its arguments ends with an error"
+        yield file.conflict(name, message, f"take {key} out", "divided-samples")
+    if trainer != "sft":
+        return
+    packed = next((name for name in ("packing", "eval_packing") if _is_on(file, name)), None)
+    if key == "cp_size" and packed and _is_since(release, _NO_PACKED_RINGS_SINCE):
+        yield file.refused(packed, f"{ends} with cp_size", f"set {packed}: false")
+    elif key == "cp_size" and packed:
+        message = (
+            f"with cp_size attention crosses the samples of a row, without an error before {_NO_PACKED_RINGS_SINCE}"
+        )
+        yield file.conflict(packed, message, f"set {packed}: false", WRONG_TRAINING)
+    if key == "sp_size" and _is_since(release, _OWN_LOSS_SINCE):
+        for name in [name for name in ("loss_type", "label_smoothing_factor") if _replaces_loss(name, document)]:
+            yield file.refused(name, f"{ends} with sp_size, whose loss is the model's own", "take it out")
+
+
+def _replaces_loss(name: str, document: Mapping[str, Any]) -> bool:
+    """Whether a key makes SFT's loss another than the model's own."""
+    value = document.get(name)
+    return value == "dft" if name == "loss_type" else isinstance(value, int | float) and value > 0
 
 
 def _unsharded_head(file: TrainerFile, release: str, stage: int) -> Iterator[Finding]:

@@ -651,7 +651,10 @@ def read_mesh(sizes: Mapping[str, int], kind: str, findings: list[Finding]) -> t
     # Under DeepSpeed Accelerate divides no layer by tp_size. explain_case.py divides other layers, and its samples.
     modelled = {"tp_size", "sp_size"} if kind == "DEEPSPEED" else {"tp_size"}
     unmodelled = [key for key in groups if key not in modelled]
-    findings += [Finding("noted", f"parallelism_config.{key}", NOT_MODELLED) for key in unmodelled]
+    for key in unmodelled:
+        what = "compute the same samples" if key == "tp_size" else "divide the tokens of each sample"
+        message = f"{sizes[key]} ranks {what}; {NOT_MODELLED}"
+        findings.append(Finding("noted", f"parallelism_config.{key}", message))
     # Sequence parallelism is DeepSpeed's, which makes its own groups.
     ranks = 1 if "sp_size" in groups else math.prod(sizes.values())
     if kind == "FSDP" and ranks > 1 and shards == 1 and "cp_size" not in groups:

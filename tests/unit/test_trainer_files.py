@@ -28,8 +28,10 @@ from study.advisor.explain_case import ACCUMULATION, ConfigCase
 from study.advisor.explain_combinations import untested_line
 from study.advisor.explain_findings import findings
 from study.advisor.explain_releases import release_line
+from study.advisor.long_features import over_ranks
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.trainer_files import WITHOUT, read_trainer_file, shipped_engines
+from study.advisor.trainer_groups import NO_MAPPING
 from study.advisor.trainer_keys import (
     HF_OPTIMIZERS,
     NO_TRL_KEYS,
@@ -455,6 +457,10 @@ SWIFTS_ADAPTERS = "--peft lora --lora_rank 8 --lora_targets all-linear"
         ({"tuner_type": "full", "deepspeed": "zero3_offload", "packing": True}, "zero3_cpu --seq_length 2048"),
         ({"torch_dtype": "bfloat16"}, f"ddp {SWIFTS_ADAPTERS} --seq_length 2048 --precision bf16"),
         ({"quant_bits": 4, "fsdp": "fsdp2"}, f"fsdp2 {SWIFTS_ADAPTERS} --quantization 4bit --seq_length 2048"),
+        (
+            {"train_type": "full", "deepspeed": "zero3", "sequence_parallel_size": 4},
+            f"zero3 --seq_length 2048 --sp 4 {RECOMPUTED}",
+        ),
     ],
 )
 def test_a_file_of_ms_swift_is_not_read_as_trl(keys: dict[str, Any], flags: str, tmp_path: Path) -> None:
@@ -1728,3 +1734,173 @@ def test_experts_of_an_older_transformers_are_noted_under_fsdp2(
     launch = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
     case = read(write(tmp_path, launch, "fsdp.yaml"), model, "--release", f"transformers={release}", *BOX)
     assert any(item.rule == "experts-of-older-release" for item in case.findings) == is_noted
+
+
+# Groups of ranks that share samples.
+
+LONG = ARGUMENTS | {"model_name_or_path": "llama-3.1-8b", "max_length": 65536, "dtype": "bfloat16"}
+LONG |= {"per_device_train_batch_size": 1}
+MESH = """
+compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+mixed_precision: bf16
+num_processes: 8
+{section}
+parallelism_config: {{{sizes}}}
+"""
+WITH_FSDP2 = "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}"
+WITH_STAGE_3 = "deepspeed_config: {zero_stage: 3, gradient_accumulation_steps: 1}"
+
+
+def launched(folder: Path, sizes: str) -> str:
+    """Return the file of a launcher with Ulysses, or with a ring under FSDP2."""
+    is_ulysses = "sp_size" in sizes
+    kind, section = ("DEEPSPEED", WITH_STAGE_3) if is_ulysses else ("FSDP", WITH_FSDP2)
+    file = folder / "launch.yaml"
+    file.write_text(MESH.format(kind=kind, section=section, sizes=sizes))
+    return str(file)
+
+
+ULYSSES, RING = "parallelism_config_sp_size: 4", "parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 4"
+
+
+def test_a_trainers_file_with_ulysses_has_the_figures_of_the_flag(tmp_path: Path) -> None:
+    case = read(write(tmp_path, LONG), "--engine", launched(tmp_path, ULYSSES), *BOX)
+    assert (case.request.sequence_ranks, case.request.sequence_length) == (4, 65536 // 4)
+    assert "not modelled" not in first_line(case)
+    by_flag = predicted(
+        f"llama-3.1-8b --strategy zero3 --hardware 8xH100 --precision bf16 --seq_length 65536 --sp 4 {RECOMPUTED}"
+        " --loss_kernel trl"
+    )
+    parts = predict_memory(by_flag).device_parts
+    for name in ("activations", "logits"):
+        assert case.memory.device_parts[name] == parts[name]
+
+
+def test_a_mapping_of_groups_ends_a_run_and_its_figures_are_those_of_its_sizes(tmp_path: Path) -> None:
+    groups = {"sp_size": 4}
+    with pytest.raises(AttributeError, match=NO_MAPPING):
+        accelerate.Accelerator(cpu=True, parallelism_config=groups)
+    case = read(write(tmp_path, LONG | {"deepspeed": Z3, "parallelism_config": groups}), *BOX)
+    (refused,) = [item for item in case.findings if item.kind == "refused"]
+    assert (refused.key, refused.severity) == ("parallelism_config", "error")
+    assert refused.fix.startswith("set parallelism_config_sp_size: 4 in Accelerate's file")
+    assert case.request.sequence_ranks == 4
+    (refused,) = read(write(tmp_path, LONG | {"parallelism_config": "mesh.yaml"}), *BOX).findings
+    assert refused.message.endswith("'mesh.yaml' is no ParallelismConfig")
+    document = LONG | {
+        "fsdp": True,
+        "fsdp_config": {"version": 2},
+        "parallelism_config": {"dp_shard_size": 2, "cp_size": 4},
+    }
+    case = read(write(tmp_path, document), *BOX)
+    assert "without parallelism_config.cp_size (not modelled)" in first_line(case)
+    assert ("parallelism_config.cp_size", "trainer.yaml") in {
+        (item.key, Path(item.file).name) for item in case.findings
+    }
+
+
+def test_the_trainer_prepares_neither_its_schedule_nor_an_evaluation_with_the_model(tmp_path: Path) -> None:
+    source = inspect.getsource(transformers.Trainer._prepare_for_training)
+    prepared = re.findall(r"accelerator\.prepare\(([^)]*)\)", source)
+    # A stand-in for the schedule of DeepSpeed's file.
+    assert [" ".join(words.split()) for words in prepared if "lr_scheduler" in words] == [
+        "self.model, self.optimizer, self.lr_scheduler"
+    ]
+    assert 'type(self.lr_scheduler).__name__ == "DummyScheduler"' in source
+    launcher = launched(tmp_path, ULYSSES)
+    words = ("takes a step for each process", "sees only the rank's part")
+    alone = [item.message for item in read(launcher, "llama-3.1-8b", *BOX).findings]
+    assert all(any(text in message for message in alone) for text in words)
+    trained = [item.message for item in read(write(tmp_path, LONG), "--engine", launcher, *BOX).findings]
+    assert not any(text in message for text in words for message in trained)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes", "release", "kind", "key"),
+    [
+        ({"packing": True}, RING, "1.16.0", "refused", "packing"),
+        ({"packing": True}, RING, "1.15.0", "conflict", "packing"),
+        ({"packing": True}, ULYSSES, "1.16.0", None, "packing"),
+        ({"packing": False}, RING, "1.16.0", None, "packing"),
+        ({"loss_type": "dft"}, ULYSSES, "1.15.0", "refused", "loss_type"),
+        ({"loss_type": "dft"}, ULYSSES, "1.14.0", None, "loss_type"),
+        ({"label_smoothing_factor": 0.1}, ULYSSES, "1.16.0", "refused", "label_smoothing_factor"),
+        ({"num_generations": 8, "max_completion_length": 64}, ULYSSES, "1.16.0", "conflict", "max_completion_length"),
+    ],
+)
+def test_what_trl_does_not_do_with_divided_samples_is_named(
+    keys: dict[str, Any], sizes: str, release: str, kind: str | None, key: str, tmp_path: Path
+) -> None:
+    engine = launched(tmp_path, sizes)
+    case = read(write(tmp_path, LONG | keys), "--engine", engine, "--release", f"trl={release}", *BOX)
+    kinds = {item.kind for item in case.findings if item.key == key and item.kind in ("refused", "conflict")}
+    assert kinds == ({kind} if kind else set())
+
+
+@pytest.mark.parametrize("key", ["context_parallel_size", "sequence_parallel_degree"])
+def test_axolotls_rings_are_named_with_the_peak_of_ulysses(key: str, tmp_path: Path) -> None:
+    document = AXOLOTL | {"base_model": "llama-3.1-8b", "sequence_len": 65536, "gradient_checkpointing": True}
+    document |= {"deepspeed": Z3, "micro_batch_size": 2, "sample_packing": True, key: 4}
+    case = read(write(tmp_path, document), *BOX)
+    (noted,) = [item for item in case.findings if item.key == key and item.kind == "noted"]
+    divided = over_ranks(case.request, 4, "sp_size")
+    assert "a step trains on the samples of 2;" in noted.message
+    assert noted.message.endswith(f"a peak of {rounded(device_bytes(predict_memory(divided)) / GIB)} GiB")
+    assert first_line(case).count(f"without {key} (not modelled)") == 1
+    assert {item.key for item in case.findings if item.kind == "refused"} == {key, "micro_batch_size"}
+    runs = {"attn_implementation": "flash_attention_2", "micro_batch_size": 1}
+    case = read(write(tmp_path, document | runs), *BOX)
+    assert not any(item.kind == "refused" for item in case.findings)
+    # One rank divides nothing.
+    case = read(write(tmp_path, document | {key: 1}), *BOX)
+    assert key not in {item.key for item in case.findings}
+
+
+@pytest.mark.parametrize(
+    ("keys", "flags"),
+    [
+        ({"activation_offloading": True}, "--offload_checkpoints"),
+        ({"tiled_mlp": True}, "--tiled_mlp"),
+        ({"activation_offloading": True, "tiled_mlp": True}, "--offload_checkpoints --tiled_mlp"),
+    ],
+)
+def test_keys_of_features_for_longer_samples_have_the_figures_of_the_flags(
+    keys: dict[str, Any], flags: str, tmp_path: Path
+) -> None:
+    document = AXOLOTL | {"base_model": "llama-3.1-8b", "sequence_len": 65536, "gradient_checkpointing": True}
+    document |= {"deepspeed": {**Z3, "bf16": {"enabled": True}}, "micro_batch_size": 1}
+    document |= {"liger_fused_linear_cross_entropy": True}
+    case = read(write(tmp_path, document | keys), *BOX)
+    by_flag = predict_memory(
+        predicted(
+            f"llama-3.1-8b --strategy zero3 --hardware 8xH100 --precision bf16 --seq_length 65536 {RECOMPUTED} {flags}"
+            " --loss_kernel liger"
+        )
+    )
+    for name in ("activations", "logits"):
+        assert case.memory.device_parts[name] == by_flag.device_parts[name]
+    assert (
+        case.memory.device_parts["activations"]
+        < read(write(tmp_path, document), *BOX).memory.device_parts["activations"]
+    )
+    noted = {item.key: item.message for item in case.findings if item.key in keys}
+    assert noted.keys() == keys.keys()
+    assert all(message.endswith("no step time is predicted") for message in noted.values())
+    assert "not modelled" not in first_line(case)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"fsdp_version": 2, "fsdp_config": {"offload_params": False}}, "is not predicted with fsdp2"),
+        ({"gradient_checkpointing": False}, "activations go to the host; not modelled"),
+        ({"activation_offloading": "disk"}, "activation_offloading: 'disk'"),
+    ],
+)
+def test_a_feature_that_is_not_predicted_is_left_out_by_name(keys: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    document = AXOLOTL | {"base_model": "llama-3.1-8b", "gradient_checkpointing": True, "activation_offloading": True}
+    case = read(write(tmp_path, document | keys), *BOX)
+    (noted,) = [item for item in case.findings if item.key == "activation_offloading"]
+    assert reason in noted.message
+    assert first_line(case).startswith("Without activation_offloading (not modelled)")
