@@ -315,6 +315,10 @@ def _settle(trainer: Trainer, document: Mapping[str, Any], set_values: Mapping[s
         values = {**trainer.lora_defaults, **values}
     if values.get("quantization") != "4bit":
         values.pop("double_quant", None)
+    if document.get("stage") in trainer.stages_with_logits:
+        values.pop("loss_kernel", None)
+        if values.get("objective") == "dpo":
+            values["loss_kernel"] = trainer.preference_loss
     return values
 
 

@@ -126,6 +126,10 @@ class Trainer:
     newest_deepspeed: str = ""
     # Its loss compares each sample with the others of a micro-batch.
     is_contrastive: bool = False
+    # Values of the key stage whose losses have logits, whatever kernel of a fused loss is on.
+    stages_with_logits: tuple[str, ...] = ()
+    # The kernel of its loss with a reference, if it is one of these stages.
+    preference_loss: str = "transformers"
 
     def matches(self, document: Mapping[str, Any]) -> bool:
         """Whether a file with these keys is this trainer's."""
@@ -602,6 +606,9 @@ LLAMA_FACTORY = Trainer(
     ),
     casts_to_fp32=True,
     freezes_parts=True,
+    # require_logits in apply_liger_kernel (model/model_utils/liger_kernel.py), by load_model in model/loader.py
+    stages_with_logits=("rm", "ppo", "dpo", "kto"),
+    preference_loss="batch_logps",
     # requirements/deepspeed.txt; check_dependencies in extras/misc.py has no DeepSpeed.
     newest_deepspeed="0.18.4",
     refusals=(
@@ -907,7 +914,11 @@ TRL = Trainer(
         "use_vllm": "vLLM's copy of the weights, and its cache",
     },
     similar=_SIMILAR
-    | {"beta1", "beta2", "cache_implementation", "teacher_model_name_or_path", "label_smoothing_factor"},
+    | {
+        *("beta1", "beta2", "cache_implementation", "label_smoothing_factor", "num_iterations", "num_generations_eval"),
+        *("teacher_model_name_or_path", "teacher_model_init_kwargs", "reward_model_name_or_path"),
+        "gpu_memory_utilization",
+    },
     refuses_unknown=True,
     has_hf_keys=True,
 )

@@ -40,6 +40,7 @@ from study.advisor.trainer_keys import (
     REMOVED_TRL_KEYS,
     TRAINERS,
 )
+from study.advisor.trl_files import trl_keys
 from study.advisor.user_settings import ZERO
 from study.advisor.workload import Workload
 from study.cli import main
@@ -622,6 +623,11 @@ def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
             {"reference_model": True, "micro_batch": 2, "sequence_length": 256},
         ),
         (FACTORY | {"stage": "dpo", "pref_loss": "simpo"}, {"reference_model": False, "micro_batch": 2}),
+        # Liger's other kernels stay.
+        (FACTORY | {"stage": "dpo", "enable_liger_kernel": True}, {"loss_kernel": "batch_logps", "compiled": True}),
+        (FACTORY | {"stage": "dpo", "pref_loss": "orpo"}, {"loss_kernel": "transformers"}),
+        (FACTORY | {"stage": "rm", "enable_liger_kernel": True}, {"loss_kernel": "transformers", "compiled": True}),
+        (FACTORY | {"stage": "pt", "enable_liger_kernel": True}, {"loss_kernel": "liger", "compiled": True}),
         (
             FACTORY | {"enable_liger_kernel": True, "flash_attn": "fa2"},
             {"attention": "flash_attention_2", "compiled": True},
@@ -932,6 +938,9 @@ def test_keys_that_resemble_one_are_the_trainer_s_own(trainer: Any) -> None:
             if name not in trainer.read and did_you_mean(name, trainer.read, 0.8)
         }
         assert similar <= trainer.similar
+    if trainer.name == "TRL":
+        accepted = trl_keys() - trainer.read - REMOVED_HF_KEYS.keys()
+        assert {name for name in accepted if did_you_mean(name, trainer.read, 0.8)} <= trainer.similar
 
 
 @pytest.mark.parametrize("key", ["gptq", "lora_target_parameters"])
