@@ -9,7 +9,7 @@ import math
 import os
 import shlex
 
-from study.advisor import predict_command, trainer_files, trl_files
+from study.advisor import predict_command, trainer_files, trainer_groups, trl_files
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import CheckedFiles, check_file, checked_tree, in_file, is_config
 from study.advisor.explain_findings import findings
@@ -26,6 +26,7 @@ from study.config.errors import UserError, clip
 from study.config.printing import print_result, progress_line
 from study.host.folders import resolve_path
 from study.predictor.hardware import HardwareFlags, parse_int
+from study.predictor.lora_targets import ALL_LINEAR, is_pattern
 from study.predictor.models import model_shape
 from study.predictor.shape import USUAL_LENGTH, ModelShape, resolve_lengths
 from study.workloads.presets import find_preset
@@ -86,6 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--release", type=parse_releases, metavar="NAME=X", help=release_help)
     add("--engine", metavar="FILE", help="of a trainer's file: the DeepSpeed JSON or Accelerate YAML that it runs with")
+    trainer_help = (
+        'the program of the file is transformers\' Trainer or one over it, which fills in each "auto" and has its own'
+        " loop"
+    )
+    add("--trainer", action="store_true", help=trainer_help)
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
     add("--strict", action="store_true", help="check files, and fail on errors and warnings")
     skip_help = "of --strict: leave out the files of other programs"
@@ -151,6 +157,9 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
     if not options.hardware and box_options != (math.inf, None, None, None):
         raise UserError("a speed or a host memory is one of the hardware", "add --hardware BOX")
     if (trainer := trainer_files.read_trainer_file(options.config)) is not None:
+        if options.trainer:
+            problem = f"--trainer is for the file of an engine, and {options.config} is one of {trainer.trainer.name}"
+            raise UserError(problem, "leave it out")
         return _read_trainer_case(trainer, options)
     if options.engine:
         raise UserError(f"--engine is for the file of a trainer, and {options.config} is none", "leave it out")
@@ -163,7 +172,8 @@ def read_case(options: argparse.Namespace) -> ConfigCase:
     model = model_shape(options.model[0], ask_hub=workload.hub, check_traced=workload.check_traced)
     shape = workload.adapt(model)
     box = HardwareFlags.from_options(options).box() if options.hardware else None
-    case = resolve(file, shape, options.world_size, program_settings(workload, shape), box)
+    work = dataclasses.replace(program_settings(workload, shape), is_trainer=options.trainer)
+    case = resolve(file, shape, options.world_size, work, box)
     case = with_releases(case, options.release)
     text = resolve_path(options.config).read_text(encoding="utf-8")
     results = tuple(in_file(finding, file, text) for finding in findings(case))
@@ -179,6 +189,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
     box = HardwareFlags.from_options(options).box() if options.hardware else None
     ranks = options.world_size or (box.ranks if box else None)
     engine = trainer_files.read_engine(trainer, options, options.engine, ranks)
+    engine = trainer_groups.with_groups(trainer, engine)
     file, name = _with_fsdp_version(engine.file, options.fsdp_version), options.model[0]
     if file.fsdp is None and not line_options.sync_each_batch:
         # Without FSDP this key of a trainer changes no byte.
@@ -188,14 +199,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
         workload = _workload(options)
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
-    try:
-        model = model_shape(name, ask_hub=options.hub, check_traced=workload.check_traced)
-    except WorkloadError as refusal:
-        raise trainer_files.values_error(trainer, refusal) from None
-    except UserError as refusal:
-        if name != trainer.values.get("model_name_or_path"):
-            raise
-        raise trainer_files.model_error(trainer, refusal) from None
+    model = _trainer_model(trainer, options, workload)
     if (script := trainer_files.reread_for(trainer, model)) is not None:
         return _read_trainer_case(script, line_options)
     trainer, workload = _for_model(trainer, workload, model, line_options)
@@ -205,7 +209,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
             program_settings(workload, shape),
             pure=trainer_files.trained_type(trainer, file, options.precision),
             loads_16_bits=trainer_files.loads_for_engine(trainer) or None,
-            freezes_fp32=trainer_files.freezes_fp32(trainer),
+            loads_fp32=trainer_files.loads_fp32(trainer),
         )
         keeps_16_bits = bool(work.pure) or trainer.trainer.keeps_16_bits
         case = resolve(file, shape, options.world_size, work, box)
@@ -214,6 +218,7 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
     except UserError as refusal:
         raise trainer_files.values_error(trainer, refusal) from None
     case = dataclasses.replace(case, findings=tuple(trainer_files.place_findings(trainer, engine, findings(case))))
+    case = trainer_groups.with_long_features(trainer, trainer_groups.with_rings(trainer, case))
     if trl is not None:
         case = trl_files.with_release(trainer, trl, case)
     return dataclasses.replace(
@@ -223,20 +228,56 @@ def _read_trainer_case(trainer: trainer_files.TrainerFile, line_options: argpars
     )
 
 
+def _trainer_model(trainer: trainer_files.TrainerFile, options: argparse.Namespace, workload: Workload) -> ModelShape:
+    """Return the model of a trainer's file, or that of the command line."""
+    name = options.model[0]
+    try:
+        return model_shape(name, ask_hub=options.hub, check_traced=workload.check_traced)
+    except WorkloadError as refusal:
+        raise trainer_files.values_error(trainer, refusal) from None
+    except UserError as refusal:
+        if name != trainer.values.get("model_name_or_path"):
+            raise
+        raise trainer_files.model_error(trainer, refusal) from None
+
+
 def _for_model(
     trainer: trainer_files.TrainerFile, workload: Workload, model: ModelShape, line_options: argparse.Namespace
 ) -> tuple[trainer_files.TrainerFile, Workload]:
-    """Return a trainer's file and its workload with the lengths of samples that a model has, and its frozen parts."""
-    trainer = trainer_files.fit_length(trainer, model)
+    """Return a trainer's file and its workload with the lengths of samples that a model has, its frozen parts, and the
+    type of its checkpoint."""
+    trainer = trainer_files.with_checkpoint_type(trainer_files.fit_length(trainer, model), model)
     if workload.freeze is None and (frozen := trainer_files.frozen_parts(trainer, model)):
         trainer = trainer_files.with_value(trainer, "freeze", frozen)
         workload = dataclasses.replace(workload, freeze=frozen, frozen_without_backward=True)
+    if line_options.lora_targets is None:
+        trainer, workload = _with_targets(trainer, workload, model)
+    if trainer_files.has_text_alone(trainer, model):
+        workload = dataclasses.replace(workload, text_only=True)
     if line_options.seq_length is None:
         workload = dataclasses.replace(workload, seq_length=trainer.values.get("seq_length"))
     if model.has_decoder:
         return trainer, workload
     workload = dataclasses.replace(workload, target_length=line_options.target_length)
     return trainer_files.without_value(trainer, "target_length"), workload
+
+
+def _with_targets(
+    trainer: trainer_files.TrainerFile, workload: Workload, model: ModelShape
+) -> tuple[trainer_files.TrainerFile, Workload]:
+    """Return a trainer's file and its workload with the modules that have adapters: those of the language model if the
+    trainer leaves others out, and all linear layers, with a finding, for a pattern that is not predicted."""
+    if (targets := trainer_files.language_targets(trainer, model)) is not None:
+        trainer = trainer_files.with_value(trainer, "lora_targets", targets)
+        return trainer, dataclasses.replace(workload, lora_targets=targets)
+    if not any(map(is_pattern, workload.lora_targets or ())):
+        return trainer, workload
+    try:
+        workload.adapt(model)
+    except UserError as refusal:
+        trainer = trainer_files.with_all_linear(trainer, refusal)
+        workload = dataclasses.replace(workload, lora_targets=(ALL_LINEAR,))
+    return trainer, workload
 
 
 def _check_fsdp_flags(file: UserFile, options: argparse.Namespace) -> None:
@@ -314,6 +355,7 @@ def check_files(options: argparse.Namespace) -> CheckedFiles:
         if not options.skip_others and not resolve_path(name).is_file():
             raise UserError(f"there is no file {name}", "name files, and at most one MODEL after them")
     work, checked = program_settings(_workload(options), model), names
+    work = dataclasses.replace(work, is_trainer=options.trainer)
     if options.skip_others:
         checked = [name for name in names if not is_inside(name, checked_tree(name)) or is_config(name)]
     for name in checked:

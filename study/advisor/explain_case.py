@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from study.advisor.fitted import loads_16_bits, usual_weights
 from study.advisor.long_features import has_features, over_ranks
 from study.advisor.prediction import PredictedStep
-from study.advisor.user_settings import NOT_MODELLED, OFFLOADS, ZERO, Finding, UserFile, known_settings
+from study.advisor.user_settings import (
+    NOT_MODELLED,
+    OFFLOADS,
+    ZERO,
+    Finding,
+    UserFile,
+    known_settings,
+    run_by_trainer,
+)
 from study.config.errors import UserError, WrongFile, clip
 from study.config.flags import Precision
 from study.config.strategies import ModelParallelGroup, Strategy
@@ -49,8 +58,10 @@ class ProgramSettings(Program):
     pure: Literal["bf16", "fp16"] | None = None
     # With DeepSpeed: the weights are loaded in 16 bits; None: with adapters.
     loads_16_bits: bool | None = None
-    # With adapters: the frozen weights are loaded in fp32, and without DeepSpeed stay so.
-    freezes_fp32: bool = False
+    # The weights are loaded in fp32. Frozen ones stay so without DeepSpeed.
+    loads_fp32: bool = False
+    # The program is transformers' Trainer.
+    is_trainer: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +89,8 @@ class ConfigCase:
     required_by: str = ""
     # The program's loop, if its file shows it.
     loop: Loop | None = None
+    # The program loads weights in fp32, whatever the checkpoint's type.
+    loads_fp32: bool = False
 
     @property
     def stage(self) -> int:
@@ -182,6 +195,7 @@ def resolve(
     file: UserFile, shape: ModelShape, ranks: int | None, work: ProgramSettings, hardware: Hardware | None = None
 ) -> ConfigCase:
     """Return the config with defaults and values for "auto"; raise UserError if the number of ranks is open."""
+    file = run_by_trainer(file) if work.is_trainer else file
     findings = list(file.findings)
     ranks = _rank_count(file, ranks, hardware, findings)
     box = _box(file, ranks, hardware)
@@ -189,7 +203,7 @@ def resolve(
     is_pure = False
     if file.deepspeed is None:
         strategy, precision = _strategy_without_engine(file, box, work)
-        if not (shape.lora_rank and work.freezes_fp32):
+        if not (shape.lora_rank and work.loads_fp32):
             precision, is_pure = usual_weights(shape, strategy, precision)
         if work.pure is not None:
             precision, is_pure = _ENGINES[work.pure], True
@@ -220,7 +234,15 @@ def resolve(
     )
     request, notes = _divide_tensors(file, request)
     request, sample_notes = _divide_samples(file, request)
-    return ConfigCase(file, zero, dict(file.deepspeed or {}), request, (*findings, *notes, *sample_notes))
+    return ConfigCase(
+        file,
+        zero,
+        dict(file.deepspeed or {}),
+        request,
+        (*findings, *notes, *sample_notes),
+        loop="trainer" if work.is_trainer else None,
+        loads_fp32=work.loads_fp32,
+    )
 
 
 def _program(file: UserFile, strategy: Strategy, work: ProgramSettings, findings: list[Finding]) -> Program:
@@ -307,7 +329,7 @@ def _undivided_reason(file: UserFile, request: Request, ranks: int) -> str | Non
 
 def _loads_16_bits(shape: ModelShape, strategy: Strategy, precision: Precision, work: ProgramSettings) -> bool:
     if work.loads_16_bits is None:
-        return loads_16_bits(shape, strategy, precision) and not work.freezes_fp32
+        return loads_16_bits(shape, strategy, precision) and not work.loads_fp32
     return work.loads_16_bits and strategy.deepspeed is not None and precision == "bf16-engine"
 
 
@@ -458,8 +480,14 @@ def _auto(file: UserFile, shape: ModelShape, place: str, name: str, findings: li
     if key in known_settings()["filled_by_accelerate"]:
         findings.append(Finding("filled", key, f"auto: assumed to be {default}, since nothing else sets it"))
         return default
-    message = f"auto: Accelerate does not accept it here; the Trainer and the engine use the default, {default}"
-    findings.append(Finding("refused" if file.launcher == "accelerate" else "filled", key, message))
+    text = "true at stage 3, else false" if default is None else json.dumps(default)
+    if file.launcher == "deepspeed":
+        message = f"auto: deepspeed.initialize drops it and uses the default, {text}; Accelerate and the Trainer do not"
+        findings.append(Finding("filled", key, f"{message}, and end with an error"))
+    else:
+        # deepspeed_config_process in Accelerate's utils/dataclasses.py, which the Trainer calls, too.
+        message = "auto: neither Accelerate nor the Trainer fills it in, and the run ends with an error"
+        findings.append(Finding("refused", key, message, f"take it out: the default is {text}"))
     return default
 
 

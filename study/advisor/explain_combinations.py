@@ -35,6 +35,9 @@ _PROGRAM_FEATURES = {
     "schedule": "Accelerate prepares the program's schedule",
     "evaluation": "Accelerate prepares the loader of an evaluation together with the model",
 }
+# Those of a loop of the user's: transformers' Trainer prepares neither its schedule nor, together with the model, the
+# loader of an evaluation (Trainer._prepare_for_training).
+_OF_OWN_LOOPS = ("schedule", "evaluation")
 # Ranks share samples by deepspeed.initialize, for which a config has both sizes, or by the program's mpu.
 _BY_MPU = "the program passes an mpu, as ALST does"
 # Rules of combinations that were tried, and that no reader of settings refuses.
@@ -260,10 +263,13 @@ def whole_number(value: Any) -> int:
 
 def _program_features(case: ConfigCase) -> dict[str, str]:
     """Return the features that the program of a config may have, each with its condition."""
+    features = dict(_PROGRAM_FEATURES)
+    if case.loop == "trainer":
+        features = {name: condition for name, condition in features.items() if name not in _OF_OWN_LOOPS}
     is_alone = "data_parallel_size" not in case.top and "sp_size" not in case.file.group_sizes
     if case.file.deepspeed is not None and is_alone and whole_number(case.top.get("sequence_parallel_size")) > 1:
-        return _PROGRAM_FEATURES | {"ulysses": _BY_MPU}
-    return _PROGRAM_FEATURES
+        features["ulysses"] = _BY_MPU
+    return features
 
 
 def _conditions(entry: KnownFinding, keys: Mapping[str, str], program_features: Mapping[str, str]) -> list[str] | None:

@@ -35,6 +35,7 @@ from study.advisor.request_notes import (
 )
 from study.advisor.user_settings import (
     AUTO_VALUE,
+    FILLED_BY_TRAINER,
     OFFLOADS,
     ZERO,
     Finding,
@@ -69,7 +70,8 @@ _TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 def findings(case: ConfigCase) -> list[Finding]:
     """Return all findings of a config, including those of parsing it, for its releases."""
-    return [judge_by_release(case, finding) for finding in _findings(case)]
+    dropped = FILLED_BY_TRAINER if case.loop == "trainer" else ()
+    return [judge_by_release(case, finding) for finding in _findings(case) if finding.rule not in dropped]
 
 
 def _findings(case: ConfigCase) -> list[Finding]:
@@ -77,7 +79,7 @@ def _findings(case: ConfigCase) -> list[Finding]:
     combinations = list(combination_findings(case))
     if case.file.deepspeed is None:
         rules = holding_rules(reference["rules_without_deepspeed"], facts)
-        weights = _loaded_weights(case.request)
+        weights = _loaded_weights(case.request, case.loads_fp32)
         blocks = list(_wrong_blocks(case))
         return [
             *case.findings,
@@ -197,8 +199,9 @@ def _wrong_blocks(case: ConfigCase) -> Iterator[Finding]:
             yield Finding("refused", key, message, f"set {' and '.join(layers)}, or leave it out", WRONG_BLOCK)
 
 
-def _loaded_weights(request: Request) -> Iterator[Finding]:
-    """Yield that fp32 weights are counted in plain training, whose file does not set the type that a program loads."""
+def _loaded_weights(request: Request, loads_fp32: bool) -> Iterator[Finding]:
+    """Yield that fp32 weights are counted in plain training, whose program loads them in this type, or whose file does
+    not set the type."""
     rates, strategy = request.box.device.peak_tflops, request.strategy
     is_loaded_in_fp32 = in_autocast(request.precision) and not request.loads_16_bits
     if strategy.deepspeed is None and request.shape.lora_rank and is_loaded_in_fp32:
@@ -212,10 +215,13 @@ def _loaded_weights(request: Request) -> Iterator[Finding]:
     if 8 * request.shape.parameters / (request.fsdp_ranks if strategy.is_fsdp else 1) < _WORTH_NOTING:
         return
     in_16_bits = predict_memory(dataclasses.replace(request, precision="bf16-engine", pure=True, autocast=False))
-    message = (
-        "counted in fp32; transformers 5 loads a bf16 checkpoint in bf16 and trains it without fp32 masters, a peak of"
-        f" {rounded(device_bytes(in_16_bits) / GIB)} GiB{_format_host(predict_memory(request), in_16_bits)}"
-    )
+    peak = f"{rounded(device_bytes(in_16_bits) / GIB)} GiB{_format_host(predict_memory(request), in_16_bits)}"
+    if loads_fp32:
+        message = f"weights are loaded and trained in fp32; in bf16, without fp32 masters, a peak of {peak}"
+        yield Finding("noted", "weights", message, rule="fp32-weights")
+        return
+    loads = "transformers 5 loads a bf16 checkpoint in bf16 and trains it without fp32 masters"
+    message = f"counted in fp32; {loads}, a peak of {peak}"
     fix = "dtype=torch.float32 loads fp32"
     if strategy.is_fsdp:
         fix += ", and in mixed precision Accelerate makes trained weights fp32"

@@ -11,7 +11,7 @@ from study.advisor import trainer_files
 from study.advisor.explain_combinations import ENDS_WITH_ERROR, WRONG_ARGUMENT, group_keys, untested_line
 from study.advisor.explain_costs import SettingCost
 from study.advisor.explanation import ConfigExplanation
-from study.advisor.request_notes import lacks_bf16
+from study.advisor.request_notes import MIXED_ADAPTERS, lacks_bf16
 from study.advisor.request_text import (
     about,
     dpo_notes,
@@ -46,7 +46,7 @@ _MAX_COST_ROWS, _MIN_COST = 5, 0.001
 _STATES = {"optimizer": "optimizer state", "parameters": "weights"}
 _MAX_ALONE = 3
 # Rules of settings that DeepSpeed's reader accepts and with which a run ends all the same.
-LATE_ERRORS = (WRONG_ARGUMENT, ENDS_WITH_ERROR)
+LATE_ERRORS = (WRONG_ARGUMENT, ENDS_WITH_ERROR, MIXED_ADAPTERS)
 
 
 def page(explanation: ConfigExplanation, details: bool) -> Iterator[str | TextTable]:
@@ -92,7 +92,8 @@ def first_line(explanation: ConfigExplanation) -> str:
         remedy = loading_remedy(case.request)
         problem = f"Does not fit while quantized weights are loaded: {loaded} of {room}{remedy}"
         verdict = f"{problem}. After that: {verdict[0].lower()}{verdict[1:]}"
-    left_out = [key for _, key in group_keys(case)] if case.request.tensor_group is None else []
+    has_groups = case.request.tensor_group is not None or case.request.sequence_ranks > 1
+    left_out = [] if has_groups else [key for _, key in group_keys(case)]
     left_out += [item.key for item in case.findings if item.rule == trainer_files.WITHOUT]
     if left_out:
         verdict = f"Without {', '.join(left_out)} (not modelled): {verdict[0].lower()}{verdict[1:]}"

@@ -78,6 +78,8 @@ def check_program(name: str, document: Mapping[str, Any]) -> None:
         return
     if program == "ms-swift":
         question = f"study predict MODEL {_swift_flags(document)} --hardware BOX"
+        if _divided_ranks(document) > 1 and not _is_predicted_over_ranks(document, _swift_strategy(document)):
+            question += "; sequence_parallel_size is predicted at stage 3 alone"
         raise WrongFile(name, "is a file of ms-swift, which is not read", question)
     strategy = _lightning_strategy(document) if program == "Lightning" else "fsdp2"
     adapters, flags = "", "batch and precision"
@@ -103,17 +105,29 @@ def _torchtune_adapters(document: Mapping[str, Any]) -> str:
 
 def _swift_flags(document: Mapping[str, Any]) -> str:
     """Return the flags that an ms-swift file amounts to. Without a type of tuner it trains adapters of rank 8."""
-    flags = [f"--strategy {_swift_strategy(document)}"]
+    strategy = _swift_strategy(document)
+    flags = [f"--strategy {strategy}"]
     if document.get("tuner_type", document.get("train_type", "lora")) != "full":
         rank = document.get("lora_rank", 8)
         flags += ["--peft lora", f"--lora_rank {rank if type(rank) is int else 'R'}", "--lora_targets all-linear"]
         flags += ["--quantization 4bit"] if document.get("quant_bits") in (4, "4") else []
     flags += [f"--{flag} {document[key]}" for key, flag in _SWIFTS_COUNTS.items() if type(document.get(key)) is int]
+    flags += [f"--sp {_divided_ranks(document)}"] if _is_predicted_over_ranks(document, strategy) else []
     precision = _SWIFTS_PRECISIONS.get(str(document.get("torch_dtype")))
     flags += [f"--precision {precision}"] if precision else []
     flags += ["--attn_implementation flash_attention_2"] if "flash" in str(document.get("attn_impl")) else []
     flags += ["--gradient_checkpointing"] if document.get("gradient_checkpointing", True) is True else []
     return " ".join(flags)
+
+
+def _divided_ranks(document: Mapping[str, Any]) -> int:
+    """Return the ranks of an ms-swift file that divide the tokens of a sample."""
+    ranks = document.get("sequence_parallel_size")
+    return ranks if type(ranks) is int else 1
+
+
+def _is_predicted_over_ranks(document: Mapping[str, Any], strategy: str) -> bool:
+    return _divided_ranks(document) > 1 and strategy in ("zero3", "zero3_cpu")
 
 
 def _swift_strategy(document: Mapping[str, Any]) -> str:

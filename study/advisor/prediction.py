@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from study.advisor.user_settings import Finding
 from study.config import strategies
 from study.config.errors import UserError
 from study.config.text import rounded_seconds
+from study.host.memory import GIB
 from study.predictor.calibration import PredictedRun, run_document
 from study.predictor.communication import leaving_bytes, predict_payload, sent_bytes
 from study.predictor.intervals import Ends, ends_text, estimate, figure_document
@@ -147,7 +149,12 @@ class Prediction:
             measured=runs,
             recomputed=_recomputed_memory(request, memory),
             findings=[*request_findings(request)],
-            notes=[*input_gradient_notes(request), *adapted_notes(request), *feature_notes(request)],
+            notes=[
+                *input_gradient_notes(request),
+                *adapted_notes(request),
+                *feature_notes(request),
+                *checkpoint_notes(request, memory),
+            ],
         )
 
     @property
@@ -235,6 +242,14 @@ def _recomputed_memory(request: Request, memory: MemoryUse) -> MemoryUse | None:
     if not fits(memory, box) and has_room_on_device(request, memory):
         return None
     return memory_if_fitting(dataclasses.replace(request, gradient_checkpointing=True))
+
+
+def checkpoint_notes(request: Request, memory: MemoryUse) -> Iterator[str]:
+    """Yield where saving and loading were measured, if one of them needs more host memory than a node has."""
+    box, parts = request.box, memory.host_parts
+    limit = (box.host_gib_per_node or math.inf) * GIB
+    if not box.is_cpu_only and max(parts.get("load", 0.0), parts.get("save", 0.0)) > limit:
+        yield "host memory of saving and loading checkpoints, measured by strategy: reports/checkpoints/summary.md"
 
 
 def adapted_notes(request: Request) -> Iterator[str]:

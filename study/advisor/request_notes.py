@@ -45,6 +45,8 @@ def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -
 # Undoes the cast of TRL's trainers, whose adapters of a quantized model are in bf16.
 ADAPTERS_IN_FP32 = "before train(): for p in trainer.model.parameters(): if p.requires_grad: p.data = p.data.float()"
 
+# Rules of adapters in fp32 next to 16-bit weights at stage 3: of any release, and of the one that ends with an error.
+ADAPTER_TYPES, MIXED_ADAPTERS = "adapter-types", "mixed-adapters"
 # Rules of models whose activations exceed fp16's largest number: certain, and reported.
 OVERFLOWS, _REPORTED = "trained-in-bf16", "reported-nan"
 

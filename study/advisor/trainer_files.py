@@ -27,6 +27,7 @@ from study.advisor.trainer_keys import (
     HF_OPTIMIZERS,
     KTO_KEYS,
     KTO_LOSSES,
+    LANGUAGE_MODEL,
     OF_CLASSIFIERS,
     OTHER_FIELDS,
     REMOVED_HF_KEYS,
@@ -37,11 +38,11 @@ from study.advisor.trainer_keys import (
     Trainer,
     is_on,
     to_count,
+    to_loaded,
     to_optimizer,
 )
 from study.advisor.user_settings import (
-    AUTO_VALUE,
-    DUMMY,
+    FILLED_BY_TRAINER,
     NOT_MODELLED,
     ZERO,
     Finding,
@@ -51,15 +52,17 @@ from study.advisor.user_settings import (
     read_fsdp,
     read_mapping,
     read_user_file,
+    run_by_trainer,
     section_entries,
 )
 from study.config.errors import MissingFile, UserError, WrongFile, clip, did_you_mean
 from study.config.yaml_sections import load_package_yaml
 from study.host.folders import resolve_path
+from study.predictor.live import has_towers
 from study.predictor.lora_targets import ALL_LINEAR
-from study.predictor.shape import ModelShape
+from study.predictor.shape import ModelShape, can_adapt
 from study.releases.causes import Loop
-from study.workloads.presets import find_base, find_known, find_preset, hub_id, split_4_bits
+from study.workloads.presets import find_base, find_known, find_preset, hub_id, published_type, split_4_bits
 
 # Rule of the findings without whose settings the verdict is.
 WITHOUT = "peak-not-modelled"
@@ -69,8 +72,8 @@ _MISSPELLED = 0.8
 BY_TRAINER = "trainer"
 # Fields of adapters alone.
 _OF_LORA = (
-    *("lora_rank", "lora_targets", "lora_modules_to_save", "lora_dropout", "lora_dora", "quantization"),
-    "double_quant",
+    *("lora_rank", "lora_targets", "lora_modules_to_save", "lora_dropout", "lora_dora", "adapters_in_16_bits"),
+    *("quantization", "double_quant"),
 )
 # Keys of TrainingArguments' fsdp_config that Accelerate has under no name, or that change no byte of a rank.
 _OTHER_FSDP_KEYS = {
@@ -123,6 +126,9 @@ class TrainerFile:
 
     def ignored(self, key: str, message: str, fix: str) -> Finding:
         return self._finding("ignored", key, message, fix, BY_TRAINER)
+
+    def filled(self, key: str, message: str) -> Finding:
+        return self._finding("filled", key, message, "", "")
 
     def conflict(self, key: str, message: str, fix: str, rule: str) -> Finding:
         return self._finding("conflict", key, message, fix, rule)
@@ -309,6 +315,10 @@ def _settle(trainer: Trainer, document: Mapping[str, Any], set_values: Mapping[s
         values = {**trainer.lora_defaults, **values}
     if values.get("quantization") != "4bit":
         values.pop("double_quant", None)
+    if document.get("stage") in trainer.stages_with_logits:
+        values.pop("loss_kernel", None)
+        if values.get("objective") == "dpo":
+            values["loss_kernel"] = trainer.preference_loss
     return values
 
 
@@ -405,6 +415,51 @@ def frozen_parts(file: TrainerFile, model: ModelShape) -> tuple[str, ...]:
     return tuple(name for modules in listed for name in modules if set(name.split(".")) <= names)
 
 
+def with_checkpoint_type(file: TrainerFile, model: ModelShape) -> TrainerFile:
+    """Return the file with the type of the checkpoint in place of "auto", and its finding; with "auto" if neither
+    config.json nor the list of published weights has the type."""
+    if file.values.get("loaded") != "auto":
+        return file
+    document = json.loads(model.document or "{}")
+    stated = document.get("dtype", document.get("torch_dtype"))
+    loaded = to_loaded(stated) if isinstance(stated, str) else published_type(model.name)
+    if loaded is None:
+        return file
+    where = "of its config.json" if isinstance(stated, str) else f"in which {model.name} is published"
+    filled = file.filled(file.keys["loaded"], f"auto: {loaded}, the type {where}")
+    return dataclasses.replace(with_value(file, "loaded", loaded), findings=(*file.findings, filled))
+
+
+def language_targets(file: TrainerFile, model: ModelShape) -> tuple[str, ...] | None:
+    """Return a pattern of the modules with adapters that LLaMA-Factory leaves of a model of images and text: those of
+    the language model (patch_target_modules in its model_utils/visual.py); None if all have them."""
+    document = json.loads(model.document or "{}")
+    if not file.trainer.freezes_parts or file.values.get("peft") != "lora" or "vision_config" not in document:
+        return None
+    if [is_on(file.document.get(key, default)) for key, default in FREEZES.items()] != [True, True, False]:
+        return None
+    targets = file.values.get("lora_targets") or (ALL_LINEAR,)
+    paths = [model.module_path(param) for param in model.params if can_adapt(model, param)]
+    inside = [path for path in paths if LANGUAGE_MODEL in path]
+    adapted = [path for path in inside if ALL_LINEAR in targets or any(target in path for target in targets)]
+    ends = dict.fromkeys(path.rpartition(".")[2] for path in adapted)
+    return (rf".*{LANGUAGE_MODEL}.*\.({'|'.join(ends)})",) if ends and len(inside) < len(paths) else None
+
+
+def with_all_linear(file: TrainerFile, refusal: UserError) -> TrainerFile:
+    """Return the file with adapters on all linear layers in place of a pattern, and a finding with its refusal."""
+    key = file.keys["lora_targets"]
+    problem = refusal.problem.replace("--lora_targets", "the pattern")
+    note = file.not_counted(key, f"{problem}: counted as all linear layers")
+    file = with_value(file, "lora_targets", (ALL_LINEAR,))
+    return dataclasses.replace(file, findings=(*file.findings, note))
+
+
+def has_text_alone(file: TrainerFile, model: ModelShape) -> bool:
+    """Whether samples have no images: axolotl reads images only with the key processor_type."""
+    return file.trainer.name == "axolotl" and not file.document.get("processor_type") and has_towers(model)
+
+
 def trained_type(file: TrainerFile, engine: UserFile, precision: str) -> Literal["bf16", "fp16"] | None:
     """Return the 16-bit type of the weights that a program without DeepSpeed loads and trains, or freezes next to
     adapters; None: another, or that of mixed precision. Accelerate makes trained weights of FSDP fp32 in mixed
@@ -421,8 +476,8 @@ def trained_type(file: TrainerFile, engine: UserFile, precision: str) -> Literal
     return "bf16" if loaded == precision == "bf16" and not is_cast else None
 
 
-def freezes_fp32(file: TrainerFile) -> bool:
-    """Whether the frozen weights next to adapters are loaded in fp32, as TRL does by default."""
+def loads_fp32(file: TrainerFile) -> bool:
+    """Whether the weights are loaded in fp32 whatever the checkpoint's type, as TRL does by default."""
     return file.values.get("loaded") == "fp32"
 
 
@@ -507,7 +562,7 @@ def place_findings(file: TrainerFile, engine: Engine, results: Iterable[Finding]
     text = path.read_text(encoding="utf-8") if not is_inside and path.is_file() else ""
     for finding in results:
         # LLaMA-Factory casts loaded weights, and the Trainer fills in settings that DeepSpeed alone refuses.
-        if (finding.rule == "fp32-weights" and file.trainer.casts_to_fp32) or finding.rule in (AUTO_VALUE, DUMMY):
+        if (finding.rule == "fp32-weights" and file.trainer.casts_to_fp32) or finding.rule in FILLED_BY_TRAINER:
             continue
         if finding.rule == CONTRASTIVE and file.trainer.is_contrastive:
             continue
@@ -517,7 +572,7 @@ def place_findings(file: TrainerFile, engine: Engine, results: Iterable[Finding]
         field = _FIELDS.get(finding.key, "")
         if field in file.keys and not _is_of_the_json(finding.key, engine):
             key = file.keys[field]
-        elif is_inside:
+        elif is_inside or finding.key in engine.keys:
             prefix = "deepspeed." if engine.file.deepspeed is not None else ""
             key = engine.keys.get(finding.key, f"{prefix}{finding.key}")
         else:
@@ -756,8 +811,7 @@ def _filled(user_file: UserFile, options: argparse.Namespace) -> UserFile:
     for kind in ("bf16", "fp16"):
         if isinstance(settings.get(kind), dict) and settings[kind].get("enabled") == "auto":
             settings[kind]["enabled"] = options.precision == kind
-    launcher = "trainer" if user_file.launcher == "deepspeed" else user_file.launcher
-    return dataclasses.replace(user_file, deepspeed=settings, launcher=launcher)
+    return run_by_trainer(dataclasses.replace(user_file, deepspeed=settings))
 
 
 def _mismatches(file: TrainerFile, user_file: UserFile, options: argparse.Namespace) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from study.config.errors import clip
-from study.predictor.lora_targets import ALL_LINEAR
+from study.predictor.lora_targets import ALL_LINEAR, is_pattern
 
 # Fields without a flag: the type that weights are loaded in, in which a program without DeepSpeed trains them; and a
 # micro-batch counts pairs of samples, with a reference model ("dpo") or without one ("pairs"), or completions with one
@@ -27,10 +27,11 @@ ENGINE_KEYS = ("deepspeed", "fsdp", "fsdp_config", "fsdp_version")
 # LLaMA-Factory's keys of frozen parts, and their defaults.
 FREEZES = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
 # Modules of these parts, by model_type (model_utils/visual.py, _register_composite_model); "" for other models.
-_QWEN_PARTS = (("visual.patch_embed", "visual.blocks"), ("visual.merger",), ("language_model", "lm_head"))
+LANGUAGE_MODEL = "language_model"
+_QWEN_PARTS = (("visual.patch_embed", "visual.blocks"), ("visual.merger",), (LANGUAGE_MODEL, "lm_head"))
 FROZEN_PARTS: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN_PARTS),
-    "": (("vision_tower",), ("multi_modal_projector",), ("language_model", "lm_head")),
+    "": (("vision_tower",), ("multi_modal_projector",), (LANGUAGE_MODEL, "lm_head")),
 }
 
 
@@ -44,13 +45,23 @@ class Counted(NamedTuple):
 Convert = Callable[[Any], Any]
 
 
+# The key of TrainingArguments for Accelerate's groups of ranks, and those of axolotl for ring attention: the first one
+# that is set (check_context_parallel_size in src/axolotl/utils/schemas/validation.py).
+MESH_KEY = "parallelism_config"
+RING_KEYS = ("context_parallel_size", "sequence_parallel_degree")
+# Keys of features for longer samples by their flags of `study predict`, with their effect.
+LONG_KEYS = {
+    "offload_checkpoints": ("activation_offloading", "activations go to the host"),
+    "tiled_mlp": ("tiled_mlp", "layers are computed in tiles of tokens"),
+}
+
 # Keys, some of them of several trainers, whose effect on the peak is large and not predicted.
 CHANGE_THE_PEAK = frozenset(
     {
         *("quantization_bit", "quantization_method", "gptq", "finetuning_type"),
         *("lora_target_parameters", "unfrozen_parameters", "quantize_moe_experts", "reward_model", "use_vllm"),
         "center_rewards_coefficient",
-        *("tensor_parallel_size", "expert_parallel_size", "sequence_parallel_degree", "context_parallel_size"),
+        *("tensor_parallel_size", "expert_parallel_size", *RING_KEYS),
         *("activation_offloading", "layer_offloading", "tiled_mlp", "use_galore", "use_apollo", "use_badam"),
     }
 )
@@ -115,10 +126,19 @@ class Trainer:
     newest_deepspeed: str = ""
     # Its loss compares each sample with the others of a micro-batch.
     is_contrastive: bool = False
+    # Values of the key stage whose losses have logits, whatever kernel of a fused loss is on.
+    stages_with_logits: tuple[str, ...] = ()
+    # The kernel of its loss with a reference, if it is one of these stages.
+    preference_loss: str = "transformers"
 
     def matches(self, document: Mapping[str, Any]) -> bool:
         """Whether a file with these keys is this trainer's."""
         return not self.marks.isdisjoint(document) and self.without.isdisjoint(document)
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether the trainer gives Accelerate the value of the key parallelism_config, as TrainingArguments do."""
+        return any(key.theirs == MESH_KEY for key in self.keys)
 
     @property
     def read(self) -> frozenset[str]:
@@ -189,14 +209,16 @@ def to_choice(table: Mapping[str, Any]) -> Convert:
 
 
 def to_targets(value: Any) -> tuple[str, ...] | Counted:
-    """Return modules with adapters; a pattern of peft counts as all linear layers."""
+    """Return modules with adapters, or one pattern; peft finds no pattern in a list of several names."""
+    if isinstance(value, str) and is_pattern(value):
+        return (value.strip(),)
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError("names of modules")
     if {name.lower() for name in names} & {"all", ALL_LINEAR, "all_linear"}:
         return (ALL_LINEAR,)
-    if any(set(name) & set("*|^$()[]\\") for name in names):
-        return Counted((ALL_LINEAR,), "a pattern, counted as all linear layers")
+    if len(names) > 1 and any(is_pattern(name) for name in names):
+        return Counted((ALL_LINEAR,), "peft takes none of several names as a pattern; counted as all linear layers")
     return tuple(dict.fromkeys(names))
 
 
@@ -265,6 +287,16 @@ def to_sync(value: Any) -> bool | None:
     return to_switch(kwargs["sync_each_batch"]) if isinstance(kwargs, dict) and "sync_each_batch" in kwargs else None
 
 
+def in_kwargs(names: tuple[str, ...], convert: Convert) -> Convert:
+    """Return a converter of the arguments of from_pretrained that reads the first one with a value of these names."""
+
+    def read(value: Any) -> Any:
+        stated = [value[name] for name in names if isinstance(value, Mapping) and value.get(name) is not None]
+        return convert(stated[0]) if stated else None
+
+    return read
+
+
 def by_plugins(value: Any) -> str | None:
     """Return the loss that a plugin of axolotl sets by itself (integrations/cut_cross_entropy/args.py)."""
     names = value if isinstance(value, list) else [value]
@@ -273,10 +305,9 @@ def by_plugins(value: Any) -> str | None:
 
 # Effects that are not predicted. The sentence "not modelled: ..." follows.
 _PACKED = "samples fill the whole length, as they are counted; attention within each sample alone takes less time"
-_PARALLEL = "ranks share samples"
 _FP8 = "products in fp8"
 _RESUMED = "adapters of an earlier run: rank and targets are those of its adapter_config.json"
-_OFFLOADED = "activations go to the host"
+_OFFLOADED = LONG_KEYS["offload_checkpoints"][1]
 _OFFLOADING = ("offload", "offload_disk", "unsloth")
 _OF_ENCODERS = "an encoder's figures are those of a classifier"
 _SELF_SIZED = "the trainer halves the micro-batch until it fits"
@@ -392,6 +423,7 @@ AXOLOTL = Trainer(
         Key("lora_r", "lora_rank", to_count),
         Key("lora_dropout", "lora_dropout", to_fraction),
         Key("peft_use_dora", "lora_dora", to_switch),
+        Key("peft_autocast_adapter_dtype", "adapters_in_16_bits", lambda value: not is_on(value)),
         Key("lora_target_linear", "lora_targets", when_on((ALL_LINEAR,))),
         Key("lora_target_modules", "lora_targets", to_targets),
         Key("lora_modules_to_save", "lora_modules_to_save", to_saved),
@@ -412,6 +444,8 @@ AXOLOTL = Trainer(
         *_COMPILE[1:],
         Key("plugins", "loss_kernel", by_plugins),
         Key("precompute_ref_log_probs", "objective", when_on("pairs")),
+        *(Key(name, "", to_count) for name in RING_KEYS),
+        *(Key(name, "", lambda _: None) for name, _ in LONG_KEYS.values()),
         Key(
             "rl",
             "objective",
@@ -437,15 +471,11 @@ AXOLOTL = Trainer(
         peft_layers_to_transform="adapters of these layers alone; here all have them",
         relora="ReLoRA",
         unfrozen_parameters="the other parameters are frozen; here all are trained",
-        sequence_parallel_degree=_PARALLEL,
-        context_parallel_size=_PARALLEL,
         tensor_parallel_size="ranks share layers",
-        expert_parallel_size="each rank has separate experts",
+        expert_parallel_size="a rank has the weights of some experts, and sends tokens in place of them",
         dp_replicate_size="FSDP in replica groups",
-        activation_offloading=_OFFLOADED,
         layer_offloading="layers go to the host",
         selective_checkpointing="some outputs are saved, and not recomputed",
-        tiled_mlp="layers are computed in tiles of tokens",
         chunked_cross_entropy="the loss in chunks of tokens (--chunked_loss is Liger's)",
         fp8=_FP8,
         qat="quantization-aware training",
@@ -576,6 +606,9 @@ LLAMA_FACTORY = Trainer(
     ),
     casts_to_fp32=True,
     freezes_parts=True,
+    # require_logits in apply_liger_kernel (model/model_utils/liger_kernel.py), by load_model in model/loader.py
+    stages_with_logits=("rm", "ppo", "dpo", "kto"),
+    preference_loss="batch_logps",
     # requirements/deepspeed.txt; check_dependencies in extras/misc.py has no DeepSpeed.
     newest_deepspeed="0.18.4",
     refusals=(
@@ -632,10 +665,11 @@ _HF_KEYS = (
     Key("torch_dtype", "loaded", to_loaded),
     Key("attn_implementation", "attn_implementation", to_attention),
     Key("accelerator_config", "sync_each_batch", to_sync),
+    # Read in trainer_groups.py.
+    Key(MESH_KEY, "", lambda _: None),
     Key("use_flash_attention_2", "attn_implementation", when_on("flash_attention_2")),
 )
 _HF_NOT_MODELLED = _shared(
-    parallelism_config=_PARALLEL,
     optim_target_modules=_PROJECTED,
 )
 
@@ -834,6 +868,9 @@ TRL = Trainer(
         }
     ),
     keys=(
+        # They replace the keys of the file (trl/scripts/sft.py).
+        Key("model_init_kwargs", "loaded", in_kwargs(("dtype", "torch_dtype"), to_loaded)),
+        Key("model_init_kwargs", "attn_implementation", in_kwargs(("attn_implementation",), to_attention)),
         *_HF_KEYS,
         Key("max_length", "seq_length", to_count),
         Key("max_seq_length", "seq_length", to_count),
@@ -853,6 +890,8 @@ TRL = Trainer(
         *(Key(name, "objective", lambda value: "kto") for name in KTO_KEYS),
         *(Key(name, "objective", lambda value: "dpo") for name in ("beta", *DPO_KEYS)),
         Key("loss_type", "objective", by_dpo_loss),
+        # Read in trainer_groups.py.
+        Key("activation_offloading", "", lambda _: None),
         # Read with the hardware, in trl_files.py.
         Key("vllm_mode", "", to_choice({"colocate": None, "server": None})),
         Key("vllm_gpu_memory_utilization", "", to_fraction),
@@ -872,11 +911,14 @@ TRL = Trainer(
         "packing": _PACKED,
         "padding_free": "samples of a micro-batch are one row, without padding",
         "lora_target_parameters": "adapters of these parameters",
-        "activation_offloading": _OFFLOADED,
         "use_vllm": "vLLM's copy of the weights, and its cache",
     },
     similar=_SIMILAR
-    | {"beta1", "beta2", "cache_implementation", "teacher_model_name_or_path", "label_smoothing_factor"},
+    | {
+        *("beta1", "beta2", "cache_implementation", "label_smoothing_factor", "num_iterations", "num_generations_eval"),
+        *("teacher_model_name_or_path", "teacher_model_init_kwargs", "reward_model_name_or_path"),
+        "gpu_memory_utilization",
+    },
     refuses_unknown=True,
     has_hf_keys=True,
 )

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from study.advisor.explain_case import ConfigCase
+from study.advisor.explain_combinations import WRONG_TRAINING
 from study.advisor.explain_findings import NO_UNITS
-from study.advisor.request_notes import ADAPTERS_IN_FP32
+from study.advisor.request_notes import ADAPTER_TYPES, ADAPTERS_IN_FP32, MIXED_ADAPTERS
 from study.advisor.trainer_files import TrainerFile, converted, is_grpo, is_kto
 from study.advisor.trainer_keys import (
     GRPO_COUNTS,
@@ -44,6 +45,8 @@ _GATHERED_SINCE = {"sft": "1.6.0", "grpo": "1.6.0", "dpo": "1.9.0"}
 # The first release that casts the adapters of a 4-bit or 8-bit model to bf16, by trainer: in its __init__, after
 # get_peft_model. Before it peft's stay in fp32.
 _CASTS_SINCE = {"sft": "0.26.0", "grpo": "0.26.0", "reward": "0.26.0", "dpo": "0.29.0", "kto": "1.8.0"}
+# The first release that gives adapters the type of the weights at stage 3 (autocast_adapter_dtype=False).
+_ONE_TYPE_SINCE = "1.7.0"
 # vllm_gpu_memory_utilization without the key, and the first release whose vllm_mode is colocate without it.
 _VLLM_SHARE, _COLOCATES_SINCE = 0.3, "1.0.0"
 _SFT_LOSSES = ("nll", "dft", "chunked_nll")
@@ -72,8 +75,11 @@ def no_trl_file(name: str) -> UserError:
 
 
 def with_loss(file: TrainerFile, release: str) -> TrainerFile:
-    """Return TRL's file with the loss of a release, and findings of a loss_type that the release does not have."""
+    """Return TRL's file with the loss and the type of adapters of a release, and findings of a loss_type that the
+    release does not have."""
     values, findings = {**file.values, "loss_kernel": _loss(file, release)}, file.findings
+    if values.get("peft") == "lora" and "quantization" in values and _makes_adapters_bf16(file, release):
+        values["adapters_in_16_bits"] = True
     if is_grpo(file):
         if file.document.get("max_completion_length") is None:
             values["seq_length"] += completion_length(release) - GRPO_LENGTHS["max_completion_length"]
@@ -162,9 +168,14 @@ def _wrong_losses(file: TrainerFile, release: str) -> Iterator[Finding]:
 def with_release(file: TrainerFile, release: str, case: ConfigCase) -> ConfigCase:
     """Return the case of TRL's file with the errors and the memory that depend on the release and the engine."""
     errors = (*_unsharded_head(file, release, case.stage), *_scaled_adapters(file, release, case))
+    errors += tuple(_divided_samples(file, release, case.file.group_sizes))
     errors += (*_partial_groups(file, release, case.request), *_unplaced_model(file, release, case))
-    findings = (*_fixed_for_adapters(file, release, case), *errors)
-    case = dataclasses.replace(case, trl=release, findings=findings, generated_tokens=_generated_tokens(file, release))
+    findings = [*_fixed_for_adapters(file, release, case), *errors]
+    if _is_since(release, _ONE_TYPE_SINCE):
+        findings = [finding for finding in findings if finding.rule not in (ADAPTER_TYPES, MIXED_ADAPTERS)]
+    case = dataclasses.replace(
+        case, trl=release, findings=tuple(findings), generated_tokens=_generated_tokens(file, release)
+    )
     return _with_vllm(file, release, case)
 
 
@@ -179,9 +190,13 @@ def _generated_tokens(file: TrainerFile, release: str) -> int | None:
 
 def casts_adapters(file: TrainerFile, release: str, request: Request) -> bool:
     """Whether the release casts the adapters of a quantized model to bf16."""
-    trainer = "kto" if is_kto(file) else trained_by(file)
     is_quantized = request.quantized or request.in_8_bits
-    return bool(request.shape.lora_rank) and is_quantized and _is_since(release, _CASTS_SINCE[trainer])
+    return bool(request.shape.lora_rank) and is_quantized and _makes_adapters_bf16(file, release)
+
+
+def _makes_adapters_bf16(file: TrainerFile, release: str) -> bool:
+    """Whether the release casts adapters to bf16 if the model is quantized."""
+    return _is_since(release, _CASTS_SINCE["kto" if is_kto(file) else trained_by(file)])
 
 
 # Without a loss scaler. TRL's notebook for a T4, sft_trl_lora_qlora.ipynb, has this type, and bf16 that torch emulates.
@@ -265,6 +280,43 @@ def _partial_groups(file: TrainerFile, release: str, request: Request) -> Iterat
         message = f"{ends}: a generation has {total} completions" + f" ({' x '.join(factors)})" * (batch is None)
         fix = f"make them a multiple of {generations}, or num_generations a divisor of {total}"
         yield file.refused(key, f"{message}, which do not make groups of {generations}", fix)
+
+
+# The first releases of TRL that refuse: ranks that divide samples as an argument of GRPO, losses of SFT that are not
+# the model's own under Ulysses, and its packed samples under context parallelism (sft_trainer.py, grpo_config.py).
+_NO_DIVIDED_GRPO_SINCE, _OWN_LOSS_SINCE, _NO_PACKED_RINGS_SINCE = "1.4.0", "1.15.0", "1.16.0"
+
+
+def _divided_samples(file: TrainerFile, release: str, sizes: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield the settings that a trainer of TRL does not support where ranks divide the tokens of a sample."""
+    trainer, document, ends = trained_by(file), file.document, f"TRL {release} ends with an error"
+    key = next((name for name in ("cp_size", "sp_size") if name in sizes), None)
+    if key is None:
+        return
+    if trainer == "grpo":
+        name = next(name for name in GRPO_KEYS if document.get(name) is not None)
+        message = f"{key} does not divide samples that GRPO generates; since TRL {_NO_DIVIDED_GRPO_SINCE} a run with it"
+        message += " among its arguments ends with an error"
+        yield file.conflict(name, message, f"take {key} out", "divided-samples")
+    if trainer != "sft":
+        return
+    packed = next((name for name in ("packing", "eval_packing") if _is_on(file, name)), None)
+    if key == "cp_size" and packed and _is_since(release, _NO_PACKED_RINGS_SINCE):
+        yield file.refused(packed, f"{ends} with cp_size", f"set {packed}: false")
+    elif key == "cp_size" and packed:
+        message = (
+            f"with cp_size attention crosses the samples of a row, without an error before {_NO_PACKED_RINGS_SINCE}"
+        )
+        yield file.conflict(packed, message, f"set {packed}: false", WRONG_TRAINING)
+    if key == "sp_size" and _is_since(release, _OWN_LOSS_SINCE):
+        for name in [name for name in ("loss_type", "label_smoothing_factor") if _replaces_loss(name, document)]:
+            yield file.refused(name, f"{ends} with sp_size, whose loss is the model's own", "take it out")
+
+
+def _replaces_loss(name: str, document: Mapping[str, Any]) -> bool:
+    """Whether a key makes SFT's loss another than the model's own."""
+    value = document.get(name)
+    return value == "dft" if name == "loss_type" else isinstance(value, int | float) and value > 0
 
 
 def _unsharded_head(file: TrainerFile, release: str, stage: int) -> Iterator[Finding]:

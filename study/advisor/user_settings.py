@@ -39,7 +39,7 @@ _OF_A_TRAINER = {
 _OF_DEEPSPEED = {ZERO, "train_batch_size", "train_micro_batch_size_per_gpu"}
 OFFLOADS = ("offload_optimizer", "offload_param")
 SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
-_MESH_PREFIX = "parallelism_config_"
+MESH_PREFIX = "parallelism_config_"
 # In the order of torch's ShardingStrategy, from 1.
 _SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 _JSON_SUFFIXES = (".json", ".jsonc", ".json5", ".hjson")
@@ -54,6 +54,8 @@ NOT_MODELLED = "not modelled: the figures are without it"
 AUTO_VALUE = "auto-value"
 # Rule of Accelerate's demand for stand-ins of an optimizer and a scheduler, which the Trainer meets.
 DUMMY = "dummy"
+# Both are of settings that end a run without the Trainer.
+FILLED_BY_TRAINER = (AUTO_VALUE, DUMMY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -523,8 +525,8 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tr
     if document.get("megatron_lm_config"):
         findings.append(Finding("noted", "megatron_lm_config", NOT_MODELLED))
     kind = document.get("distributed_type") or _type_by_sections(document)
-    sizes = _mesh_sizes(document, findings)
-    mesh, mesh_ranks = _mesh(sizes, kind, findings)
+    sizes = read_mesh_sizes(document, findings)
+    mesh, mesh_ranks = read_mesh(sizes, kind, findings)
     # Files of 2021 have this key, which Accelerate drops next to the newer one.
     old_precision = "fp16" if document.get("fp16") else None
     precision, processes = document.get("mixed_precision", old_precision), document.get("num_processes")
@@ -535,7 +537,7 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding], tr
         file = UserFile(
             name, "accelerate", kind, None, (), precision, fsdp, num_processes=processes, mesh=mesh, findings=findings
         )
-    file.mesh_ranks, file.group_sizes = mesh_ranks, _group_sizes(sizes)
+    file.mesh_ranks, file.group_sizes = mesh_ranks, sample_groups(sizes)
     machines = document.get("num_machines")
     file.num_machines = machines if type(machines) is int and machines > 0 else None
     file.compiled = backend == "inductor"
@@ -615,15 +617,15 @@ def _read_processes(document: dict[str, Any], findings: list[Finding]) -> None:
         document["num_processes"] = int(text)
 
 
-def _mesh_sizes(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, int]:
+def read_mesh_sizes(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, int]:
     """Return the sizes of Accelerate's parallelism_config; none if one of them is not a size."""
     if not document.get("parallelism_config"):
         return {}
     section = _section(document, "parallelism_config", findings)
-    names = {f"{_MESH_PREFIX}{name}": name for name in known_settings()["parallelism_config"]}
+    names = {f"{MESH_PREFIX}{name}": name for name in known_settings()["parallelism_config"]}
     # Accelerate takes them as flags of its launcher, and has none of another name.
     for key in [key for key in section if key not in names]:
-        guess = f"did you mean {_MESH_PREFIX}{key}?" if f"{_MESH_PREFIX}{key}" in names else did_you_mean(key, names)
+        guess = f"did you mean {MESH_PREFIX}{key}?" if f"{MESH_PREFIX}{key}" in names else did_you_mean(key, names)
         findings.append(Finding("ignored", key, f"Accelerate drops it silently; {guess}".rstrip("; ")))
     sizes = {names[key]: value for key, value in section.items() if key in names and key.endswith("_size")}
     wrong = list(_wrong_values("parallelism_config.", sizes, {key: {"type": "int!# >=1"} for key in sizes}))
@@ -631,19 +633,28 @@ def _mesh_sizes(document: Mapping[str, Any], findings: list[Finding]) -> dict[st
     return {} if wrong else sizes
 
 
-def _group_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+def run_by_trainer(file: UserFile) -> UserFile:
+    """Return an engine's file as transformers' Trainer reads it."""
+    return dataclasses.replace(file, launcher="trainer" if file.launcher == "deepspeed" else file.launcher)
+
+
+def sample_groups(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes above 1 of groups that share samples."""
     return {key: size for key, size in sizes.items() if key in ("tp_size", "cp_size", "sp_size") and size > 1}
 
 
-def _mesh(sizes: Mapping[str, int], kind: str, findings: list[Finding]) -> tuple[tuple[int, int] | None, int]:
+def read_mesh(sizes: Mapping[str, int], kind: str, findings: list[Finding]) -> tuple[tuple[int, int] | None, int]:
     """Return FSDP's replicas and ranks of each, and the number of ranks that Accelerate requires; 1 without one
     (ParallelismConfig._validate_accelerator)."""
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
-    groups = list(_group_sizes(sizes))
+    groups = list(sample_groups(sizes))
     # Under DeepSpeed Accelerate divides no layer by tp_size. explain_case.py divides other layers, and its samples.
     modelled = {"tp_size", "sp_size"} if kind == "DEEPSPEED" else {"tp_size"}
     unmodelled = [key for key in groups if key not in modelled]
-    findings += [Finding("noted", f"parallelism_config.{key}", NOT_MODELLED) for key in unmodelled]
+    for key in unmodelled:
+        what = "compute the same samples" if key == "tp_size" else "divide the tokens of each sample"
+        message = f"{sizes[key]} ranks {what}; {NOT_MODELLED}"
+        findings.append(Finding("noted", f"parallelism_config.{key}", message))
     # Sequence parallelism is DeepSpeed's, which makes its own groups.
     ranks = 1 if "sp_size" in groups else math.prod(sizes.values())
     if kind == "FSDP" and ranks > 1 and shards == 1 and "cp_size" not in groups:
@@ -811,7 +822,7 @@ def _unfilled(settings: Mapping[str, Any]) -> Iterator[Finding]:
             message = "auto: Accelerate does not fill it in, and ends with an error"
             if key in by_trainer:
                 message += ", unless the program is transformers' Trainer"
-                yield _refused(key, message, "", AUTO_VALUE)
+                yield _refused(key, message, "add --trainer if it is", AUTO_VALUE)
             else:
                 yield _refused(key, message, "", rule="")
 

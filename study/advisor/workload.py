@@ -9,7 +9,7 @@ from typing import Any, Literal
 from study.config.errors import UserError
 from study.config.flags import Peft, RunConfig, add_fields, changed_flags, flag
 from study.predictor.hardware import parse_int, parse_tokens
-from study.predictor.live import with_frozen
+from study.predictor.live import with_frozen, without_media
 from study.predictor.lora_targets import ALL_LINEAR, DEFAULT_TARGETS, is_pattern
 from study.predictor.losses import WITHOUT_LOGITS, LossKernel
 from study.predictor.request import Attention, OptimizerName, Program, Request, TrainerSettings
@@ -145,6 +145,11 @@ class Workload:
     frozen_without_backward: bool = flag(
         "with --freeze and gradient checkpointing: frozen modules before all trained ones have no backward pass, as"
         " after model.disable_input_require_grads() or in LLaMA-Factory",
+        False,
+        action="store_true",
+    )
+    text_only: bool = flag(
+        "samples of a model of images or sounds have none: its towers are in memory, and do not run",
         False,
         action="store_true",
     )
@@ -301,6 +306,8 @@ class Workload:
             in_16_bits = f"name {name}" if kind else "remove quantization_config from config.json"
             fix = f"add --peft lora --quantization 4bit, or {in_16_bits} to predict 16 bits"
             raise UserError(f"{shape.name} has 4-bit weights, which stay frozen", fix)
+        if self.text_only:
+            shape = without_media(shape)
         if self.freeze:
             return with_frozen(shape, self.freeze, stops=self.frozen_without_backward)
         if self.peft != "lora":

@@ -111,11 +111,19 @@ _FILES = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config",
 NOT_MODELLED = _by_name(
     {
         "fp8": "fp8",
-        "context parallelism": "cp cp_size context_parallel_size",
-        "pipeline parallelism": "pp pipeline",
-        "expert parallelism": "ep",
+        "context parallelism": "cp cp_size context_parallel_size context_parallel_degree",
+        "pipeline parallelism": "pp pp_size pipeline pipeline_parallel_size",
+        "expert parallelism": "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree"
+        " expert_model_parallel_size",
     }
 )
+# Parts of a rank, and its communication, with each of them.
+_CHANGES = {
+    "fp8": "products in fp8 take less time, and the weights and gradients of mixed precision stay",
+    "context parallelism": "a rank has its part of each sample, and sends keys and values; --sp has Ulysses",
+    "pipeline parallelism": "a rank has the weights of some layers, and sends their inputs",
+    "expert parallelism": "a rank has the weights of some experts, and sends tokens, not these weights and gradients",
+}
 
 
 # Families of tuned models by the family whose sizes they have.
@@ -154,7 +162,10 @@ def judge_flag(flag: str, flags: Mapping[str, object]) -> str:
         return "memory and time do not depend on it: leave it out; "
     if name in _FILES:
         return "a file of DeepSpeed or Accelerate is read by study explain FILE MODEL; "
-    return "it is not modelled; " if name in NOT_MODELLED else ""
+    if name not in NOT_MODELLED:
+        return ""
+    kind = NOT_MODELLED[name][0]
+    return f"{kind} is not modelled ({_CHANGES[kind]}); "
 
 
 def find_strategies(name: str) -> tuple[str, ...] | None:

@@ -48,6 +48,8 @@ class LiveShape(ModelShape):
 
     # Frozen modules before all trained ones have no backward pass under gradient checkpointing, either.
     stops_at_frozen: bool = False
+    # Samples have no images and sounds, so that the towers for them do not run.
+    text_only: bool = False
     survey: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, compare=False)
 
     @property
@@ -117,7 +119,12 @@ class LiveShape(ModelShape):
         self, rank: int, targets: tuple[str, ...], saved: tuple[str, ...] = (), *, dora: bool = False
     ) -> LiveShape:
         adapted = live_shape(self.name, json.loads(self.document), rank, targets, saved, dora=dora)
-        return dataclasses.replace(adapted, quantized_by=self.quantized_by, has_usual_images=self.has_usual_images)
+        return dataclasses.replace(
+            adapted,
+            quantized_by=self.quantized_by,
+            has_usual_images=self.has_usual_images,
+            text_only=self.text_only,
+        )
 
     def notes(self) -> Iterator[str]:
         yield from super().notes()
@@ -127,9 +134,14 @@ class LiveShape(ModelShape):
         )
         if self.has_usual_images:
             yield f"images of {USUAL_IMAGE} x {USUAL_IMAGE} pixels; an image_size in config.json changes it"
-        if side := self.survey.get("image_patches", 0):
-            merged = "whose tokens are among those of the sample; an image_size in vision_config changes it"
-            yield f"one image of {side} x {side} patches a sample, {merged}"
+        if self.text_only:
+            idle = "samples are text alone: the towers of images and sounds are in memory, and do not run"
+            yield f"{idle}; DDP needs find_unused_parameters if weights of a tower are trained"
+        elif has_towers(self):
+            side, merged = self.survey.get("image_patches", 0), "whose tokens are among those of the sample"
+            size = f" of {side} x {side} patches" if side else " or sound"
+            changes = "an image_size in vision_config changes it, and " if side else ""
+            yield f"one image{size} a sample, {merged}; {changes}--text_only counts none"
         if self.active_experts:
             reach = f"every token reaches its {self.active_experts} experts, none is dropped or padded"
             yield f"experts are grouped products without capacity: {reach}"
@@ -148,7 +160,20 @@ class LiveShape(ModelShape):
             kinds = answer["kinds"]
         calls = _TracedCalls(self, kinds)
         root = calls.add(["", called, False])
-        return dataclasses.replace(root, inside=(*calls.untraced(), *root.inside)), calls.layers
+        untraced = () if self.text_only else calls.untraced()
+        return dataclasses.replace(root, inside=(*untraced, *root.inside)), calls.layers
+
+
+def has_towers(shape: ModelShape) -> bool:
+    """Whether a model of text has towers for images or sounds, which samples may lack."""
+    return isinstance(shape, LiveShape) and bool(shape.survey["has_towers"])
+
+
+def without_media(shape: ModelShape) -> LiveShape:
+    """Return the shape of samples without images and sounds; UserError if the model reads none besides text."""
+    if not isinstance(shape, LiveShape) or not has_towers(shape):
+        raise UserError(f"--text_only has no effect: {shape.name} has no tower of images or sounds", "leave it out")
+    return dataclasses.replace(shape, text_only=True)
 
 
 def with_frozen(shape: ModelShape, modules: tuple[str, ...], *, stops: bool = False) -> LiveShape:
@@ -156,7 +181,11 @@ def with_frozen(shape: ModelShape, modules: tuple[str, ...], *, stops: bool = Fa
     before all trained ones have no backward pass under gradient checkpointing, either."""
     frozen = live_shape(shape.name, json.loads(shape.document), frozen=modules)
     return dataclasses.replace(
-        frozen, quantized_by=shape.quantized_by, has_usual_images=shape.has_usual_images, stops_at_frozen=stops
+        frozen,
+        quantized_by=shape.quantized_by,
+        has_usual_images=shape.has_usual_images,
+        text_only=isinstance(shape, LiveShape) and shape.text_only,
+        stops_at_frozen=stops,
     )
 
 
@@ -320,6 +349,8 @@ def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | s
     work = shape.document, options["length"], options.get("target")
     if work in _loops:
         return _loops[work]
+    if shape.text_only:
+        options["text_only"] = True
     try:
         text = _with_modules(options, shape.lora_targets, shape.lora_saved, shape.lora_dora, shape.frozen_modules)
         return answer("measure", shape.document, shape.lora_rank, text)

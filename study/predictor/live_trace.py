@@ -101,6 +101,7 @@ def survey(
         "embedding": next((name for name, module in model.named_modules() if module is structure.embedding), ""),
         "active": active,
         "image_patches": _assumed_patches(model),
+        "has_towers": _has_towers(model),
         "class": type(model).__name__,
         "is_stand_in": document["model_type"] not in transformers.CONFIG_MAPPING,
         "sdpa": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
@@ -330,10 +331,11 @@ def measure(
     dora: bool = False,
     frozen: Sequence[str] = (),
     input_gradients: bool = False,
+    text_only: bool = False,
 ) -> dict[str, Any]:
     """Return bytes and FLOPs of a forward and backward pass of few and of twice as many samples, by kind of layer, and
     the module calls; raise the class's own error if it cannot be traced. `target`: the length of a decoder.
-    `input_gradients`: the outputs of input embeddings require gradients."""
+    `input_gradients`: the outputs of input embeddings require gradients. `text_only`: towers do not run."""
     with fake_tensors(torch.bfloat16 if mode == "engine" else torch.float32):
         attention = register_fused() if fused else "eager"
         model = build_model(
@@ -354,7 +356,7 @@ def measure(
         # With adapters all layers have the same.
         kinds, counts = _prune(model, units, _gradient_marks(model, units, input_gradients) if frozen else {})
         passes = [
-            _Pass(model, names, counts, mode, cuda, make_inputs(model, batch, length, target))
+            _Pass(model, names, counts, mode, cuda, make_inputs(model, batch, length, target, text_only=text_only))
             for batch in (SAMPLES, 2 * SAMPLES)
         ]
     return {
@@ -1007,6 +1009,13 @@ def _assumed_patches(model: Any) -> int:
     return patches_of_a_side(tower) if is_open else 0
 
 
+def _has_towers(model: Any) -> bool:
+    """Whether a model of text reads images or sounds, too, which samples may lack."""
+    inputs = inspect.signature(model.forward).parameters.keys() & _TOWERS.keys()
+    is_of_pairs = "return_loss" in inspect.signature(model.forward).parameters
+    return bool(inputs) and model.main_input_name == "input_ids" and not is_of_pairs
+
+
 def _run_grid_tower(tower: Any, pixels: torch.Tensor) -> Any:
     """Run a tower over patches. What its forward pass reads from the numbers of the grid is computed here with data,
     by transformers' own functions, as it allows (vision_utils.py)."""
@@ -1045,10 +1054,11 @@ def compute_loss(model: Any, inputs: Mapping[str, Any], features: list[Any]) -> 
 
 
 def make_inputs(
-    model: Any, batch: int, length: int, target: int | None = None
+    model: Any, batch: int, length: int, target: int | None = None, *, text_only: bool = False
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the tensors of samples for the model's forward pass, and an image and a sound of each for its towers.
-    `target`: tokens of a decoder, which without it has as many as its encoder."""
+    """Return the tensors of samples for the model's forward pass, and an image and a sound of each for its towers;
+    without these if samples are `text_only`. `target`: tokens of a decoder, which without it has as many as its
+    encoder."""
     config, accepted = model.config, inspect.signature(model.forward).parameters
     vision, audio = (getattr(config, f"{kind}_config", config) for kind in ("vision", "audio"))
     inputs, media = dict[str, Any](), dict[str, torch.Tensor]()
@@ -1075,4 +1085,4 @@ def make_inputs(
         is_classifier = "Classification" in name and "TokenClassification" not in name
         tokens = target if target is not None and _has_decoder(model) else length
         inputs["labels"] = torch.zeros(*((batch,) if is_classifier else (batch, tokens)), dtype=torch.long)
-    return inputs, media
+    return inputs, {} if text_only else media

@@ -8,7 +8,17 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 LossKernel = Literal[
-    "transformers", "same_type", "log_softmax", "flash", "unsloth", "fast", "liger", "cut", "chunked_nll", "trl"
+    "transformers",
+    "same_type",
+    "log_softmax",
+    "batch_logps",
+    "flash",
+    "unsloth",
+    "fast",
+    "liger",
+    "cut",
+    "chunked_nll",
+    "trl",
 ]
 FP32 = 4
 
@@ -26,6 +36,9 @@ class LogitBytes(NamedTuple):
 # same_type: torch's cross_entropy of the logits as they are.
 # log_softmax: selective_log_softmax of TRL's DPO and GRPO before 1.15 upcasts nothing. Its log-probabilities are saved;
 # at the loss there are the logits, too, and those of the reference with the log-probabilities of one of its samples.
+# batch_logps: get_batch_logps of LLaMA-Factory's DPO (train/trainer_utils.py) copies logits to fp32, and again without
+# the last token of each sample. Its log-probabilities are saved; the logits stay during the reference's forward pass,
+# which has three of these tensors.
 # flash: flash-attention's CrossEntropyLoss(inplace_backward=True). unsloth: Fast_CrossEntropyLoss
 # (kernels/cross_entropy_loss.py) saves the logits, too, and its backward pass writes the gradient over them.
 # fast: that kernel in FastForCausalLMLoss of fms-acceleration's foak (the same file there): logits.float(), and a
@@ -36,6 +49,7 @@ def logit_bytes(kernel: LossKernel, width: int) -> LogitBytes | None:
         "transformers": LogitBytes(FP32, width + (FP32 if width == 2 else 0), 2 * FP32),
         "same_type": LogitBytes(width, width, 2 * width),
         "log_softmax": LogitBytes(width, 2.5 * width, width),
+        "batch_logps": LogitBytes(FP32, 4 * FP32, 2 * FP32),
         "flash": LogitBytes(width, width, width),
         "unsloth": LogitBytes(width, width, width),
         "fast": LogitBytes(FP32, FP32, FP32),

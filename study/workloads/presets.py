@@ -198,6 +198,24 @@ def without_tuning(name: str) -> str:
     return _TUNED.sub("", name.lower()).removeprefix("meta-")
 
 
+# Types of published weights, by the beginnings of names of presets and of known models. Without those whose versions
+# differ (Gemma 2, whose tuned weights are in another type) or whose weights are in fewer bits (gpt-oss, DeepSeek-V3).
+_WEIGHT_TYPES: dict[Literal["bf16", "fp16", "fp32"], tuple[str, ...]] = {
+    "fp32": ("bert-", "gpt2", "distil", "gpt-neo-", "gpt-j-", "roberta-", "xlm-roberta-", "t5-", "bart-", "vit-"),
+    "fp16": ("llama-2-", "llama-7b", "llama-13b", "llama-65b", "pythia-", "opt-", "phi-1", "phi-2"),
+    "bf16": (
+        *("llama-3", "mistral-", "mixtral-", "qwen", "tinyllama-", "smollm2-", "gemma-3-", "codellama-", "yi-"),
+        *("phi-3", "phi-4", "olmoe-", "falcon-", "mpt-"),
+    ),
+}
+
+
+def published_type(name: str) -> Literal["bf16", "fp16", "fp32"] | None:
+    """Return the type of the published weights of a preset or a known model; None if it is not listed."""
+    types = (kind for kind, names in _WEIGHT_TYPES.items() if name.startswith(names))
+    return next(types, None)
+
+
 # A size as a word of a name, such as 8b, 0.5b and 135m.
 SIZE = r"[0-9]+(?:\.[0-9]+)?[mbt](?![a-z])"
 

@@ -685,10 +685,23 @@ def test_losses_take_the_bytes_that_torch_allocates() -> None:
             frozen, _reference_output = log_probabilities(reference)
         return (trained - frozen).sum()
 
+    def batch_logps(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """get_batch_logps of LLaMA-Factory (train/trainer_utils.py at ff6d4d12), of two pairs."""
+        logits = torch.nn.functional.linear(inputs, matrix).reshape(4, tokens // 4, vocabulary).to(torch.float32)
+        shifted, targets = logits[:, :-1, :], labels.reshape(4, -1, 1)[:, 1:]
+        return torch.gather(shifted.log_softmax(-1), dim=2, index=targets).squeeze(2), logits
+
+    def factory_loss() -> torch.Tensor:
+        trained, _output = batch_logps(weight)
+        with torch.no_grad():
+            frozen, _reference_output = batch_logps(reference)
+        return (trained - frozen).sum()
+
     losses: list[tuple[LossKernel, Callable[[], torch.Tensor]]] = [
         ("transformers", upcast_loss),
         ("same_type", plain_loss),
         ("log_softmax", preference_loss),
+        ("batch_logps", factory_loss),
     ]
     for kernel, compute in losses:
         # The gradients of inputs and weights are allocated before.
@@ -788,10 +801,10 @@ def test_a_loss_is_named_and_the_older_flags_are_two_of_the_names(capsys: Any) -
 
     assert peak("--loss_kernel", "liger") == peak("--chunked_loss")
     assert peak("--loss_kernel", "unsloth") == peak("--loss_kernel", "flash")
-    order = ["cut", "liger", "chunked_nll", "flash", "same_type", "log_softmax", "fast", "transformers"]
+    order = ["cut", "liger", "chunked_nll", "flash", "same_type", "log_softmax", "fast", "transformers", "batch_logps"]
     peaks = [peak("--loss_kernel", name) for name in order]
     assert peaks == sorted(peaks)
-    assert peaks[-1] > peaks[-2] > peaks[1]
+    assert peaks[-1] > peaks[-2] > peaks[-3] > peaks[1]
     assert main([*command, "--chunked_loss", "--loss_kernel", "cut"]) == 2
     assert "leave one of them out" in capsys.readouterr().err
     assert main(["advise", *command[1:2], "--hardware", "2xA100-80", "--loss_kernel", "fast"]) == 0

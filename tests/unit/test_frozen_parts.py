@@ -10,7 +10,7 @@ import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from study.cli import main
-from study.predictor.live import live_shape, with_frozen
+from study.predictor.live import live_shape, measure, with_frozen, without_media
 from study.predictor.models import model_shape
 from study.receipt.live_adapters import frozen_modules
 from unit.test_advise import read_json
@@ -157,3 +157,43 @@ def test_modules_that_cannot_be_frozen_are_refused(
     words = ["predict", write_llava(tmp_path), *ON_GPUS, *flags.split()]
     assert main(words) == 2
     assert says in capsys.readouterr().err
+
+
+def test_samples_of_text_alone_have_the_activations_of_the_model_of_text(tmp_path: Path) -> None:
+    model, text = write_llava(tmp_path), make_config().text_config.to_dict()
+    with_image, text_only = predict(model), predict(model, "--text_only")
+    assert text_only["activations"] < with_image["activations"]
+    # The tower is in memory all the same.
+    assert text_only["parameters"] == with_image["parameters"]
+    shape = live_shape("text", {**text, "architectures": ["LlamaForCausalLM"]})
+    options = {"mode": "engine", "dropout": False, "fused": True, "cuda": True, "length": 64}
+    alone, with_tower = (measure(it, **options) for it in (shape, without_media(model_shape(model))))
+    assert isinstance(alone, dict)
+    assert isinstance(with_tower, dict)
+    traced = {
+        name.removeprefix("model.language_model."): layer
+        for name, layer in with_tower["passes"][0]["layers"].items()
+        if layer
+    }
+    expected = {name.removeprefix("model."): layer for name, layer in alone["passes"][0]["layers"].items()}
+    figures = ("saved", "forward", "backward", "checkpoint")
+    assert traced.keys() == expected.keys()
+    for name, layer in traced.items():
+        assert {figure: layer[figure] for figure in figures} == {figure: expected[name][figure] for figure in figures}
+
+
+def test_a_note_has_the_flag_for_text_alone(tmp_path: Path) -> None:
+    shape = model_shape(write_llava(tmp_path))
+    assert any("one image or sound a sample" in note and "--text_only counts none" in note for note in shape.notes())
+    assert not any("--text_only" in note for note in without_media(shape).notes())
+
+
+def test_adapters_and_frozen_modules_keep_samples_of_text_alone(tmp_path: Path) -> None:
+    shape = without_media(model_shape(write_llava(tmp_path)))
+    assert with_frozen(shape, ("vision_tower",)).text_only
+    assert shape.add_adapters(8, ()).text_only
+
+
+def test_a_model_without_towers_refuses_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "gpt2", "--text_only", *ON_GPUS]) == 2
+    assert "--text_only has no effect: gpt2 has no tower of images or sounds" in capsys.readouterr().err

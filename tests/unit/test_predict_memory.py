@@ -639,6 +639,14 @@ def test_autocast_keeps_no_copies_of_the_views_of_fsdp1() -> None:
     ) == pytest.approx(keys)
 
 
+def test_loading_that_exceeds_the_host_names_where_it_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", "llama-3.1-70b", "--strategy", "zero2_cpu", "--hardware", "8xH100", "--host_memory"]
+    for memory, is_named in (("1TB", True), ("4TB", False)):
+        main([*words, memory])
+        assert ("reports/checkpoints/summary.md" in capsys.readouterr().out) == is_named
+    assert (REPOSITORY / "reports" / "checkpoints" / "summary.md").is_file()
+
+
 def test_a_checkpoint_has_the_measured_bytes_and_its_size_is_among_the_details(capsys: pytest.CaptureFixture[str]):
     measured = json.loads((REPOSITORY / "reports/checkpoints/memory.json").read_text())["arms"]
     for arm, rows in measured.items():

@@ -29,8 +29,10 @@ from study.advisor.explain_combinations import stored_answer, untested_line
 from study.advisor.explain_findings import findings
 from study.advisor.explain_releases import release_line
 from study.advisor.explanation import ConfigExplanation
+from study.advisor.long_features import over_ranks
 from study.advisor.predict_command import PredictFlags, make_request
 from study.advisor.trainer_files import WITHOUT, read_trainer_file, shipped_engines
+from study.advisor.trainer_groups import NO_MAPPING
 from study.advisor.trainer_keys import (
     HF_OPTIMIZERS,
     NO_TRL_KEYS,
@@ -39,6 +41,7 @@ from study.advisor.trainer_keys import (
     REMOVED_TRL_KEYS,
     TRAINERS,
 )
+from study.advisor.trl_files import trl_keys
 from study.advisor.user_settings import ZERO
 from study.advisor.workload import Workload
 from study.cli import main
@@ -46,6 +49,7 @@ from study.config.errors import UserError, did_you_mean
 from study.config.flags import Parser
 from study.config.text import rounded
 from study.host.memory import GIB
+from study.predictor.live import LiveShape
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
 from study.predictor.state import predict_state
@@ -381,6 +385,63 @@ def test_llama_factory_trains_parts_of_a_model_of_images(
     assert not case.shape.has_input_gradients(recomputes=True)
 
 
+def write_llava(folder: Path) -> str:
+    """Write the config.json of a tiny model of images and text, and return its folder."""
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps({"model_type": "llava", **CONFIGS["llava"]}))
+    return str(model)
+
+
+@pytest.mark.parametrize("target", ["all", "q_proj,v_proj"])
+def test_llama_factory_leaves_the_tower_of_images_without_adapters(target: str, tmp_path: Path) -> None:
+    document = FACTORY | {"model_name_or_path": write_llava(tmp_path), "finetuning_type": "lora", "lora_target": target}
+    case = read(write(tmp_path, document), *BOX)
+    trained = [param.name for param in case.shape.trained_params]
+    assert trained
+    assert all("language_model" in name for name in trained)
+    unfrozen = read(write(tmp_path, document | {"freeze_vision_tower": False}), *BOX)
+    assert any("vision_tower" in param.name for param in unfrozen.shape.trained_params)
+    # A flag replaces the file's key, and a model of text has no such part.
+    flags = read(write(tmp_path, document), "--lora_targets", "all-linear", *BOX)
+    assert any("vision_tower" in param.name for param in flags.shape.trained_params)
+    text_model = read(write(tmp_path, document | {"model_name_or_path": "gpt2", "lora_target": "all"}), *BOX)
+    assert text_model.shape.lora_targets == ()
+
+
+def test_axolotl_reads_images_with_a_processor_alone(tmp_path: Path) -> None:
+    document = AXOLOTL | {"base_model": write_llava(tmp_path), "sequence_len": 64}
+    for keys, text_only in (({}, True), ({"processor_type": "AutoProcessor"}, False)):
+        shape = read(write(tmp_path, document | keys), *BOX).shape
+        assert isinstance(shape, LiveShape)
+        assert shape.text_only == text_only
+    flagged = read(write(tmp_path, document | {"processor_type": "AutoProcessor"}), "--text_only", *BOX)
+    assert flagged.memory == read(write(tmp_path, document), *BOX).memory
+
+
+@pytest.mark.parametrize(
+    "value", [r"model\.layers\.[\d]+\.(mlp|self_attn)\.(up|down|gate|q|k|v|o)_proj", ["all-linear"]]
+)
+def test_a_pattern_of_modules_is_matched_as_by_peft(value: Any, tmp_path: Path) -> None:
+    document = AXOLOTL | {"base_model": "llama-3.2-1b", "adapter": "lora", "lora_target_linear": True}
+    everywhere = read(write(tmp_path, document), *BOX)
+    document = document | {"lora_target_linear": False, "lora_target_modules": value}
+    case = read(write(tmp_path, document), *BOX)
+    assert case.shape.trained_parameters == everywhere.shape.trained_parameters
+    query = read(write(tmp_path, document | {"lora_target_modules": r".*\.q_proj"}), *BOX)
+    assert query.shape.trained_parameters < everywhere.shape.trained_parameters
+    # Adapters of some layers are not predicted, and of several names none is a pattern.
+    for targets, words in (
+        (r".*layers\.[0-7]\..*_proj", "the pattern has q_proj of 8 of 16 layers, which is not predicted"),
+        ([".*_proj", "q_proj"], "peft takes none of several names as a pattern"),
+    ):
+        case = read(write(tmp_path, document | {"lora_target_modules": targets}), *BOX)
+        (noted,) = [item for item in case.findings if item.key == "lora_target_modules"]
+        assert noted.message.startswith(words)
+        assert noted.message.endswith("counted as all linear layers")
+        assert case.shape.trained_parameters == everywhere.shape.trained_parameters
+
+
 def test_llama_factory_trains_all_of_a_model_of_text(tmp_path: Path) -> None:
     settings = {"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "finetuning_type": "full"}
     case = read(write(tmp_path, FACTORY | settings | {"freeze_vision_tower": True}), *BOX)
@@ -399,6 +460,10 @@ SWIFTS_ADAPTERS = "--peft lora --lora_rank 8 --lora_targets all-linear"
         ({"tuner_type": "full", "deepspeed": "zero3_offload", "packing": True}, "zero3_cpu --seq_length 2048"),
         ({"torch_dtype": "bfloat16"}, f"ddp {SWIFTS_ADAPTERS} --seq_length 2048 --precision bf16"),
         ({"quant_bits": 4, "fsdp": "fsdp2"}, f"fsdp2 {SWIFTS_ADAPTERS} --quantization 4bit --seq_length 2048"),
+        (
+            {"train_type": "full", "deepspeed": "zero3", "sequence_parallel_size": 4},
+            f"zero3 --seq_length 2048 --sp 4 {RECOMPUTED}",
+        ),
     ],
 )
 def test_a_file_of_ms_swift_is_not_read_as_trl(keys: dict[str, Any], flags: str, tmp_path: Path) -> None:
@@ -570,6 +635,11 @@ def test_one_line_has_what_is_read_and_what_is_assumed(tmp_path: Path) -> None:
             {"reference_model": True, "micro_batch": 2, "sequence_length": 256},
         ),
         (FACTORY | {"stage": "dpo", "pref_loss": "simpo"}, {"reference_model": False, "micro_batch": 2}),
+        # Liger's other kernels stay.
+        (FACTORY | {"stage": "dpo", "enable_liger_kernel": True}, {"loss_kernel": "batch_logps", "compiled": True}),
+        (FACTORY | {"stage": "dpo", "pref_loss": "orpo"}, {"loss_kernel": "transformers"}),
+        (FACTORY | {"stage": "rm", "enable_liger_kernel": True}, {"loss_kernel": "transformers", "compiled": True}),
+        (FACTORY | {"stage": "pt", "enable_liger_kernel": True}, {"loss_kernel": "liger", "compiled": True}),
         (
             FACTORY | {"enable_liger_kernel": True, "flash_attn": "fa2"},
             {"attention": "flash_attention_2", "compiled": True},
@@ -880,6 +950,9 @@ def test_keys_that_resemble_one_are_the_trainer_s_own(trainer: Any) -> None:
             if name not in trainer.read and did_you_mean(name, trainer.read, 0.8)
         }
         assert similar <= trainer.similar
+    if trainer.name == "TRL":
+        accepted = trl_keys() - trainer.read - REMOVED_HF_KEYS.keys()
+        assert {name for name in accepted if did_you_mean(name, trainer.read, 0.8)} <= trainer.similar
 
 
 @pytest.mark.parametrize("key", ["gptq", "lora_target_parameters"])
@@ -974,6 +1047,31 @@ def test_auto_of_an_accelerate_file_is_filled_in_by_the_trainer(tmp_path: Path) 
     assert all("the Trainer" in item.message or "unless the program" in item.message for item in alone.values())
     trained = read(write(tmp_path, ARGUMENTS | {"bf16": True}), "--engine", str(launcher), *BOX)
     assert not keys & {item.key for item in trained.findings}
+    # The same without the trainer's file, by a flag.
+    flagged = read(launcher, "gpt2", "--trainer", *BOX)
+    assert not keys & {item.key for item in flagged.findings}
+    assert flagged.loop == "trainer"
+    assert main(["explain", "--strict", str(launcher)]) == 1
+    assert main(["explain", "--strict", "--trainer", str(launcher)]) == 0
+    with pytest.raises(UserError, match="--trainer is for the file of an engine"):
+        read(write(tmp_path, ARGUMENTS), "--trainer", *BOX)
+
+
+def test_an_auto_that_nothing_fills_in_ends_the_run_of_a_trainer_too(tmp_path: Path) -> None:
+    settings = {ZERO: {"stage": 2, "overlap_comm": "auto"}, "train_micro_batch_size_per_gpu": 1}
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=settings)
+    with pytest.raises(ValueError, match=r"`zero_optimization\.overlap_comm` not found in kwargs"):
+        plugin.deepspeed_config_process(must_match=False)
+    # The Trainer prepares with it.
+    assert "deepspeed_config_process(must_match=False" in inspect.getsource(accelerate.Accelerator._prepare_deepspeed)
+    key = f"{ZERO}.overlap_comm"
+    document = ARGUMENTS | {"per_device_train_batch_size": 1, "deepspeed": settings}
+    (refused,) = [item for item in read(write(tmp_path, document), *BOX).findings if item.key == f"deepspeed.{key}"]
+    assert (refused.kind, refused.fix) == ("refused", "take it out: the default is true at stage 3, else false")
+    engine = write(tmp_path, settings, "ds.json")
+    (filled,) = [item for item in read(engine, "gpt2", *BOX).findings if item.key == key]
+    assert filled.kind == "filled"
+    assert filled.message.endswith("else false; Accelerate and the Trainer do not, and end with an error")
 
 
 @pytest.mark.parametrize("document", [ARGUMENTS, FACTORY, AXOLOTL, ARGUMENTS | {"max_length": 64}])
@@ -1008,6 +1106,97 @@ def test_frozen_weights_have_the_type_that_the_file_sets(tmp_path: Path) -> None
     assert in_fp16.memory.device_parts["parameters"] == parts["bfloat16"]
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(("model", "type_name"), [("llama-3.2-1b", "bf16"), ("llama-2-7b", "fp16"), ("gpt2", "fp32")])
+def test_auto_is_the_type_in_which_a_model_is_published(key: str, model: str, type_name: str, tmp_path: Path) -> None:
+    document = ARGUMENTS | {"model_name_or_path": model, "max_length": 512, "bf16": False, "fp16": False}
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    auto, stated = (read(write(tmp_path, document | {key: name}), *BOX) for name in ("auto", names[type_name]))
+    assert dataclasses.asdict(auto.memory) == dataclasses.asdict(stated.memory)
+    (filled,) = [item for item in auto.findings if item.kind == "filled"]
+    assert (filled.key, filled.message) == (key, f"auto: {type_name}, the type in which {model} is published")
+
+
+@pytest.mark.parametrize(("key", "stated"), [("dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16"), ("dtype", None)])
+def test_auto_is_the_type_of_config_json(key: str, stated: str | None, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, **sizes}
+    config |= {} if stated is None else {key: stated}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    document = ARGUMENTS | {"model_name_or_path": str(tmp_path / "model"), "max_length": 64, "dtype": "auto"}
+    case = read(write(tmp_path, document), *BOX)
+    assert case.request.pure == (stated is not None)
+    filled = [item.message for item in case.findings if item.kind == "filled"]
+    assert filled == ([] if stated is None else ["auto: bf16, the type of its config.json"])
+
+
+def test_auto_loads_16_bits_for_deepspeed(tmp_path: Path) -> None:
+    document = ARGUMENTS | {"model_name_or_path": "llama-3.2-1b", "max_length": 64, "deepspeed": Z2}
+    auto, wide = (read(write(tmp_path, document | {"dtype": dtype}), *BOX) for dtype in ("auto", "float32"))
+    assert (auto.request.loads_16_bits, wide.request.loads_16_bits) == (True, False)
+    assert auto.memory.host_parts["load"] < wide.memory.host_parts["load"]
+
+
+def test_a_type_that_the_trainer_loads_is_not_called_one_of_the_checkpoint(tmp_path: Path) -> None:
+    document = ARGUMENTS | {"model_name_or_path": "llama-3.2-1b", "max_length": 64}
+    for dtype in ({}, {"dtype": "float32"}):
+        case = read(write(tmp_path, document | dtype), *BOX)
+        (noted,) = [item for item in case.findings if item.rule == "fp32-weights"]
+        assert noted.message.startswith("weights are loaded and trained in fp32; in bf16, without fp32 masters, a peak")
+        in_bf16 = read(write(tmp_path, document | {"dtype": "bfloat16"}), *BOX)
+        assert f"a peak of {rounded(device_bytes(in_bf16.memory) / GIB)} GiB" in noted.message
+
+
+def test_arguments_of_from_pretrained_replace_keys_of_trl(tmp_path: Path) -> None:
+    arguments = {"torch_dtype": "bfloat16", "attn_implementation": "eager"}
+    document = ARGUMENTS | {"model_name_or_path": "llama-3.2-1b", "max_length": 64, "dtype": "float32"}
+    request = read(write(tmp_path, document | {"model_init_kwargs": arguments}), *BOX).request
+    assert (request.pure, request.attention) == (True, "eager")
+    request = read(write(tmp_path, document | {"model_init_kwargs": {"use_cache": False}}), *BOX).request
+    assert (request.pure, request.attention) == (False, "sdpa")
+
+
+@pytest.mark.parametrize(("release", "in_16_bits"), [("1.16.0", True), ("0.26.0", True), ("0.25.1", False)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_of_quantized_weights_have_the_type_that_trl_makes_them(
+    release: str, in_16_bits: bool, bits: int, tmp_path: Path
+) -> None:
+    document = ARGUMENTS | {"model_name_or_path": "llama-3.2-1b", "use_peft": True, "dtype": "bfloat16"}
+    quantized = read(write(tmp_path, document | {f"load_in_{bits}bit": True}), *BOX, "--release", f"trl={release}")
+    assert quantized.request.adapters_in_16_bits == in_16_bits
+    # Weight, gradient and two moments.
+    trained = quantized.request.full_shape.trained_parameters
+    assert predict_state(quantized.request).optimizer_device == pytest.approx(
+        (4 if in_16_bits else 8) * trained, rel=1e-3
+    )
+    assert not read(write(tmp_path, document), *BOX).request.adapters_in_16_bits
+
+
+def test_adapters_in_fp32_end_a_run_of_stage_3_under_one_release(tmp_path: Path) -> None:
+    factory = FACTORY | {"model_name_or_path": "llama-3.2-1b", "finetuning_type": "lora", "deepspeed": Z3}
+    trl = ARGUMENTS | {"model_name_or_path": "llama-3.2-1b", "use_peft": True, "dtype": "bfloat16", "deepspeed": Z3}
+    for document, releases, is_refused in (
+        (factory, "deepspeed=0.19.2", True),
+        (factory, "deepspeed=0.19.3", False),
+        (factory, "deepspeed=0.18.4", False),
+        (trl, "deepspeed=0.19.2,trl=1.6.0", True),
+        (trl, "deepspeed=0.19.2,trl=1.7.0", False),
+        (factory | {"quantization_bit": 4}, "deepspeed=0.19.2", False),
+    ):
+        case = read(write(tmp_path, document), "--release", releases, *BOX)
+        refused = [item for item in case.findings if "TypeError of _allgather_params_coalesced" in item.message]
+        assert [item.kind for item in refused if item.kind == "refused"] == ["refused"] * is_refused
+        assert first_line(case).startswith("Ends with an error") == is_refused
+
+
+def test_axolotl_keeps_adapters_in_16_bits_if_peft_shall_not_cast_them(tmp_path: Path) -> None:
+    document = AXOLOTL | {"adapter": "lora", "lora_target_linear": True}
+    for value, in_16_bits in ((None, False), (True, False), (False, True)):
+        request = read(write(tmp_path, document | {"peft_autocast_adapter_dtype": value}), *BOX).request
+        assert request.adapters_in_16_bits == in_16_bits
+
+
 def test_gradients_in_fp16_cannot_be_unscaled(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     parameter.grad = torch.ones_like(parameter)
@@ -1029,7 +1218,10 @@ def test_gradients_in_bf16_cannot_be_unscaled(keys: dict[str, Any], tmp_path: Pa
     for settings, kind in (
         ({"dtype": "bfloat16"}, "refused"),
         ({"torch_dtype": "bfloat16"}, "refused"),
-        ({"dtype": "auto"}, "conflict"),
+        # The type of a checkpoint: unknown, bf16, and fp32.
+        ({"dtype": "auto", "model_name_or_path": "gemma-2-2b"}, "conflict"),
+        ({"dtype": "auto", "model_name_or_path": "llama-3.2-1b"}, "refused"),
+        ({"dtype": "auto"}, None),
         ({"dtype": "float32"}, None),
         ({"dtype": "bfloat16", "fp16": False}, None),
         # DeepSpeed's own scaler, weights that Accelerate makes fp32, and adapters that peft keeps in fp32.
@@ -1563,3 +1755,173 @@ def test_experts_of_an_older_transformers_are_noted_under_fsdp2(
     launch = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
     case = read(write(tmp_path, launch, "fsdp.yaml"), model, "--release", f"transformers={release}", *BOX)
     assert any(item.rule == "experts-of-older-release" for item in case.findings) == is_noted
+
+
+# Groups of ranks that share samples.
+
+LONG = ARGUMENTS | {"model_name_or_path": "llama-3.1-8b", "max_length": 65536, "dtype": "bfloat16"}
+LONG |= {"per_device_train_batch_size": 1}
+MESH = """
+compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+mixed_precision: bf16
+num_processes: 8
+{section}
+parallelism_config: {{{sizes}}}
+"""
+WITH_FSDP2 = "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}"
+WITH_STAGE_3 = "deepspeed_config: {zero_stage: 3, gradient_accumulation_steps: 1}"
+
+
+def launched(folder: Path, sizes: str) -> str:
+    """Return the file of a launcher with Ulysses, or with a ring under FSDP2."""
+    is_ulysses = "sp_size" in sizes
+    kind, section = ("DEEPSPEED", WITH_STAGE_3) if is_ulysses else ("FSDP", WITH_FSDP2)
+    file = folder / "launch.yaml"
+    file.write_text(MESH.format(kind=kind, section=section, sizes=sizes))
+    return str(file)
+
+
+ULYSSES, RING = "parallelism_config_sp_size: 4", "parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 4"
+
+
+def test_a_trainers_file_with_ulysses_has_the_figures_of_the_flag(tmp_path: Path) -> None:
+    case = read(write(tmp_path, LONG), "--engine", launched(tmp_path, ULYSSES), *BOX)
+    assert (case.request.sequence_ranks, case.request.sequence_length) == (4, 65536 // 4)
+    assert "not modelled" not in first_line(case)
+    by_flag = predicted(
+        f"llama-3.1-8b --strategy zero3 --hardware 8xH100 --precision bf16 --seq_length 65536 --sp 4 {RECOMPUTED}"
+        " --loss_kernel trl"
+    )
+    parts = predict_memory(by_flag).device_parts
+    for name in ("activations", "logits"):
+        assert case.memory.device_parts[name] == parts[name]
+
+
+def test_a_mapping_of_groups_ends_a_run_and_its_figures_are_those_of_its_sizes(tmp_path: Path) -> None:
+    groups = {"sp_size": 4}
+    with pytest.raises(AttributeError, match=NO_MAPPING):
+        accelerate.Accelerator(cpu=True, parallelism_config=groups)
+    case = read(write(tmp_path, LONG | {"deepspeed": Z3, "parallelism_config": groups}), *BOX)
+    (refused,) = [item for item in case.findings if item.kind == "refused"]
+    assert (refused.key, refused.severity) == ("parallelism_config", "error")
+    assert refused.fix.startswith("set parallelism_config_sp_size: 4 in Accelerate's file")
+    assert case.request.sequence_ranks == 4
+    (refused,) = read(write(tmp_path, LONG | {"parallelism_config": "mesh.yaml"}), *BOX).findings
+    assert refused.message.endswith("'mesh.yaml' is no ParallelismConfig")
+    document = LONG | {
+        "fsdp": True,
+        "fsdp_config": {"version": 2},
+        "parallelism_config": {"dp_shard_size": 2, "cp_size": 4},
+    }
+    case = read(write(tmp_path, document), *BOX)
+    assert "without parallelism_config.cp_size (not modelled)" in first_line(case)
+    assert ("parallelism_config.cp_size", "trainer.yaml") in {
+        (item.key, Path(item.file).name) for item in case.findings
+    }
+
+
+def test_the_trainer_prepares_neither_its_schedule_nor_an_evaluation_with_the_model(tmp_path: Path) -> None:
+    source = inspect.getsource(transformers.Trainer._prepare_for_training)
+    prepared = re.findall(r"accelerator\.prepare\(([^)]*)\)", source)
+    # A stand-in for the schedule of DeepSpeed's file.
+    assert [" ".join(words.split()) for words in prepared if "lr_scheduler" in words] == [
+        "self.model, self.optimizer, self.lr_scheduler"
+    ]
+    assert 'type(self.lr_scheduler).__name__ == "DummyScheduler"' in source
+    launcher = launched(tmp_path, ULYSSES)
+    words = ("takes a step for each process", "sees only the rank's part")
+    alone = [item.message for item in read(launcher, "llama-3.1-8b", *BOX).findings]
+    assert all(any(text in message for message in alone) for text in words)
+    trained = [item.message for item in read(write(tmp_path, LONG), "--engine", launcher, *BOX).findings]
+    assert not any(text in message for text in words for message in trained)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes", "release", "kind", "key"),
+    [
+        ({"packing": True}, RING, "1.16.0", "refused", "packing"),
+        ({"packing": True}, RING, "1.15.0", "conflict", "packing"),
+        ({"packing": True}, ULYSSES, "1.16.0", None, "packing"),
+        ({"packing": False}, RING, "1.16.0", None, "packing"),
+        ({"loss_type": "dft"}, ULYSSES, "1.15.0", "refused", "loss_type"),
+        ({"loss_type": "dft"}, ULYSSES, "1.14.0", None, "loss_type"),
+        ({"label_smoothing_factor": 0.1}, ULYSSES, "1.16.0", "refused", "label_smoothing_factor"),
+        ({"num_generations": 8, "max_completion_length": 64}, ULYSSES, "1.16.0", "conflict", "max_completion_length"),
+    ],
+)
+def test_what_trl_does_not_do_with_divided_samples_is_named(
+    keys: dict[str, Any], sizes: str, release: str, kind: str | None, key: str, tmp_path: Path
+) -> None:
+    engine = launched(tmp_path, sizes)
+    case = read(write(tmp_path, LONG | keys), "--engine", engine, "--release", f"trl={release}", *BOX)
+    kinds = {item.kind for item in case.findings if item.key == key and item.kind in ("refused", "conflict")}
+    assert kinds == ({kind} if kind else set())
+
+
+@pytest.mark.parametrize("key", ["context_parallel_size", "sequence_parallel_degree"])
+def test_axolotls_rings_are_named_with_the_peak_of_ulysses(key: str, tmp_path: Path) -> None:
+    document = AXOLOTL | {"base_model": "llama-3.1-8b", "sequence_len": 65536, "gradient_checkpointing": True}
+    document |= {"deepspeed": Z3, "micro_batch_size": 2, "sample_packing": True, key: 4}
+    case = read(write(tmp_path, document), *BOX)
+    (noted,) = [item for item in case.findings if item.key == key and item.kind == "noted"]
+    divided = over_ranks(case.request, 4, "sp_size")
+    assert "a step trains on the samples of 2;" in noted.message
+    assert noted.message.endswith(f"a peak of {rounded(device_bytes(predict_memory(divided)) / GIB)} GiB")
+    assert first_line(case).count(f"without {key} (not modelled)") == 1
+    assert {item.key for item in case.findings if item.kind == "refused"} == {key, "micro_batch_size"}
+    runs = {"attn_implementation": "flash_attention_2", "micro_batch_size": 1}
+    case = read(write(tmp_path, document | runs), *BOX)
+    assert not any(item.kind == "refused" for item in case.findings)
+    # One rank divides nothing.
+    case = read(write(tmp_path, document | {key: 1}), *BOX)
+    assert key not in {item.key for item in case.findings}
+
+
+@pytest.mark.parametrize(
+    ("keys", "flags"),
+    [
+        ({"activation_offloading": True}, "--offload_checkpoints"),
+        ({"tiled_mlp": True}, "--tiled_mlp"),
+        ({"activation_offloading": True, "tiled_mlp": True}, "--offload_checkpoints --tiled_mlp"),
+    ],
+)
+def test_keys_of_features_for_longer_samples_have_the_figures_of_the_flags(
+    keys: dict[str, Any], flags: str, tmp_path: Path
+) -> None:
+    document = AXOLOTL | {"base_model": "llama-3.1-8b", "sequence_len": 65536, "gradient_checkpointing": True}
+    document |= {"deepspeed": {**Z3, "bf16": {"enabled": True}}, "micro_batch_size": 1}
+    document |= {"liger_fused_linear_cross_entropy": True}
+    case = read(write(tmp_path, document | keys), *BOX)
+    by_flag = predict_memory(
+        predicted(
+            f"llama-3.1-8b --strategy zero3 --hardware 8xH100 --precision bf16 --seq_length 65536 {RECOMPUTED} {flags}"
+            " --loss_kernel liger"
+        )
+    )
+    for name in ("activations", "logits"):
+        assert case.memory.device_parts[name] == by_flag.device_parts[name]
+    assert (
+        case.memory.device_parts["activations"]
+        < read(write(tmp_path, document), *BOX).memory.device_parts["activations"]
+    )
+    noted = {item.key: item.message for item in case.findings if item.key in keys}
+    assert noted.keys() == keys.keys()
+    assert all(message.endswith("no step time is predicted") for message in noted.values())
+    assert "not modelled" not in first_line(case)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"fsdp_version": 2, "fsdp_config": {"offload_params": False}}, "is not predicted with fsdp2"),
+        ({"gradient_checkpointing": False}, "activations go to the host; not modelled"),
+        ({"activation_offloading": "disk"}, "activation_offloading: 'disk'"),
+    ],
+)
+def test_a_feature_that_is_not_predicted_is_left_out_by_name(keys: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    document = AXOLOTL | {"base_model": "llama-3.1-8b", "gradient_checkpointing": True, "activation_offloading": True}
+    case = read(write(tmp_path, document | keys), *BOX)
+    (noted,) = [item for item in case.findings if item.key == "activation_offloading"]
+    assert reason in noted.message
+    assert first_line(case).startswith("Without activation_offloading (not modelled)")

@@ -53,6 +53,7 @@ CHANGES = {
     "lora_dora": None,
     "freeze": "visual,lm_head",
     "frozen_without_backward": None,
+    "text_only": None,
     "tensor_parallel": "2",
     "tensor_plan": "sequence",
     "sp": "8",
