@@ -181,10 +181,10 @@ def _stored(outcome: CombinationOutcome) -> dict[str, Any]:
 
 
 def _stored_run(outcome: CombinationOutcome) -> dict[str, Any]:
-    """Return a run without fields of an equal one and weights of micro-batches. Its finding has those weights."""
+    """Return a run without fields of an equal one, and with the stage of a difference alone; its finding has all."""
     entry = {name: value for name, value in _stored(outcome).items() if name not in _EQUAL or value != _EQUAL[name]}
     if outcome.difference is not None:
-        entry["difference"] = {name: value for name, value in entry["difference"].items() if name != "weights"}
+        entry["difference"] = {"stage": outcome.difference["stage"]}
     return entry
 
 

@@ -199,12 +199,16 @@ def without_tuning(name: str) -> str:
 
 
 # Types of published weights, by the beginnings of names of presets and of known models. Without those whose versions
-# differ (Gemma 2, whose tuned weights are in another type) or whose weights are in fewer bits (gpt-oss, DeepSeek-V3).
+# differ (Gemma 2 and TinyLlama, whose tuned weights are in another type) or whose weights are in fewer bits (gpt-oss,
+# DeepSeek-V3).
 _WEIGHT_TYPES: dict[Literal["bf16", "fp16", "fp32"], tuple[str, ...]] = {
-    "fp32": ("bert-", "gpt2", "distil", "gpt-neo-", "gpt-j-", "roberta-", "xlm-roberta-", "t5-", "bart-", "vit-"),
+    "fp32": (
+        *("bert-", "gpt2", "distilbert-", "distilgpt2", "distilroberta-", "gpt-neo-", "gpt-j-"),
+        *("roberta-", "xlm-roberta-", "t5-", "bart-", "vit-"),
+    ),
     "fp16": ("llama-2-", "llama-7b", "llama-13b", "llama-65b", "pythia-", "opt-", "phi-1", "phi-2"),
     "bf16": (
-        *("llama-3", "mistral-", "mixtral-", "qwen", "tinyllama-", "smollm2-", "gemma-3-", "codellama-", "yi-"),
+        *("llama-3", "mistral-", "mixtral-", "qwen", "smollm2-", "gemma-3-", "codellama-", "yi-"),
         *("phi-3", "phi-4", "olmoe-", "falcon-", "mpt-"),
     ),
 }
